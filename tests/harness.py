@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -313,8 +314,12 @@ def reference(name: str, case: str) -> Decoded:
 
 
 def fingerprint(model: torch.nn.Module) -> dict[str, Any]:
-    """Everything that attaching changes: hooks of all modules and the attention implementation of all configs."""
+    """Everything that attaching changes: hooks of all modules, the attention implementation of all configs, and the
+    attention tables of the files that define the modules."""
     state: dict[str, Any] = {"attributes": sorted(vars(model))}
+    for kind in {base for module in model.modules() for base in type(module).__mro__}:
+        table = getattr(sys.modules.get(kind.__module__), "ALL_ATTENTION_FUNCTIONS", None)
+        state[f"{kind.__module__}.table"] = id(table)
     for name, module in model.named_modules():
         for field in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs"):
             state[f"{name}.{field}"] = dict(getattr(module, field))

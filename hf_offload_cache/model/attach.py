@@ -1,4 +1,4 @@
-"""Seams of a model, attached with its first cache and removed with its last: hooks, names, and two methods.
+"""Seams of a model, attached with its first cache and removed with its last: hooks, attention tables, and methods.
 
 The hooks of its blocks are on only while some cache needs block events.
 
@@ -23,7 +23,7 @@ from .look_ahead import reason_against_pieces
 from .method_on_model import MethodOnModel
 from .own_generate import GivenCache
 from .place import generating_parts, has_own_generate, inner_model, is_model, warn_if_untested
-from .registered_attention import PREFIX, register, replaceable
+from .registered_attention import Globals, all_led, put_tables, replaceable, take_tables
 from .seam import Attachable, Hooks, cache_among, hook_blocks, hook_model, strip_hooks, unhook, unwrapped
 from .untraced import ready
 
@@ -31,66 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# The name of the attention implementation in a model's configs: ours while the seams are on, then what it was
-
-Renamed = list[tuple[Any, str]]
-"""Configs that carry our name, with the names that they had."""
-
-
-class AttentionName(str):
-    """Our name for an implementation; equal to the implementation's own as well, since some models compare.
-
-    Its hash is that of our name: look-ups in transformers' tables find ours, and never the other.
-    """
-
-    def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other) or self.removeprefix(PREFIX) == other
-
-    def __ne__(self, other: object) -> bool:
-        return not (str.__eq__(self, other) or self.removeprefix(PREFIX) == other)
-
-    def __hash__(self) -> int:  # torch.compile traces this one, and not str's own
-        return hash(str(self))
-
-
-def rename_attention(model: PreTrainedModel, renamed: Renamed, others: Renamed) -> None:
-    """Put our name on the configs of `model` and note each in `renamed`, as it is done.
-
-    Nothing where a part of the model cannot set its implementation. `others` carry our name for other models: of a
-    config that is shared, the first name is what it had.
-    """
-    if not all(submodel._can_set_attn_implementation() for submodel in _submodels(model)):
-        return
-    for config in configs_of(model):
-        name = config._attn_implementation_internal
-        base = (name or "eager").removeprefix(PREFIX)
-        if replaceable(base):
-            register(base)
-            shared = [kept for kept in others if kept[0] is config]
-            renamed.append(shared[0] if shared else (config, name))
-            config._attn_implementation_internal = AttentionName(PREFIX + base)
-
-
-def restore_attention(renamed: Renamed, others: Renamed) -> None:
-    """Give the configs their names back, but for those that `others` hold and those that the user has set since."""
-    held = {id(config) for config, _ in others}
-    for config, name in renamed:
-        if id(config) not in held and carries_ours(config):
-            config._attn_implementation_internal = name
-
-
-def strip_attention(model: PreTrainedModel, others: Renamed) -> None:
-    """Take our name off the configs of a copy: nobody would restore it."""
-    held = {id(config) for config, _ in others}
-    for config in configs_of(model):
-        if carries_ours(config) and id(config) not in held:
-            config._attn_implementation_internal = config._attn_implementation_internal.removeprefix(PREFIX)
-
-
-def carries_ours(config: Any) -> bool:
-    """Whether `config` names our attention."""
-    return (config._attn_implementation_internal or "").startswith(PREFIX)
-
+# The configs from which a model's modules read the name of their attention implementation
 
 def configs_of(model: PreTrainedModel) -> list[Any]:
     """Every distinct config object that a module of `model` may read its implementation from."""
@@ -191,7 +132,12 @@ class _Attachment:
     """What is on one model. Holds nothing of the model but its configs, which do not hold it."""
 
     caches: dict[int, weakref.ref] = field(default_factory=dict)
-    renamed: Renamed = field(default_factory=list)
+    tables: list[Globals] = field(default_factory=list)
+    """Globals of the files whose attention goes through ours."""
+    at_death: weakref.finalize | None = None
+    """Takes our tables out of these when the model dies before its caches, whose `release` finds no model then."""
+    configs: list[Any] = field(default_factory=list)
+    """Those whose attention could go through ours when the seams went on."""
     hooks: Hooks = field(default_factory=list)
     watching: set[int] = field(default_factory=set)
     """The caches that want the verbs of blocks: as long as there is one, the hooks of blocks are on."""
@@ -283,13 +229,15 @@ def conversation(model: PreTrainedModel) -> Conversation:
 def replaced(model: PreTrainedModel) -> bool:
     """Whether the model's attention goes through ours while the seams are on."""
     attachment = _ATTACHED.get(model)
-    return attachment is not None and bool(attachment.renamed)
+    return attachment is not None and bool(attachment.tables and attachment.configs)
 
 
 def intact(model: torch.nn.Module) -> bool:
-    """Whether every config that carried our attention when the seams went on still does."""
+    """Whether every config whose attention went through ours when the seams went on still names one that does."""
     attachment = _ATTACHED.get(model) if is_model(model) else None
-    return attachment is None or all(carries_ours(config) for config, _ in attachment.renamed)
+    if attachment is None or not attachment.tables:
+        return True
+    return all_led(attachment.tables, (config._attn_implementation_internal for config in attachment.configs))
 
 
 def detach(model: Any) -> None:
@@ -305,7 +253,12 @@ def detach(model: Any) -> None:
 
 def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
     _strip_copied(model)
-    rename_attention(model, attachment.renamed, _renamed_now())
+    if all(submodel._can_set_attn_implementation() for submodel in _submodels(model)):
+        configs = configs_of(model)
+        attachment.configs = [one for one in configs if replaceable(one._attn_implementation_internal)]
+        put_tables(model, attachment.tables)
+        attachment.at_death = weakref.finalize(model, _take_tables, attachment)
+        attachment.at_death.atexit = False
     assert attachment.state is not None
     for one in _running(model):
         hook_model(one, attachment.hooks, attachment.state.turn_to_others)
@@ -316,10 +269,19 @@ def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
 def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
     unhook(attachment.block_hooks)
     unhook(attachment.hooks)
-    restore_attention(attachment.renamed, _renamed_now())
+    if attachment.at_death is not None:
+        attachment.at_death.detach()
+    _take_tables(attachment)
     for one in _running(model):
         for method in _METHODS:
             method.take_off(one)
+
+
+def _take_tables(attachment: _Attachment) -> None:
+    """Give files of models their attention tables back, unless another model with caches needs ours there."""
+    with _lock():
+        tables, attachment.tables = attachment.tables, []
+        take_tables(tables, [names for one in _ATTACHED.values() for names in one.tables])
 
 
 def _running(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -344,12 +306,6 @@ def _strip_copied(model: PreTrainedModel) -> None:
     """Take off what a copy or a pickle of an attached model brought along: nobody counts it."""
     counted = {id(seam) for one in _ATTACHED.values() for seam, _ in (*one.hooks, *one.block_hooks)}
     strip_hooks(model, counted)
-    strip_attention(model, _renamed_now())
     for one in _running(model):
         for method in _METHODS:
             method.take_off(one)
-
-
-def _renamed_now() -> Renamed:
-    """The configs that carry our name for a live attachment, with the names they had."""
-    return [renamed for attachment in _ATTACHED.values() for renamed in attachment.renamed]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,27 +36,6 @@ _sdpa = torch.nn.functional.scaled_dot_product_attention
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """(module, query, keys, values, mask, *args, **kwargs) -> output (B, q, H, Dv), and the weights, or None."""
-
-
-def own_attention(module: torch.nn.Module, implementation: str) -> AttentionFunction:
-    """The attention function that `module` would call under `implementation` without us.
-
-    "eager" is not registered: it is the `eager_attention_forward` beside the module's class (or one of its bases).
-    """
-    try:
-        return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS[implementation]  # a model is there
-    except KeyError:
-        pass
-    for base in type(module).__mro__:
-        function = getattr(sys.modules.get(base.__module__), "eager_attention_forward", None)
-        if function is not None:
-            return function
-    raise RuntimeError(f"{type(module).__name__}: no attention function for {implementation!r} was found")
-
-
-def run_own(implementation: str, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call what `own_attention` finds: found when it is called, which a step that selects seldom does."""
-    return own_attention(module, implementation)(module, *args, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..report.trace import NO_TIMELINE, Timeline
 from .place import decoder_blocks
-from .registered_attention import ALWAYS, register
 from .untraced import untraced
 
 # The verbs that the seams in a model call on the cache that a forward was given
@@ -112,11 +111,6 @@ class Seam:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "turn_to_others": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        for name in ALWAYS:  # a model pickled while attached carries our names into a new process
-            register(name)
 
     @untraced
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: Any = None, output: Any = None) -> Any:

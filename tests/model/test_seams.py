@@ -346,8 +346,6 @@ def test_torch_compile(how: str, mode: str, dynamo: dict[str, Any]) -> None:
             assert {index for index, sight in cache.look_ahead.sights.items() if sight.recipe} == {0, 1, 2}
     known = ["Seam.__call__", "Cache.update", "_attend"]
     older = Version(torch.__version__) < Version("2.13")
-    if older:
-        known.append("AttentionName")  # 2.11 cannot compare the name of an implementation that is no plain string
     for reason in dynamo["graph_break"]:
         assert any(name in reason for name in known), reason
     if how == "compiled forward":  # `generate` calls the model under the wrapper, which nobody compiled

@@ -1,0 +1,85 @@
+"""What a decoding step of each cache copies to and from a CUDA device, and how often it waits, on a device that only
+counts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from fake_device import CUDA, Counts, Fake, fake_cuda, moved
+from harness import COMMON, build, prompt
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hf_offload_cache.registry import CACHES, cache_class
+
+TOKENS, STEPS, LAYERS = 300, 4, COMMON["num_hidden_layers"]
+MOST = {"disk-swap": (0, 7), "cluster": (0, 10), "spec": (3, 8), "abstract-tree": (0, 7)}
+"""The most copies to the host, and waits for the device, a layer and step. A step's token comes on top."""
+
+
+def llama() -> Any:
+    return build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "max_position_embeddings": 8192}))
+
+
+def steps(model: Any, cache: Any, put: Callable[[torch.Tensor], torch.Tensor], counts: Counts) -> list[torch.Tensor]:
+    """Logits of the prompt's last token, and of each step after it. `counts` begin with the steps."""
+    ids = prompt(model, 1, TOKENS + STEPS)
+    with torch.no_grad():
+        logits = [model(put(ids[:, :TOKENS]), past_key_values=cache, logits_to_keep=1).logits]
+        counts.clear()
+        for place in range(TOKENS, TOKENS + STEPS):
+            logits.append(model(put(ids[:, place : place + 1]), past_key_values=cache).logits)
+    return [one.inner.clone() if isinstance(one, Fake) else one for one in logits]
+
+
+@functools.cache
+def expected() -> list[torch.Tensor]:
+    """The logits of a `DynamicCache` on the CPU."""
+    model = llama()
+    return steps(model, DynamicCache(config=model.config), lambda ids: ids, Counts())
+
+
+@contextlib.contextmanager
+def on_the_device() -> Iterator[tuple[Any, Counts]]:
+    """A model there, and the device's counts."""
+    expected()
+    model = llama()
+    with fake_cuda() as counts, mock.patch.object(type(model), "device", property(lambda self: CUDA)):
+        yield moved(model), counts
+
+
+def test_a_plain_cache_copies_nothing() -> None:
+    """The instrument itself: a step of `DynamicCache` launches kernels and copies nothing; the logits are right."""
+    with on_the_device() as (model, counts):
+        found = steps(model, DynamicCache(config=model.config), Fake, counts)
+        assert counts.launches["model"] > 20 * LAYERS * STEPS
+        assert not (counts.to_device or counts.to_host or counts.syncs)
+    torch.testing.assert_close(found, expected())
+
+
+def test_nothing_of_the_device_is_left() -> None:
+    before = torch.tensor, torch.Tensor.pin_memory, dict(vars(torch.cuda))
+    with pytest.raises(ZeroDivisionError), fake_cuda():
+        assert torch.tensor([1.0], device="cuda").device == CUDA and torch.cuda.is_available()
+        raise ZeroDivisionError
+    assert (torch.tensor, torch.Tensor.pin_memory, dict(vars(torch.cuda))) == before
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_step_copies_and_waits_so_often(name: str, tmp_path: Path) -> None:
+    """Everything is selected: the logits are those of a `DynamicCache`, by the branches for CUDA."""
+    with on_the_device() as (model, counts):
+        with cache_class(name)(model, path=tmp_path, max_context=512, num_selected=512) as cache:
+            found = steps(model, cache, Fake, counts)
+        copies, waits = counts.to_host.total(), counts.syncs.total()
+        assert 0 < counts.to_device.total() <= MOST[name][1] * LAYERS * STEPS, counts.to_device
+        assert counts.to_host["core/token_log.py:append"] <= STEPS
+        assert copies <= (MOST[name][0] * LAYERS + 2) * STEPS, counts.to_host
+        assert waits <= (MOST[name][1] * LAYERS + 8) * STEPS, counts.syncs
+    torch.testing.assert_close(found, expected(), rtol=1e-3, atol=1e-3)
