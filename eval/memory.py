@@ -144,7 +144,7 @@ def _light(run: Run) -> Any:
 
 
 def _drive(model: Any, cache: Any, ids: Any, run: Run, note: Callable[[str], None] = lambda stage: None) -> None:
-    from hf_offload_cache.core.prefill import prefill
+    from hf_offload_cache.core.filling import prefill
 
     if run.filled:
         from .synthetic import fill

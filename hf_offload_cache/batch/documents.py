@@ -13,7 +13,7 @@ import torch
 from ..config import at_least
 from ..console.answer import check_length, document_part, generate_answer, question_part
 from ..core.cache import OffloadCache
-from ..core.prefill import prefill
+from ..core.filling import prefill
 from ..errors import ContextError, CorruptRecordError, StoreError, StoreFullError
 from ..model.look_ahead import reason_against_pieces
 from .recipe import Recipe

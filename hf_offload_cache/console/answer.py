@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.prefill import piece_size, prefill
+from ..core.filling import piece_size, prefill
 from ..errors import ConfigError
 from ..model.look_ahead import stretch
 from ..report.report import CacheReport
@@ -229,7 +229,7 @@ _GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "temperature": No
 
 def _held_bytes(cache: Cache) -> int:
     """Bytes that the layers of a cache of transformers' own keep in memory."""
-    from ..memory.storages import storage_bytes
+    from ..memory.account import storage_bytes
 
     return storage_bytes([vars(layer) for layer in cache.layers])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import ContextError, StoreFullError
 from ..memory.machine import free_disk
-from ..stores.descriptor import Descriptor
+from ..stores.atomic_file import Descriptor
 from .file_system import FILE_SYSTEM, FileSystem, failure, reported
 
 MANIFEST_NAME = "manifest.json"

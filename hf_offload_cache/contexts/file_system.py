@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import StoreError, StoreFullError
-from ..stores.descriptor import Descriptor, open_descriptor
+from ..stores.atomic_file import Descriptor, open_descriptor
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 """Flags that open a directory; with `os.O_NOFOLLOW` not through a link."""

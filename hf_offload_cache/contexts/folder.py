@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import ContextError
-from ..stores.descriptor import Descriptor
+from ..stores.atomic_file import Descriptor
 from .data_files import MANIFEST_NAME, open_file, read_small, write_file
 from .file_system import ATTEMPTS, FILE_SYSTEM, FOLDER, NO_FOLDER, FileSystem, leads_to, reported
 from .publish import publish

@@ -20,10 +20,10 @@ import torch
 
 from ..config import parse_size
 from ..errors import BudgetError, ContextError, ContextMismatchError, CorruptRecordError, EncryptionKeyError, StoreError
-from ..model.dynamic_cache import may_crop
 from ..model.fingerprint import EVERY_BYTE, full_fingerprint
 from ..model.look_ahead import reason_against_pieces
 from ..model.place import inner_model
+from ..model.plain_caches import may_crop
 from ..registry import class_named
 from ..stores.base import DEVICE_BLOCK
 from ..stores.encryption import KeySource, key_check, load_key

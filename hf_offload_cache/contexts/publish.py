@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ContextError
-from ..stores.descriptor import Descriptor
+from ..stores.atomic_file import Descriptor
 from .data_files import MANIFEST_NAME, survey
 from .file_system import ATTEMPTS, FILE_SYSTEM, FOLDER, NO_FOLDER, FileSystem, leads_to, reported, sync_folder, try_lock
 from .removal import discard, is_temporary, sweep_open, temporary_name, twice

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ContextError
-from ..stores.descriptor import Descriptor
+from ..stores.atomic_file import Descriptor
 from .data_files import MANIFEST_NAME, survey
 from .file_system import FILE_SYSTEM, FOLDER, NO_FOLDER, FileSystem, reported, sync_folder, try_lock
 

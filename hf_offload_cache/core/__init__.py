@@ -5,11 +5,11 @@ from .budget import load_config as load_config
 from .budget import nearest as nearest
 from .cache import OffloadCache as OffloadCache
 from .filling import Filling as Filling
+from .filling import piece_size as piece_size
 from .layer import OffloadLayer as OffloadLayer
 from .layer import Rows as Rows
 from .layers import hybrid as hybrid
 from .plan import LayerKind as LayerKind
-from .prefill import piece_size as piece_size
 from .selective_cache import Pace as Pace
 from .selective_cache import SelectiveCache as SelectiveCache
 from .selective_layer import SelectiveLayer as SelectiveLayer

@@ -24,23 +24,30 @@ from ..memory.fit import Search, fit_nothing, fit_stream
 from ..memory.machine import check_descriptors
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..model import attach
-from ..model.dynamic_cache import crops_all
+from ..model.attention_call import untraced
 from ..model.geometry import Geometry, rows_of_ids
 from ..model.peft_adapters import adapter_fields
 from ..model.place import OwnModel, inner_model, no_place, offloaded_layers, unoffloaded
-from ..model.untraced import untraced
+from ..model.plain_caches import crops_all
 from ..report.report import CacheReport, StreamReport
 from ..stores.engines import resolve_engine
 from .budget import check_budget, load_config, notes_of
 from .contents import Contents
-from .forward_ended import ForwardEnded
 from .layer import OffloadLayer
 from .layers import make_layers
 from .plan import LayerKind, plan_cache, plan_exact, search
 from .read_only import refuse_copy, refuse_layers, refuse_pickle
 from .reporting import report_of
 from .shared import Shared, shut_down
-from .step import check_model, check_planned, check_prompt, check_uses_cache, check_was_used, sparse_warning
+from .step import (
+    ForwardEnded,
+    check_model,
+    check_planned,
+    check_prompt,
+    check_uses_cache,
+    check_was_used,
+    sparse_warning,
+)
 
 
 class OffloadCache(Cache):
@@ -62,11 +69,7 @@ class OffloadCache(Cache):
     """Its steps select, unless the configuration is exact."""
 
     def __init__(
-        self,
-        model: Any,
-        path: str | Path | None = None,
-        config: OffloadConfig | str | Path | None = None,
-        **fields: Any,
+        self, model: Any, path: str | Path | None = None, config: OffloadConfig | str | Path | None = None, **fields: Any
     ) -> None:
         inner = inner_model(model)
         given = load_config(self.config_class, config, fields, inner)
@@ -359,14 +362,9 @@ class OffloadCache(Cache):
 
     @classmethod
     def for_budget(
-        cls,
-        model: Any,
-        memory: int | str,
-        max_context: int,
-        max_batch: int = 1,
-        path: str | Path | None = None,
-        **fields: Any,
-    ) -> Self:
+        cls, model: Any, memory: int | str, max_context: int, max_batch: int = 1,
+        path: str | Path | None = None, **fields: Any,
+    ) -> Self:  # fmt: skip
         """The best cache that never holds more than `memory` for up to `max_batch` sequences of `max_context` tokens.
 
         Args:

@@ -10,12 +10,11 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttent
 from ..config import OffloadConfig
 from ..contexts.open import select_kept_rows
 from ..errors import SeamLostError, StoreError, UnsupportedModelError
-from ..memory.account import RECORDS
-from ..memory.storages import storage_bytes
+from ..memory.account import RECORDS, storage_bytes
 from ..model.conversation import Conversation
-from ..model.dynamic_cache import crops_all
-from .kept_state import check_recorded, kept_state, settle
+from ..model.plain_caches import crops_all
 from .layer import OffloadLayer
+from .layers import check_recorded, kept_state, settle
 from .read_only import Layers
 from .shared import SEAM_LOST, Shared
 from .step import MOST_CANDIDATES, Step, begin, check_planned, kept_logits, repeats

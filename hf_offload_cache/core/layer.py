@@ -13,10 +13,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..config import OffloadConfig
 from ..errors import PromptError, not_whole
-from ..history.autocast import without_autocast
 from ..history.base import History, Sealed
 from ..history.position_history import PositionHistory
-from ..history.records import RecordFormat
+from ..history.records import RecordFormat, without_autocast
 from ..memory.plan import LayerPlan
 from ..model.attention_call import TAG, AttentionCall, Tag
 from ..model.place import no_backward

@@ -18,9 +18,8 @@ from ..fetch.choice import Choice
 from ..fetch.fetcher import Fetched, Fetcher
 from ..fetch.replica_link import Link
 from ..fetch.tier import SlotTier, Tier
-from ..history.autocast import without_autocast
 from ..history.base import History, Sealed
-from ..history.records import sealed_groups
+from ..history.records import sealed_groups, without_autocast
 from ..memory.plan import LayerPlan, Planned
 from ..model.attention_call import AttentionCall
 from ..model.place import no_backward

@@ -17,6 +17,12 @@ from ..model.place import OwnModel, model_text
 from ..model.seam import unwrapped
 from .token_log import TokenLog
 
+# The end of a forward whose further layers are not needed
+
+class ForwardEnded(BaseException):
+    """For `Filling` alone, which asks for it and catches it: no `except Exception` of a model does."""
+
+
 MOST_CANDIDATES = 32
 """Queries of a candidate verification (assisted decoding, prompt lookup) that are selected for."""
 

@@ -10,11 +10,10 @@ import torch
 
 from .areas import Areas, ByteRows, Filled, records_soon
 from .choice import Choice, Extents, Fetched, Source, valid_entries
-from .placing import distinct, importance_of, keep, keep_in, kept_of, take_resident
 from .reads import AreaReads, EarlyLook, Missing
 from .replica_link import Link
 from .storage import Storage
-from .tier import Tier
+from .tier import Tier, distinct, importance_of, keep, keep_in, kept_of, take_resident
 
 
 class Fetcher:

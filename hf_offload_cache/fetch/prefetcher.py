@@ -17,8 +17,7 @@ import torch
 from ..errors import CacheClosedError, StalledError
 from ..memory.account import MemoryAccount
 from ..report.trace import Timeline
-from ..stores.base import Store, Transfer, check_batch
-from ..stores.deadline import Deadline, Process
+from ..stores.base import Deadline, Process, Store, Transfer, check_batch
 from .reader_pool import ReaderPool, join_before_exit
 from .write_queue import WriteQueue
 

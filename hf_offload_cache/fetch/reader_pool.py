@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from ..errors import CacheClosedError, StoreError
-from ..stores.base import Store, Transfer, describe, runs
-from ..stores.deadline import EXIT_SECONDS, Deadline, has_passed, seconds_left
+from ..stores.base import EXIT_SECONDS, Deadline, Store, Transfer, describe, has_passed, runs, seconds_left
 
 # Threads that run jobs from a queue until it is told to end
 

@@ -13,10 +13,10 @@ import torch
 from ..errors import CacheClosedError, StalledError
 from .areas import Areas, ByteRows, Staging, View
 from .choice import Choice, Extents, Source
-from .placing import among, distinct
 from .prefetcher import Ticket
 from .replica_link import Link
 from .storage import Storage
+from .tier import among, distinct
 
 # A read into a borrowed area
 

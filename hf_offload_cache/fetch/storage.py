@@ -18,8 +18,7 @@ from ..errors import StalledError
 from ..memory.account import RECORDS, MemoryAccount
 from ..report.counters import Counters
 from ..report.trace import NO_TIMELINE, Timeline, Trace
-from ..stores.base import FreezableStore, Store
-from ..stores.deadline import Process
+from ..stores.base import FreezableStore, Process, Store
 from ..stores.encryption import load_key, make_guard
 from ..stores.engines import choose_engine, open_store
 from ..stores.layered import LayeredStore

@@ -15,8 +15,7 @@ import torch
 from ..errors import CacheClosedError, StoreError
 from ..memory.account import MemoryAccount
 from ..report.trace import Timeline
-from ..stores.base import Store, describe, runs
-from ..stores.deadline import Deadline, has_passed, seconds_left
+from ..stores.base import Deadline, Store, describe, has_passed, runs, seconds_left
 from .reader_pool import ALIVE_CHECK_SECONDS, Jobs, Worker, join_all, start_worker, work_text
 
 # What waits to be written: batches, and those of one store

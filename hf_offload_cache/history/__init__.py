@@ -1,14 +1,14 @@
 """What a layer holds: entries in records, the latest ones in memory, in an order of its own."""
 
-from .autocast import autocast_dtype as autocast_dtype
-from .autocast import without_autocast as without_autocast
 from .base import Block as Block
 from .base import History as History
 from .base import Sealed as Sealed
 from .position_history import PositionHistory as PositionHistory
 from .records import TARGET_RECORD_BYTES as TARGET_RECORD_BYTES
 from .records import RecordFormat as RecordFormat
+from .records import autocast_dtype as autocast_dtype
 from .records import places_within as places_within
 from .records import sealed_groups as sealed_groups
+from .records import without_autocast as without_autocast
 from .tail import BlockTable as BlockTable
 from .tail import RollingTail as RollingTail

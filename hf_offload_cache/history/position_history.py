@@ -16,8 +16,7 @@ from ..fetch.choice import Extents
 from ..fetch.storage import Storage
 from ..memory.plan import LayerPlan, Planned
 from ..stores.base import FreezableStore, Store, aligned_empty, pinned_empty
-from .base import Block, Sealed, equal_parts, joined
-from .freezing import frozen
+from .base import Block, Sealed, equal_parts, frozen, joined
 from .records import RecordFormat, latest_tokens, leaving, packing_bytes, piece_groups, sealed_groups, together
 from .state import DTYPES, Array, State
 from .tail import BlockTable, RollingTail

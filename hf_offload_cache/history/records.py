@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +12,28 @@ import torch
 
 from ..config import OffloadConfig
 from ..stores.base import DEVICE_BLOCK
-from .autocast import autocast_dtype
+
+# A model under `torch.autocast`: its own attention runs under it, what is stored and chosen is computed without
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What `torch.autocast` casts to in this thread on `device`; None: it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """In it, operations of this thread have the type of their arguments: on `device`, and on the processor, where some
+    of what a device attends to is chosen."""
+    on = [kind for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)]
+    return _off(on) if on else nullcontext()  # in every layer of a step, in which it seldom is on
+
+
+@contextmanager
+def _off(kinds: list[str]) -> Iterator[None]:
+    with ExitStack() as off:
+        for kind in kinds:
+            off.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
 
 TARGET_RECORD_BYTES = 16 * 1024
 """Reads of this size are near the best rate an operation that small devices give (bandwidth over block size)."""

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from .attention_call import TAG as TAG
     from .attention_call import AttentionCall as AttentionCall
     from .attention_call import Tag as Tag
-    from .dynamic_cache import may_crop as may_crop
     from .fingerprint import check_fingerprint as check_fingerprint
     from .fingerprint import full_fingerprint as full_fingerprint
     from .geometry import Geometry as Geometry
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from .place import TESTED as TESTED
     from .place import decoder_blocks as decoder_blocks
     from .place import no_place as no_place
+    from .plain_caches import may_crop as may_crop
     from .seam import Attachable as Attachable
     from .seam import Seam as Seam
     from .stream_attention import attend_block as attend_block
@@ -50,7 +50,7 @@ _HOME = {
     "decoder_blocks": "place",
     "full_fingerprint": "fingerprint",
     "mask_at": "masks",
-    "may_crop": "dynamic_cache",
+    "may_crop": "plain_caches",
     "no_place": "place",
     "reason_against_pieces": "look_ahead",
     "release": "attach",

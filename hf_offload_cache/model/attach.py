@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CacheUnusedError, ConfigError
+from .attention_call import Globals, all_led, put_tables, ready, replaceable, take_tables
 from .conversation import Conversation, ModelState
 from .look_ahead import reason_against_pieces
 from .method_on_model import MethodOnModel
 from .own_generate import GivenCache
 from .place import generating_parts, has_own_generate, inner_model, is_model, warn_if_untested
-from .registered_attention import Globals, all_led, put_tables, replaceable, take_tables
 from .seam import Attachable, Hooks, cache_among, hook_blocks, hook_model, strip_hooks, unhook, unwrapped
-from .untraced import ready
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import UnsupportedModelError
 from ..history.records import RecordFormat
-from ..memory.storages import tensors_in
+from ..memory.account import tensors_in
 from .config_values import config_value
 from .place import inner_model, is_offloaded
 

@@ -12,8 +12,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..report.trace import NO_TIMELINE, Timeline
+from .attention_call import untraced
 from .place import decoder_blocks
-from .untraced import untraced
 
 # The verbs that the seams in a model call on the cache that a forward was given
 

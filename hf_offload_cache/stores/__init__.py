@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .atomic_file import replace_file as replace_file
     from .base import DEVICE_BLOCK as DEVICE_BLOCK
+    from .base import EXIT_SECONDS as EXIT_SECONDS
+    from .base import Deadline as Deadline
     from .base import FreezableStore as FreezableStore
     from .base import LateRead as LateRead
     from .base import Store as Store
@@ -18,12 +20,10 @@ if TYPE_CHECKING:
     from .base import aligned_empty as aligned_empty
     from .base import check_batch as check_batch
     from .base import check_range as check_range
+    from .base import has_passed as has_passed
     from .base import require_freezable as require_freezable
     from .base import runs as runs
-    from .deadline import EXIT_SECONDS as EXIT_SECONDS
-    from .deadline import Deadline as Deadline
-    from .deadline import has_passed as has_passed
-    from .deadline import seconds_left as seconds_left
+    from .base import seconds_left as seconds_left
     from .encryption import Encryption as Encryption
     from .encryption import decrypt as decrypt
     from .encryption import encrypt as encrypt
@@ -66,9 +66,9 @@ _HOME = {
     "Checksums": "guard",
     "DEPTH": "uring.ring",
     "DEVICE_BLOCK": "base",
-    "Deadline": "deadline",
+    "Deadline": "base",
     "DirectStore": "file",
-    "EXIT_SECONDS": "deadline",
+    "EXIT_SECONDS": "base",
     "Encryption": "encryption",
     "FileStore": "file",
     "FreeList": "memory",
@@ -94,7 +94,7 @@ _HOME = {
     "choose_engine": "engines",
     "decrypt": "encryption",
     "encrypt": "encryption",
-    "has_passed": "deadline",
+    "has_passed": "base",
     "key_check": "encryption",
     "load_key": "encryption",
     "make_guard": "encryption",
@@ -109,7 +109,7 @@ _HOME = {
     "require_freezable": "base",
     "ring_bytes": "uring.queues",
     "runs": "base",
-    "seconds_left": "deadline",
+    "seconds_left": "base",
     "spans": "file",
 }
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import CorruptRecordError, StoreError, StoreFullError
 from ..memory.machine import free_disk
+from .atomic_file import open_descriptor
 from .base import DEVICE_BLOCK
-from .descriptor import open_descriptor
 from .record_file import BOUNCE_BYTES, RecordFile
 
 _NEEDS_A_COPY = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOENT, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)

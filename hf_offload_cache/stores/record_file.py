@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 from ..errors import StoreError
 from ..memory.machine import free_disk
+from .atomic_file import Descriptor, open_descriptor
 from .base import DEVICE_BLOCK
-from .descriptor import Descriptor, open_descriptor
 
 MOST_PARTS = 1024
 """Of a `write_parts`: as many as Linux takes."""

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ..errors import ConfigError, DamagedObjectError, ObjectError, StoreFullError
-from ..stores.atomic_file import replace_bytes
-from ..stores.descriptor import Descriptor, open_descriptor
+from ..stores.atomic_file import Descriptor, open_descriptor, replace_bytes
 from .answers import TRIES, Answer, of_error, pause_after, place_error, received, reported, too_large
 from .places import file_system_of, is_web, join, local_folder
 from .stream_manifest import digest

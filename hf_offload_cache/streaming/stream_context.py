@@ -33,9 +33,8 @@ from ..report.report import StreamReport
 from ..stores.encryption import KeySource, decrypt, load_key
 from .answers import Answer, place_error, reported, without_secrets
 from .cells import Cells
-from .checks import as_ids, check_arguments, check_shapes, check_text
 from .loader import MOST_TOKENS, Loader
-from .publish import overlaps
+from .publish import as_ids, check_arguments, check_shapes, check_text, overlaps
 from .stream_manifest import MOST_MANIFEST_BYTES, NAME, StreamManifest, binding
 from .streaming_lane import Spool, StreamingLane
 from .teacher import LEARNT, Teacher

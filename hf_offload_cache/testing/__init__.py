@@ -8,8 +8,7 @@ from .attention import stream_attention_reference as stream_attention_reference
 from .freezable_store_tests import FreezableStoreTests
 from .histories import HistoryTests
 from .predictors import PredictorTests
-from .sample_records import RECORD_BYTES, file_maps, fill, open_descriptors, pattern, read
-from .store_tests import StoreTests
+from .store_tests import RECORD_BYTES, StoreTests, file_maps, fill, open_descriptors, pattern, read
 from .throttled import DeviceClock, ThrottledStore
 from .wrappers import FaultyStore, LatencyStore, WrapperStore
 

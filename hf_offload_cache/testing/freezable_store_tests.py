@@ -17,8 +17,7 @@ from ..stores.base import FreezableStore, aligned_empty
 from ..stores.encryption import open_guard
 from ..stores.engines import open_named
 from ..stores.guard import RecordGuard
-from .sample_records import RECORD_BYTES, fill, open_descriptors, pattern, read
-from .store_tests import StoreTests
+from .store_tests import RECORD_BYTES, StoreTests, fill, open_descriptors, pattern, read
 
 
 class FreezableStoreTests(StoreTests):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..methods.disk_swap.cache import DiskSwapCache
-from ..model.dynamic_cache import dynamic_cache
 from ..model.look_ahead import reason_against_pieces
-from .comparison import Comparison, Decoded, compare
+from ..model.plain_caches import dynamic_cache
+from .predictors import Comparison, Decoded, compare
 
 SMALL: dict[str, Any] = {"group_size": 4, "num_recent": 8, "block_tokens": 16}
 """Fields that make a short history span many groups and several blocks."""

@@ -4,18 +4,64 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import torch
 
-from hf_offload_cache.fetch.choice import Choice, Extents
-from hf_offload_cache.history.base import Sealed
-from hf_offload_cache.memory.account import MemoryAccount
-from hf_offload_cache.memory.plan import LayerPlan
-from hf_offload_cache.predictors.base import Predictor, Query
-
+from ..fetch.choice import Choice, Extents
+from ..history.base import Sealed
 from ..history.records import RecordFormat
+from ..memory.account import MemoryAccount
+from ..memory.plan import LayerPlan
+from ..predictors.base import Predictor, Query
+
+# What two caches gave for the same input, compared by tokens and by the logits of every step
+
+TOLERANCE = 2e-3
+"""Largest difference of a logit, in standard deviations of the reference's logits (float32, streamed blocks)."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a case produced: token ids (rows, length) and the logits of every step (steps, rows, vocabulary)."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a result is from its reference; `deviation` in standard deviations of the reference's logits."""
+
+    same_tokens: bool
+    deviation: float
+    bitwise: bool
+
+    @property
+    def exact(self) -> bool:
+        """Same tokens, and logits within the tolerance."""
+        return self.same_tokens and self.deviation <= TOLERANCE
+
+
+def compare(reference: Decoded, result: Decoded) -> Comparison:
+    """Tokens and logits of `result` against those of `reference`; infinitely far when shapes or NaN differ.
+
+    Raises `ValueError` for a reference whose logits are not numbers.
+    """
+    same_tokens = torch.equal(reference.tokens, result.tokens)
+    expected, got = reference.logits, result.logits
+    if expected.shape != got.shape:
+        return Comparison(same_tokens, float("inf"), False)
+    finite = expected.isfinite()
+    if not finite.any() or expected.isnan().any():
+        raise ValueError("the reference's logits are not numbers: the comparison would prove nothing")
+    if not torch.equal(expected[~finite], got[~finite]) or not got[finite].isfinite().all():
+        return Comparison(same_tokens, float("inf"), False)
+    difference = (expected[finite] - got[finite]).abs().max() / expected[finite].std()
+    return Comparison(same_tokens, float(difference), same_tokens and torch.equal(expected, got))
+
 
 BUDGET = 9
 """Units a row that are asked for."""

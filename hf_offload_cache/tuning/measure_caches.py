@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from ..config import OffloadConfig, at_least, parse_memory
-from ..core.prefill import prefill
+from ..core.filling import prefill
 from ..errors import BudgetError, ConfigError, UnsupportedModelError
 from ..memory.machine import free_memory
 from ..methods.disk_swap.cache import DiskSwapCache
-from ..model.dynamic_cache import dynamic_cache
 from ..model.geometry import Geometry
 from ..model.place import inner_model
+from ..model.plain_caches import dynamic_cache
 from ..registry import cache_class
 from ..report.report import size_text
 from ..stores.engines import choose_engine, resolve_engine

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_offload_cache.core.prefill import prefill
+from hf_offload_cache.core.filling import prefill
 from hf_offload_cache.errors import ConfigError
 
 

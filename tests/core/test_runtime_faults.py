@@ -426,7 +426,7 @@ def test_a_write_that_stalls(account: MemoryAccount, stalled: Stalled, operation
 def test_a_slow_device_is_not_a_stalled_one(stalled: Stalled, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time counts from the write that ended last: many slow ones take as long as they take."""
     now = [0.0]
-    monkeypatch.setattr("hf_offload_cache.stores.deadline.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hf_offload_cache.stores.base.time.monotonic", lambda: now[0])
     prefetcher, store, ids = stalled(room=10, seconds=60.0)
     for index in range(1, 6):
         prefetcher.write(store, ids[[index]], pattern(1))

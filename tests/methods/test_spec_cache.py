@@ -25,7 +25,8 @@ from transformers import (
 )
 
 from hf_offload_cache.errors import ConfigError, CorruptRecordError
-from hf_offload_cache.methods.spec import LOYALTY, SpecCache, SpecConfig, SpecLayer, entry_reads
+from hf_offload_cache.methods.spec import LOYALTY, SpecCache, SpecConfig, SpecLayer
+from hf_offload_cache.methods.spec import chosen_entries as entry_reads
 from hf_offload_cache.methods.spec import copy as low_bit_copy
 from hf_offload_cache.model import Geometry
 

@@ -17,7 +17,7 @@ from spec_fields import SMALL
 
 from hf_offload_cache import SpecCache
 from hf_offload_cache.methods.spec import TRIED, TopUp
-from hf_offload_cache.methods.spec import top_up as spec_top_up
+from hf_offload_cache.methods.spec import layer as spec_top_up
 
 
 def after(asked: bool | str, reads: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[TopUp, list[str | None]]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from hf_offload_cache.stores import EXIT_SECONDS, Deadline, deadline, has_passed, seconds_left
+from hf_offload_cache.stores import EXIT_SECONDS, Deadline, has_passed, seconds_left
+from hf_offload_cache.stores import base as deadline
 from hf_offload_cache.stores.uring import queues as io_uring
 
 NOW = 1000.0

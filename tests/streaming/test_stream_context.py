@@ -26,7 +26,8 @@ from hf_offload_cache.errors import (
     UnsupportedModelError,
 )
 from hf_offload_cache.registry import CACHES, cache_class
-from hf_offload_cache.streaming import NAME, StreamManifest, checks
+from hf_offload_cache.streaming import NAME, StreamManifest
+from hf_offload_cache.streaming import publish as checks
 
 ALL = list(map(cache_class, CACHES))
 

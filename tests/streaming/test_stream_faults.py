@@ -34,11 +34,13 @@ from hf_offload_cache.streaming import (
     StreamManifest,
     StreamObject,
     bound,
-    checks,
     digest,
     loader,
     meet,
     staircase,
+)
+from hf_offload_cache.streaming import (
+    publish as checks,
 )
 from hf_offload_cache.streaming import streaming_lane as decoder
 

@@ -13,7 +13,7 @@ from ...config import OffloadConfig, parse_size
 from ...errors import CorruptRecordError, StalledError, StoreError, not_whole
 from ...fetch.areas import ByteRows
 from ...fetch.storage import Storage
-from ...history.freezing import frozen
+from ...history.base import frozen
 from ...history.records import RecordFormat, piece_groups, sealed_groups
 from ...history.state import Array, State
 from ...kernels import int4

@@ -14,8 +14,7 @@ import torch
 from ...config import OffloadConfig
 from ...fetch.choice import Extents
 from ...fetch.storage import Storage
-from ...history.base import Block, Sealed, equal_parts, joined
-from ...history.freezing import frozen
+from ...history.base import Block, Sealed, equal_parts, frozen, joined
 from ...history.position_history import check_tail
 from ...history.records import RecordFormat, leaving, places_within, sealed_groups, together
 from ...history.tail import RollingTail

@@ -22,9 +22,8 @@ from ...model.foreign_hooks import ForeignHooks
 from ...model.geometry import Geometry
 from ...model.look_ahead import length_dependent, rotary_kinds
 from .config import SpecConfig
-from .layer import SpecLayer
+from .layer import SpecLayer, TopUp
 from .plan import UNDER_WAY, fit_spec, plan_layer
-from .top_up import TopUp
 
 # A guess of the next token that a model is given beside each token; whoever calls the model does not see it (SpeCache,
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...fetch.choice import Choice
+from ...errors import BudgetError
+from ...fetch.areas import Areas
+from ...fetch.choice import Choice, Source
+from ...fetch.fetcher import Fetcher
+from ...fetch.storage import Storage
+from ...kernels.on_a_device import has_kernels
 from ...memory.account import MemoryAccount, lasting_empty
 
 
@@ -200,3 +206,147 @@ def _among(these: torch.Tensor, those: torch.Tensor) -> torch.Tensor:
     ascending = those.sort(2).values
     at = torch.searchsorted(ascending, these.contiguous()).clamp_(max=those.shape[2] - 1)
     return (ascending.gather(2, at) == these) & (these >= 0)
+
+
+# Single entries out of pinned host memory, which a GPU reads by itself
+
+class PinnedEntries:
+    """Of one layer, whose records may lie in pinned memory. For the thread that runs the model, which waits for no
+    read; but, when there are new records, until they are written and the device knows where they lie."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._addresses: torch.Tensor | None = None
+        """Where each record begins, (rows, units) int64, on the device."""
+        self._elsewhere = False
+        """Not in pinned memory, some of them."""
+        self._stream: torch.cuda.Stream | None = None
+        self._gathered: torch.cuda.Event | None = None
+        """Behind the last `gather`."""
+
+    @staticmethod
+    def planned(rows: int, units: int) -> int:
+        """Bytes of where so many records lie."""
+        return rows * units * 8
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._addresses is None else self._addresses.nbytes
+
+    def forget(self) -> None:
+        """Records will lie elsewhere, or be those of other rows. Blocks until `gather` has read what it was asked for.
+        """
+        if self._gathered is not None:
+            self._gathered.synchronize()
+        self._addresses = self._gathered = None
+        self._elsewhere = False
+
+    def exchange(self, history: Source, chosen: ChosenEntries, wanted: torch.Tensor) -> torch.Tensor | None:
+        """Let `chosen` hold what is `wanted`, what is read behind the back of the current stream; how many are
+        wanted, and how many of these came: (2,) int64. None: no device reads there, or they are too many."""
+        if (addresses := self._where(history)) is None:
+            return None
+        from ...kernels import host_entries_triton as kernel
+
+        if max(chosen.count, wanted.shape[2]) > kernel.MOST_EXCHANGED:
+            return None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(history.device)
+
+        def gather(tokens: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor]) -> None:
+            addresses.record_stream(torch.cuda.current_stream(history.device))
+            kernel.gather_into(addresses, tokens, history.form, into, keeps=True)
+
+        counts = chosen.exchange(wanted, kernel.exchange, gather, self._stream)
+        self._count(history, counts[1])
+        return counts
+
+    def gather(self, history: Source, tokens: torch.Tensor) -> Entries | None:
+        """The entries of tokens (rows, heads, m), -1: none, on the current stream. None: no device reads there."""
+        if (addresses := self._where(history)) is None:
+            return None
+        from ...kernels import host_entries_triton as kernel
+
+        found = Entries(tokens, *kernel.gather(addresses, tokens, history.form))
+        self._gathered = torch.cuda.current_stream(history.device).record_event()
+        self._count(history, (tokens >= 0).sum())
+        return found
+
+    def _count(self, history: Source, entries: torch.Tensor) -> None:
+        """So many entries of a head were read, () int64."""
+        form, store = history.form, history.store
+        entry = (form.key_dim + form.value_dim) * form.dtype.itemsize
+        self._storage.counters.tell_later(lambda read: store.count_read(read, read * entry), entries)
+
+    def _where(self, history: Source) -> torch.Tensor | None:
+        """`_addresses` of all units, written ones. None: some lie in memory that is not pinned."""
+        if self._elsewhere or not has_kernels(history.device):
+            return None
+        known = self._addresses
+        first = known.shape[1] if known is not None and len(known) == history.rows else 0
+        if known is None or first != history.records:
+            first = 0 if first > history.records else first
+            units = np.broadcast_to(np.arange(first, history.records), (history.rows, history.records - first))
+            records = history.extents(units).records
+            self._storage.prefetcher.flush(history.store)  # what was written behind is there
+            if (found := history.store.addresses(records.reshape(-1))) is None:
+                self._elsewhere, self._addresses = True, None
+                return None
+            new = torch.from_numpy(found.reshape(records.shape)).to(history.device)
+            self._addresses = known = new if known is None or not first else torch.cat([known, new], 1)
+        return known
+
+
+# Single entries of each key head: out of records that are read, or as parts of records that lie in host memory
+
+class EntryReads:
+    """Of one layer. Tokens are (rows, heads, m), -1: none. For the thread that runs the model."""
+
+    def __init__(self, storage: Storage, areas: Areas) -> None:
+        self._storage, self.areas = storage, areas
+        self.pinned = PinnedEntries(storage)
+
+    @staticmethod
+    def area_bytes(form: Any, tokens: int) -> int:
+        """What entries of so many tokens of every head take on their way out of host memory."""
+        return tokens * form.entry_bytes
+
+    def ahead(self, fetcher: Fetcher, history: Source, tokens: torch.Tensor) -> None:
+        """Begin to read what `bring` will be asked for, as far as there is room. A read that fails is made anew."""
+        if history.store.in_memory:
+            return
+        if choices := records_of(tokens.cpu().numpy(), history.form.group_size, fetcher.most_records):
+            with self._storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
+                fetcher.ahead(history, choices[0])
+
+    def bring(self, fetcher: Fetcher, history: Source, tokens: torch.Tensor) -> list[Entries]:
+        """The entries of these tokens, none of which stands behind a -1: copies, in parts, and no more columns than
+        there are tokens. Raises as `Fetcher.gather`."""
+        if history.store.in_memory and (found := self.pinned.gather(history, tokens)) is not None:
+            return [found]
+        there = tokens.cpu().numpy()
+        there = there[:, :, : int((there >= 0).sum(2).max(initial=0))]
+        if history.store.in_memory:
+            return [self._parts(history, there)] if there.size else []
+        choices = records_of(there, history.form.group_size, fetcher.most_records)
+        return [picked(history.form, fetcher.bring(history, choice), choice, there) for choice in choices]
+
+    def _parts(self, history: Source, tokens: np.ndarray) -> Entries:
+        """No more of a record than is wanted of it."""
+        form, store, there = history.form, history.store, np.maximum(tokens, 0)
+        (rows, heads, count), item = tokens.shape, form.dtype.itemsize
+        records = history.extents((there // form.group_size).reshape(rows, -1)).records.reshape(-1)
+        head, entry = np.arange(heads)[:, None], there % form.group_size * form.entry_width
+        parts, first = [], 0
+        keys, values = entry + head * form.key_dim, entry + form.key_width + head * form.value_dim
+        area = self.areas.borrow(self.area_bytes(form, rows * count), history.device)
+        try:
+            self._storage.prefetcher.flush(store)  # what was written behind is there
+            for dim, at in ((form.key_dim, keys), (form.value_dim, values)):
+                store.read_parts(records, at.reshape(-1) * item, area.host_rows(tokens.size, dim * item, first))
+                own = area.upload(tokens.size, dim * item, first).view(form.dtype)
+                parts.append(own.view(rows, heads, count, dim).clone())
+                first += tokens.size * dim * item
+        finally:
+            self.areas.give_back(area)
+        return Entries(torch.from_numpy(tokens).to(history.device), *parts)

@@ -13,11 +13,9 @@ from ...history.records import RecordFormat, latest_tokens, sealed_groups
 from ...memory.fit import LEAST_RECENT, SHORT_TAIL, Search
 from ...memory.plan import LayerPlan, Planned
 from .attention import MixedAttention
-from .chosen_entries import ChosenEntries
+from .chosen_entries import ChosenEntries, EntryReads, PinnedEntries
 from .config import SpecConfig
 from .copy import LowBitForm, LowBitPredictor
-from .entry_reads import EntryReads
-from .pinned_entries import PinnedEntries
 
 # The best fields of `SpecCache` that a budget allows
 

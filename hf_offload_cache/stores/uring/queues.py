@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..descriptor import Descriptor
+from ..atomic_file import Descriptor
 
 _SETUP, _ENTER = 425, 426  # system calls, the same on every architecture but the ones refused below
 OP_NOP, OP_READ = 0, 22

@@ -17,8 +17,8 @@ import numpy as np
 
 from ...errors import StalledError
 from ...memory.account import MemoryAccount
-from ..deadline import Deadline, Process, has_passed
-from ..descriptor import Descriptor
+from ..atomic_file import Descriptor
+from ..base import Deadline, Process, has_passed
 from ..record_file import REFUSALS
 from . import queues as io_uring
 from .queues import WRAP, Queues, Waiter

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from ...errors import CacheClosedError
-from ..base import Transfer, byte_view, check_batch, check_range, run_edges
-from ..deadline import Process
+from ..base import Process, Transfer, byte_view, check_batch, check_range, run_edges
 from ..file import FileStore, FrozenFile
 from ..guard import RecordGuard
 from .ring import Batch, Ring
