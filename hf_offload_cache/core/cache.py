@@ -69,8 +69,9 @@ class OffloadCache(Cache):
     """Its steps select, unless the configuration is exact."""
 
     def __init__(
-        self, model: Any, path: str | Path | None = None, config: OffloadConfig | str | Path | None = None, **fields: Any
-    ) -> None:
+        self, model: Any, path: str | Path | None = None, config: OffloadConfig | str | Path | None = None,
+        **fields: Any,
+    ) -> None:  # fmt: skip
         inner = inner_model(model)
         given = load_config(self.config_class, config, fields, inner)
         if (why := no_place(model)) is not None:
