@@ -27,16 +27,6 @@ PLANS: dict[str, Plan] = {
 }  # fmt: skip
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=7616, help="of a context")
-    parser.add_argument("--steps", type=int, default=512, help="tokens after it, teacher-forced")
-    parser.add_argument("--samples", type=int, default=2, help="texts")
-    parser.add_argument("--needles", type=int, default=8, help="questions for one of four facts")
-    parser.add_argument("--bytes", type=int, default=24, help="of a key's code")
-    parser.add_argument("--plans", nargs="+", choices=list(PLANS), default=list(PLANS), metavar="PLAN")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the selected tokens, for small contexts")
-
-
 def scaled(plan: Plan, scale: float) -> Plan:
     """With that share of its selected tokens and groups."""
     return dataclasses.replace(
@@ -46,9 +36,8 @@ def scaled(plan: Plan, scale: float) -> Plan:
     )
 
 
-def run(arguments: argparse.Namespace, rows: Rows, model: Any = None, tokenizer: Any = None) -> dict[str, Any]:
-    if model is None:
-        model, tokenizer = load_default_model(torch.float32)
+def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
+    model, tokenizer = loaded or load_default_model(torch.float32)
     texts = reference_texts(tokenizer, arguments.samples, arguments.tokens + arguments.steps)
     for sample, ids in enumerate(texts):
         context, new = prefill(model, ids[:, : arguments.tokens]), ids[:, arguments.tokens :]
@@ -93,16 +82,20 @@ def _summary(rows: Rows, name: str) -> dict[str, Any]:
     return mean | {"found": sum(row["found"] for row in needles), "asked": len(needles)}
 
 
-def plot(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
-    plans = {name: row for name, row in summary["plans"].items() if "kl" in row}
-    axes = figure.subplots()
-    axes.barh(list(plans), [row["kl"] for row in plans.values()])
-    axes.set(xlabel="KL divergence from full attention, nats", xscale="log")
-    axes.invert_yaxis()
-
-
-QUICK = {"tokens": 900, "steps": 64, "samples": 1, "needles": 1, "plans": ["dropped", "codes", "both"], "scale": 0.25}
-STUDY = Study("remainder", __doc__, run, plot, arguments, QUICK, module="eval.remainder.study", of_a_run=("plans",))
+STUDY = Study(
+    "remainder", __doc__, run,
+    {
+        "tokens": (7616, "tokens of a context"),
+        "steps": (512, "tokens after it, teacher-forced"),
+        "samples": (2, "texts"),
+        "needles": (8, "questions for one of four needles"),
+        "bytes": (24, "bytes of a key's code"),
+        "plans": (list(PLANS), "plans to compare", list(PLANS)),
+        "scale": (1.0, "share of the selected tokens, for small contexts"),
+    },
+    {"tokens": 900, "steps": 64, "samples": 1, "needles": 1, "plans": ["dropped", "codes", "both"], "scale": 0.25},
+    module="eval.remainder.study", of_a_run=("plans",),
+)  # fmt: skip
 
 if __name__ == "__main__":
     main(STUDY)

@@ -329,7 +329,7 @@ def test_what_a_changed_linear_state_does(tmp_path: Path) -> None:
 
 
 def test_a_check_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_offload_cache.methods.disk_swap.coding.is_tensor", lambda *_, **__: True)
+    monkeypatch.setattr("hf_offload_cache.history.state.is_tensor", lambda *_, **__: True)
     assert faults(fuzzed("disk-swap", tmp_path, 2, seed=1, each=True), PEAK)
 
 

@@ -318,8 +318,8 @@ class Caches(RuleBasedStateMachine):
         opened = self.cache_class.open(self.folder / "passing", model(), engine=engine)
         with cache.fork() as twin, opened as third:
             if cache.selecting is not None:
-                held_by = [one.selecting.capture() for one in (cache, twin, third)]
-                assert held_by[0] == held_by[1] == held_by[2], "other budgets"
+                padded = [one.selecting.padded for one in (cache, twin, third)]
+                assert padded[0] == padded[1] == padded[2]
             expected = [self.feed(one, Held(), ids) for one in (twin, third)]
         self.frozen(cache)
         shutil.rmtree(self.folder / "passing")

@@ -100,15 +100,16 @@ def test_prompt_lookup_reads_a_part_of_the_history(tmp_path: Path) -> None:
 
 
 def test_candidates_are_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A predictor is told of the prompt's queries, and not of a verification's: it goes on from what mattered."""
-    seen: list[int] = []
-    watch = LowRankPredictor.watch
-    monkeypatch.setattr(LowRankPredictor, "watch", lambda *a: [seen.append(a[1].shape[2]), watch(*a)][1])
-    model = long_tiny("llama")
+    """A predictor is told of a prompt, and not of a verification: it goes on from what mattered."""
+    model, told = long_tiny("llama"), list[int]()
+    prompted = LowRankPredictor.prompted
     with forwards_of(model) as forwards, sparse(model, **FIELDS) as cache:
+        monkeypatch.setattr(
+            LowRankPredictor, "prompted", lambda own: [told.append(len(forwards)), prompted(own)][1]
+        )
         generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
-    assert max(forwards[1:]) > 1
-    assert set(seen) == {forwards[0]} and forwards[0] >= LENGTH  # its first candidates come with the prompt
+    assert max(forwards[1:]) > 1 and forwards[0] >= LENGTH  # its first candidates come with the prompt
+    assert set(told) == {1}
 
 
 def test_candidates_see_what_is_not_behind_them(checked_gathers: Gathers) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
-
 import pytest
 import torch
 from letters import Letters
@@ -52,11 +49,7 @@ def test_true_values_are_closest() -> None:
 
 
 def test_the_study_runs_quickly() -> None:
-    parser = argparse.ArgumentParser()
-    STUDY.arguments(parser)
-    parser.set_defaults(**{**STUDY.quick, "tokens": 400, "steps": 16, "bytes": 8})
-    rows = Rows(say=lambda line: None)
-    loaded: dict[str, Any] = {"model": long_model(), "tokenizer": Letters()}
-    summary = run(parser.parse_args([]), rows, **loaded)
+    arguments = STUDY.parsed(["--quick", "--tokens", "400", "--steps", "16", "--bytes", "8"])
+    summary = run(arguments, Rows(say=lambda line: None), (long_model(), Letters()))
     assert set(summary["plans"]) == set(STUDY.quick["plans"]) <= set(PLANS)
     assert all(row["kl"] > 0 for row in summary["plans"].values())

@@ -305,7 +305,7 @@ def test_a_wrong_lesson_is_left(
         assert not any(layer.lesson for layer in cache.layers)
         report = cache.stream_report
         if first:
-            assert report is not None and any("learnt" in one for one in report.trouble)
+            assert report is not None and any("fitted state" in one for one in report.trouble)
         assert all(layer.predictor.ready(layer.history.units) for layer in cache.layers)
         is_right(cache)
 

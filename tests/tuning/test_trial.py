@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ ASKED: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
+    gc.collect()  # caches of the tests before
     before = open_descriptors(), threading.active_count()
     yield
     assert (open_descriptors(), threading.active_count()) == before
