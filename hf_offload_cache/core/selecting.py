@@ -59,7 +59,8 @@ class Selecting:
         if not slots:
             return 0
         most = min(slots + -(-config.num_sinks // unit_size), most_slots(config, unit_size, units))
-        return int(self.slot_share * most)
+        fixed = config.reuse_capacity > self.settings.reuse_capacity  # of a layer that keeps everything
+        return most if fixed else int(self.slot_share * most)
 
     def limit(self, worthwhile: bool, slot_share: float) -> None:
         """Set `worthwhile` and `slot_share` for the steps from now on."""

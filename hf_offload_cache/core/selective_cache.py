@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ import torch
 
 from ..config import OffloadConfig, SelectiveConfig
 from ..errors import not_whole
+from ..memory.account import RECORDS, SLOTS
 from ..memory.fit import LOST_BY, Search, fit_selective
 from ..memory.plan import LayerPlan, Planned
 from ..model.geometry import Geometry
@@ -77,6 +79,10 @@ class Pace:
             self._chosen = ways[0] <= ways[1]
 
 
+_USUAL = ("num_selected", "reuse_capacity", "memory", "adapter", "host_memory")
+"""Fields with which a user says what selecting may take."""
+
+
 class SelectiveCache(OffloadCache):
     """Prefill is exact; a step that selects attends to the first tokens, the latest ones, and what its layers'
     predictors choose. A method is a `layer_class` with a predictor, and a `config_class`."""
@@ -93,7 +99,8 @@ class SelectiveCache(OffloadCache):
         self.look_ahead: LookAhead | None = None
         self.selecting = None if settings.exact else Selecting(settings, self.shared.storage, self.reads_ahead)
         self._pace = Pace(settings.look_ahead)
-        self._geometry: Geometry | None = None
+        self.weighs = all(getattr(settings, name, None) == getattr(type(settings), name, None) for name in _USUAL)
+        """The fields that decide what selecting takes are the default ones; see `weigh`."""
         self._weighed = (0, 0)  # sequences and tokens of the latest plan
         self._queue_for = 0  # sequences whose writes the queue is short for
         self._selective: dict[int, SelectiveLayer] = {}
@@ -178,22 +185,39 @@ class SelectiveCache(OffloadCache):
 
     def weigh(self, step: Step) -> None:
         """Compare what selecting takes with the full KV. With the default fields a cache uses no more memory than
-        `DynamicCache` would: slots are fewer, and where no slot would fit, steps attend to everything. The plan is made
-        anew when the context has grown by a sixteenth."""
-        usual = type(self.config)
-        own = self.config.num_selected, self.config.reuse_capacity
-        if self.config.memory is not None or own != (usual.num_selected, usual.reuse_capacity):
-            return
+        `DynamicCache` would: slots are fewer, and where no slot would fit, steps attend to everything. Done anew when
+        the context has grown by a sixteenth."""
         tokens = step.history + step.tokens
         unit = max(128, 1 << max(0, tokens.bit_length() - 5))
         size = step.sequences, -(-tokens // unit) * unit
-        if size == self._weighed:
+        if size == self._weighed or not self.weighs:
             return
-        model = self._model()
-        assert self.selecting is not None and model is not None
-        self._weighed, self._geometry = size, self._geometry or Geometry.of(model)
-        planned = self.plan(self._geometry, self.config, size[1], step.sequences)
-        self.selecting.limit(*planned.slots_within(self._geometry.full_kv_bytes(size[1] - unit, step.sequences)))
+        assert self.selecting is not None
+        self._weighed, before = size, self.selecting.worthwhile
+        with contextlib.suppress(NotImplementedError):  # a method that does not say what its predictor takes
+            rest, slots = self._room_for_slots(size[1])
+            self.selecting.limit(rest >= 0, min(1.0, max(0, rest) / slots) if slots else 1.0)
+        if self.selecting.worthwhile and not before:  # exact steps tell nothing of the two ways
+            self._pace = Pace(self.config.look_ahead)
+
+    def _room_for_slots(self, context: int) -> tuple[int, int]:
+        """Bytes of the full KV that are left for slots when `context` tokens a row are selected from, negative: none;
+        and what all slots would take. Layers that keep everything in slots have theirs."""
+        kinds: dict[tuple[LayerKind, int], list[SelectiveLayer]] = {}
+        for layer in self.selective:
+            if layer.is_initialized:
+                kinds.setdefault((layer.kind(len(self.offloaded)), id(layer.config)), []).append(layer)
+        plans = [
+            (self.plan_layer(kind, same[0].config, context), len(same), same[0].config)
+            for (kind, _), same in kinds.items()
+        ]
+        planned, _ = LayerPlan.of_layers(((plan, count) for plan, count, _ in plans), Planned())
+        usual = [(plan, count) for plan, count, own in plans if own.reuse_capacity <= self.config.reuse_capacity]
+        slots = sum(plan.own.decode.get(SLOTS, 0) * count for plan, count in usual)
+        apart = {*planned.decode, RECORDS, "stream buffers", "write queue", "layers not offloaded"}
+        others = sum(held for owner, held in self.storage.account.by_owner.items() if owner not in apart)
+        full = sum(layer.full_bytes for layer in self.offloaded)  # what is not offloaded is on both sides
+        return full - others - sum(planned.decode.values()) + planned.decode.get(RECORDS, 0) + slots, slots
 
     def wants_blocks(self) -> bool:
         """Also where the look-ahead is at work: it has learned what it can by the time that another way is tried."""
@@ -236,7 +260,7 @@ class SelectiveCache(OffloadCache):
         step, following = self.shared.step, self._selective.get(layer_idx + 1)
         if following is None or step is None or not step.selects or step.tokens > 1 or not self._pace.first:
             return
-        if self.look_ahead is None or following.widened:  # nothing is read ahead in such a step
+        if self.look_ahead is None or following.widened or not following.selects:  # nothing is read ahead there
             return
         if self.timeline.on:
             with self.timeline.span("look ahead", layer_idx + 1):
@@ -258,8 +282,9 @@ class SelectiveCache(OffloadCache):
         if self.look_ahead is not None and self.watches_blocks:
             self.look_ahead.end_step()
         changed = super().end_step(output)
-        widened = self.selecting is not None and self.selecting.widened  # such a step says nothing of the others
-        if step is not None and step.started is not None and not widened:
+        selecting = self.selecting
+        tells = selecting is not None and selecting.worthwhile and not selecting.widened  # others tell nothing of these
+        if step is not None and step.started is not None and tells:
             self._pace.took(time.perf_counter() - step.started)
         return changed
 

@@ -85,7 +85,7 @@ class SelectiveLayer(OffloadLayer):
         """Fitted state from elsewhere for the queries of what this layer is about to be given: see `Learner.lesson`."""
         self.refused: str | None = None
         """Why the fitted state from elsewhere was rejected."""
-        self.scaling = 1.0
+        self.scaling, self.num_heads = 1.0, 0
 
     def _clear(self) -> None:
         super()._clear()
@@ -126,6 +126,12 @@ class SelectiveLayer(OffloadLayer):
 
     def fetched(self, choice: Choice, fetched: Fetched) -> None:
         """Called after a step's entries were fetched; for a method that learns from them."""
+
+    def kind(self, layers: int) -> LayerKind:
+        """What owners plan by, as this layer is now; one of `layers` that are offloaded."""
+        form = self.history.form
+        heads = self.num_heads or form.num_key_heads * self.rows.heads  # until attention has come
+        return LayerKind(form, heads, self.history.rows, self.batch, self.history.device.type, layers)
 
     # --- the most that there may be, asked before there is a layer ---------------------------------------------
 
@@ -270,7 +276,7 @@ class SelectiveLayer(OffloadLayer):
         return Choice.union(choices, max(least, (1 if self.widened else 2) * self.budget))
 
     def _attend(self, call: AttentionCall) -> Output:
-        self.scaling = call.scaling
+        self.scaling, self.num_heads = call.scaling, call.query.shape[1]
         if self.watch_query is not None:
             self.watch_query(self.layer_idx, call.query)
         if call.query.shape[2] > 1:
@@ -321,7 +327,7 @@ class SelectiveLayer(OffloadLayer):
         """Attention over the chosen units and the latest tokens, by the model's own function on what was gathered."""
         selecting, storage = self.selecting, self.shared.storage
         visible = None if call.mask is None else step.visible(call.mask)
-        if selecting is None or not selecting.worthwhile or not self.can_choose():
+        if selecting is None or not self.selects or not self.can_choose():
             return self.exact(call)
         if call.mask is not None and call.query.shape[2] == 1 and not step.changes(call.mask):
             call = replace(call, mask=None)
@@ -378,9 +384,13 @@ class SelectiveLayer(OffloadLayer):
         """See `Selecting.widen`: there is no memory to read ahead to."""
         return self.selecting is not None and self.selecting.widened
 
+    @property
+    def selects(self) -> bool:
+        """Steps select, because that takes less memory than the full KV: see `SelectiveCache.weigh`."""
+        return self.selecting is not None and self.selecting.worthwhile
+
     def _sparse(self) -> bool:
-        selecting = self.selecting
-        return selecting is not None and selecting.worthwhile and self._filled and self.state == "tagged"
+        return self.selects and self._filled and self.state == "tagged"
 
     def ahead(self, choice: Choice) -> None:
         """Read ahead for this layer's next gather. A guess that fails is dropped."""

@@ -173,8 +173,12 @@ def in_units(parts: Iterable[torch.Tensor], unit_size: int) -> Iterator[torch.Te
 
 def equal_parts(count: int, most: int) -> int:
     """Size of the parts when `count` things are divided into the fewest parts of at most `most`, all but the last
-    equal. The two buffers of a short history then hold little more than it does."""
-    return -(-count // -(-count // most)) if count else most
+    equal, up to a sixteenth of `most`, so that a history that grows seldom needs larger ones. The two buffers of a
+    short history then hold little more than it does."""
+    if not count:
+        return most
+    size, step = -(-count // -(-count // most)), max(1, most // 16)
+    return min(most, -(-size // step) * step)
 
 
 def joined(history: History, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from ..report.report import html_table, kv_share_text, size_text
-from .account import RECORDS, SLOTS
 
 Bytes = Mapping[str, int]
 """Bytes by owner."""
@@ -110,14 +109,6 @@ class MemoryPlan:
             f"no cache is needed: this plan takes {size_text(self.peak_bytes)}, and the full KV (DynamicCache) "
             f"{size_text(self.full_kv_bytes)}; leave the cache out, or plan for more tokens"
         )
-
-    def slots_within(self, nbytes: int) -> tuple[bool, float]:
-        """Whether decoding takes no more than `nbytes` when it has no slots, and the share of the planned slots that
-        fits as well. Records that a store keeps in host memory are not counted."""
-        parts = {owner: nbytes for owner, nbytes in self.decode.items() if owner != RECORDS}
-        slots = parts.pop(SLOTS, 0)
-        rest = nbytes - sum(parts.values())
-        return rest >= 0, min(1.0, max(0, rest) / slots) if slots else 1.0
 
     @property
     def share(self) -> str:

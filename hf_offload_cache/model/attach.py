@@ -170,12 +170,13 @@ def attach(model: PreTrainedModel, cache: Attachable) -> int:
             attachment.caches[token] = weakref.ref(cache)
         if attachment is None or _ATTACHED.get(model) is not attachment:  # a collection may just have closed the last
             attachment = _Attachment({token: weakref.ref(cache)}, state=ModelState(model))
+            _ATTACHED[model] = attachment  # before: what a collection takes off meanwhile leaves what this one needs
             try:
                 _put_on(model, attachment)
             except BaseException:
+                _ATTACHED.pop(model, None)
                 _take_off(model, attachment)
                 raise
-            _ATTACHED[model] = attachment
         if cache.watches_blocks:
             try:
                 watch_blocks(model, cache)

@@ -275,7 +275,9 @@ def put_tables(model: torch.nn.Module, tables: list[Globals]) -> None:
     these in `tables` as it is done."""
     for names in globals_of(model):
         tables.append(names)
-        if not isinstance(names[_TABLE], AttentionTable):
+        if isinstance(names[_TABLE], AttentionTable):
+            names[_TABLE].names = _replaceable_names()  # somebody may have registered one since
+        else:
             names[_TABLE] = AttentionTable(names[_TABLE])
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from harness import COMMON, build, prompt
-from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import AbstractTreeCache, DiskSwapCache, registry
+from hf_offload_cache.model import Geometry
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +88,39 @@ def test_records_in_host_memory_are_not_counted(model: Any) -> None:
     with AbstractTreeCache(model, engine="memory") as cache:
         decode(model, cache, prompt(model, 1, 6000), steps=1)
         assert cache.selecting.worthwhile
+
+
+def test_it_asks_nothing_of_the_model_in_a_step(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every model can be asked for its shapes before it runs; what the layers hold says them."""
+    monkeypatch.setattr(Geometry, "of", lambda *_: pytest.fail("a step asked for the shapes"))
+    with DiskSwapCache(model, path=tmp_path) as cache:
+        decode(model, cache, prompt(model, 1, 560))
+        assert not cache.selecting.worthwhile
+
+
+def test_layers_that_keep_everything_keep_their_slots(tmp_path: Path) -> None:
+    small = {"num_hidden_layers": 16, "head_dim": 64, "hidden_size": 32, "intermediate_size": 32}
+    model = build(LlamaForCausalLM, LlamaConfig(**{**COMMON, **small, "max_position_embeddings": 2048}))
+    with AbstractTreeCache(model, path=tmp_path) as cache:
+        decode(model, cache, prompt(model, 1, 800))
+        assert cache.selecting.worthwhile and 0 < cache.selecting.slot_share < 1
+        dense, *others = cache.offloaded
+        assert dense.slots >= dense.history.rows * dense.history.records
+        assert all(0 < layer.slots < layer.history.rows * layer.history.records for layer in others)
+        assert cache.report().memory_bytes <= cache.report().full_kv_bytes
+
+
+def test_exact_steps_tell_nothing_of_reading_ahead(model: Any, tmp_path: Path) -> None:
+    with DiskSwapCache(model, path=tmp_path) as cache:
+        decode(model, cache, prompt(model, 1, 300), steps=24)
+        assert not cache.selecting.worthwhile and not any(cache._pace._taken.values())
+
+
+def test_a_method_without_a_plan_selects(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_plan(*_: Any) -> Any:
+        raise NotImplementedError
+
+    monkeypatch.setattr(DiskSwapCache.layer_class, "plan_predictor", no_plan)
+    with DiskSwapCache(model, path=tmp_path) as cache:
+        decode(model, cache, prompt(model, 1, 560))
+        assert cache.selecting.worthwhile and cache.report().memory_by_owner["selection"] > 0
