@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -29,10 +28,9 @@ ASKED: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    gc.collect()  # caches of the tests before
-    before = open_descriptors(), threading.active_count()
+    descriptors, threads = open_descriptors(), threading.active_count()  # of tests before, too, which may end meanwhile
     yield
-    assert (open_descriptors(), threading.active_count()) == before
+    assert open_descriptors() <= descriptors and threading.active_count() <= threads
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in tiny_llama().modules())
 
 
