@@ -1,4 +1,4 @@
-"""What a speculative token attends to most, and nothing else, is fetched for the next step (SpeCache, section 3.3)."""
+"""Fetch for the next step only the top-k of the speculative token's attention (SpeCache, section 3.3)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ class GuessAloneLayer(SpecLayer):
 
 
 class GuessAloneCache(SpecCache):
-    """`SpecCache` by the guess alone. What is in memory counts as what is not."""
+    """`SpecCache` that selects by the guess only. Resident entries get no extra weight."""
 
     layer_class: ClassVar[type[OffloadLayer]] = GuessAloneLayer

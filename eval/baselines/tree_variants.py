@@ -29,10 +29,10 @@ class BoundsPredictor(AbstractTreePredictor):
 
 
 class Judge(Protocol):
-    """What is known of parts of chunks: of nodes (rows, n) of `size` tokens each. What it says of -1 is not used."""
+    """Importance of tree nodes (rows, n) of `size` tokens each. Results for node -1 are not used."""
 
     def bounds(self, nodes: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """What the importance of each node's tokens is at most, and at least: two of (rows, n) float32."""
+        """Upper and lower bound on the importance of each node's tokens: two (rows, n) float32."""
 
     def scores(self, nodes: np.ndarray, size: int) -> np.ndarray:
         """The importance of each token of each node, (rows, n, size) float32; -inf: not to be chosen."""
@@ -57,10 +57,10 @@ def important_tokens(
     whose bounds `upper` and `lower` (rows, n) are known.
 
     Args:
-        sizes: tokens a node, of each level, falling; each divides the one before. What is split down to the last one is
-            judged token by token, and so are the nodes themselves where there is one size alone.
-        room: of each level the most tokens a row that may be in its front, beyond those that are wanted; None, and
-            beyond its end: no limit. Without limits what is left out is decided by bounds alone.
+        sizes: tokens a node at each level, in descending order; each divides the one before. Nodes of the last size are
+            scored token by token. With a single size, all nodes are.
+        room: limit of each level's front in tokens a row, on top of the wanted ones. None, or a level beyond the list:
+            no limit. Without limits, only the bounds decide what is dropped.
     """
     rows, size = len(upper), sizes[0]
     keep = np.zeros((rows, upper.shape[1] * size), dtype=bool)
@@ -92,7 +92,7 @@ def important_tokens(
 
 
 def _together(nodes: np.ndarray) -> np.ndarray:
-    """Those that are not -1, in order, at the begin of each row, as wide as the longest."""
+    """Each row's valid nodes (not -1), in order and left-aligned, padded with -1 to the longest row."""
     order = np.argsort(nodes < 0, 1, kind="stable")
     return np.take_along_axis(nodes, order, 1)[:, : int((nodes >= 0).sum(1).max(initial=0))]
 
