@@ -187,10 +187,12 @@ class SelectiveCache(OffloadCache):
         """Compare what selecting takes with the full KV. With the default fields a cache uses no more memory than
         `DynamicCache` would: slots are fewer, and where no slot would fit, steps attend to everything. Done anew when
         the context has grown by a sixteenth."""
+        if not self.weighs:
+            return
         tokens = step.history + step.tokens
         unit = max(128, 1 << max(0, tokens.bit_length() - 5))
         size = step.sequences, -(-tokens // unit) * unit
-        if size == self._weighed or not self.weighs:
+        if size == self._weighed:
             return
         assert self.selecting is not None
         self._weighed, before = size, self.selecting.worthwhile
