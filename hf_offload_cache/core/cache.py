@@ -20,9 +20,10 @@ from ..config import OffloadConfig, at_least, parse_memory
 from ..contexts.open import closed_on_error, open_context
 from ..contexts.save import fork, save
 from ..errors import UnsupportedModelError
+from ..fetch.storage import Storage
 from ..memory.fit import Search, fit_nothing, fit_stream
 from ..memory.machine import check_descriptors
-from ..memory.plan import LayerPlan, MemoryPlan, Planned
+from ..memory.plan import MemoryPlan, Planned
 from ..model import attach
 from ..model.attention_call import untraced
 from ..model.geometry import Geometry, rows_of_ids
@@ -35,7 +36,7 @@ from .budget import check_budget, load_config, notes_of
 from .contents import Contents
 from .layer import OffloadLayer
 from .layers import make_layers
-from .plan import LayerKind, plan_cache, plan_exact, search
+from .plan import plan_cache, search
 from .read_only import refuse_copy, refuse_layers, refuse_pickle
 from .reporting import report_of
 from .shared import Shared, shut_down
@@ -82,7 +83,7 @@ class OffloadCache(Cache):
         """What was measured of this cache and of the others, where `offload_cache` chose it."""
         self.stream_report: StreamReport | None = None
         """What `stream_context` did to fill this cache; None: nothing was streamed."""
-        self.shared = Shared(self.config, path)
+        self.shared = Shared(self.config, Storage(self.config, path))
         self.storage = self.shared.storage
         self.timeline = self.storage.timeline
         self.watches_blocks = True
@@ -418,14 +419,8 @@ class OffloadCache(Cache):
         Raises `AdapterError` for an adapter file that cannot be read."""
         beside = cls.plan_beside(geometry, config, max_batch)
         selects = cls.selects and not config.exact
-        return plan_cache(
-            geometry, config, max_context, max_batch, cls.plan_layer, cls.layer_class.heads_apart, beside, selects
-        )
-
-    @classmethod
-    def plan_layer(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        """What one layer takes at most for sequences of `context` tokens; here, where it attends to all of them."""
-        return cls.layer_class.plan_history(kind, config, context) + plan_exact(kind, config)
+        layer = cls.layer_class
+        return plan_cache(geometry, config, max_context, max_batch, layer.plan, layer.heads_apart, beside, selects)
 
     @classmethod
     def plan_beside(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:

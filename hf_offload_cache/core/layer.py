@@ -13,14 +13,17 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..config import OffloadConfig
 from ..errors import PromptError, not_whole
+from ..fetch.storage import DryStorage
 from ..history.base import History, Sealed
 from ..history.position_history import PositionHistory
 from ..history.records import RecordFormat, without_autocast
+from ..memory.account import RECORDS
+from ..memory.dry_run import DryRun
 from ..memory.plan import LayerPlan
 from ..model.attention_call import TAG, AttentionCall, Tag
 from ..model.place import no_backward
 from ..stores.base import FreezableStore
-from .plan import LayerKind, plan_history
+from .plan import LayerKind, stream_bytes
 from .read_only import ReadOnlyTensor, refuse_assignment
 from .shared import Shared
 from .step import Step
@@ -292,9 +295,30 @@ class OffloadLayer(CacheLayerMixin):
     # --- taking in ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def plan_history(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        """What `make_history` makes takes, and its store, and the buffers that it is streamed through in a prefill."""
-        return plan_history(kind, config, context)
+    def plan(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        """What a layer holds at most with `context` tokens a row: a dry run of its constructors, which allocates
+        nothing. `config`: the layer's own."""
+        storage: Any = DryStorage(config, kind.device)
+        layer = cls(Shared(config, storage), 0)
+        layer.config = config
+        layer.rehearse(storage.account, kind, context)
+        plan: LayerPlan = storage.plan
+        return plan
+
+    def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
+        """Make all parts as large as `context` tokens a row may make them, in a dry run. A method whose layer has more
+        parts extends this."""
+        self.rehearse_history(run, kind, context)
+        run.passes("stream buffers", decode=stream_bytes(kind, self.config))
+
+    def rehearse_history(self, run: DryRun, kind: LayerKind, context: int) -> None:
+        """The history, its stores, and the buffers that a prefill streams it through."""
+        self.rows = Rows(kind.rows // kind.batch)
+        self._hold(self.make_history(kind.form, kind.rows, torch.device(kind.device)))
+        self.history.rehearse(run, context)
+        run.keeps("tables", self.history.tables_nbytes)
+        run.keeps(RECORDS, sum(store.memory_bytes for store in self.shared.storage.stores))
+        run.passes("stream buffers", prefill=stream_bytes(kind, self.config))
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
         """An empty history; a method whose order is its own overrides this and `restore_history`."""

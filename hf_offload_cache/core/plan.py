@@ -10,14 +10,13 @@ from typing import Any
 from ..config import OffloadConfig, parse_size
 from ..fetch.areas import Staging
 from ..fetch.write_queue import WriteQueue
-from ..history.position_history import PositionHistory
-from ..history.records import RecordFormat, latest_tokens, sealed_groups
+from ..history.records import RecordFormat, latest_tokens
 from ..memory.account import RECORDS
 from ..memory.fit import Search
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..model.geometry import Geometry, LayerShape
 from ..report.trace import Trace
-from ..stores.engines import planned_ring, planned_store
+from ..stores.engines import planned_ring
 from ..stores.uring.ring import IO_RING
 from .step import MOST_CANDIDATES
 from .token_log import TokenLog
@@ -66,31 +65,11 @@ def layer_kinds(
     return found
 
 
-def plan_history(kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-    """A history in the order of the sequence, its store, and the buffers that it is streamed through in a prefill."""
-    plan = PositionHistory.planned(kind.form, config, context, kind.rows)
-    return plan + plan_store(kind, config, kind.rows * sealed_groups(kind.form, config, context))
-
-
-def plan_store(kind: LayerKind, config: OffloadConfig, records: int) -> LayerPlan:
-    """A store of so many records, and the buffers that it is streamed through in a prefill."""
-    streams = Planned({"stream buffers": stream_bytes(kind, config)})
-    encrypted, size = config.encryption_key is not None, kind.form.record_bytes
-    pinned = config.records_apart and kind.device == "cuda"
-    store = planned_store(config.engine, records, size, encrypted=encrypted, pinned=pinned)
-    return LayerPlan(Planned.always(store), streams, records * size)
-
-
 def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
     """Bytes of the two buffers that a streamed history goes through."""
     group = kind.form.group_size
     units = max(config.block_tokens // group, -(-latest_tokens(kind.form, config) // group) + 1)  # by `truncate` too
     return 2 * kind.rows * units * kind.form.record_bytes * Staging.sides(kind.device)
-
-
-def plan_exact(kind: LayerKind, config: OffloadConfig) -> LayerPlan:
-    """What a layer takes beside its history in a step of decoding that attends to everything."""
-    return LayerPlan(shared=Planned(decode={"stream buffers": stream_bytes(kind, config)}))
 
 
 def decoding_queue(write_queue: int, units: Iterable[int]) -> int:

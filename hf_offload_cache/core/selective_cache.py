@@ -22,7 +22,6 @@ from .layer import OffloadLayer
 from .plan import LayerKind, decoding_queue
 from .selecting import Selecting
 from .selective_layer import SelectiveLayer
-from .selective_plan import plan_layer
 from .step import Step
 
 if TYPE_CHECKING:
@@ -127,13 +126,6 @@ class SelectiveCache(OffloadCache):
             layer.watch_query = None if self.look_ahead is None else self.look_ahead.learn
 
     @classmethod
-    def plan_layer(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        if config.exact:
-            return super().plan_layer(kind, config, context)
-        assert isinstance(config, SelectiveConfig) and issubclass(cls.layer_class, SelectiveLayer)
-        return plan_layer(cls.layer_class, kind, config, context)
-
-    @classmethod
     def plan_beside(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:
         if config.exact or not isinstance(config, SelectiveConfig) or config.look_ahead is False:
             return super().plan_beside(geometry, config, batch)
@@ -210,7 +202,7 @@ class SelectiveCache(OffloadCache):
             if layer.is_initialized:
                 kinds.setdefault((layer.kind(len(self.offloaded)), id(layer.config)), []).append(layer)
         plans = [
-            (self.plan_layer(kind, same[0].config, context), len(same), same[0].config)
+            (type(same[0]).plan(kind, same[0].config, context), len(same), same[0].config)
             for (kind, _), same in kinds.items()
         ]
         planned, _ = LayerPlan.of_layers(((plan, count) for plan, count, _ in plans), Planned())

@@ -12,19 +12,19 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from ..config import OffloadConfig, SelectiveConfig
+from ..config import SelectiveConfig
 from ..errors import BudgetError, not_whole, shown
+from ..fetch.areas import records_soon
 from ..fetch.choice import Choice
 from ..fetch.fetcher import Fetched, Fetcher
 from ..fetch.replica_link import Link
 from ..fetch.tier import SlotTier, Tier
 from ..history.base import History, Sealed
-from ..history.records import sealed_groups, without_autocast
-from ..memory.plan import LayerPlan, Planned
+from ..history.records import without_autocast
+from ..memory.dry_run import DryRun
 from ..model.attention_call import AttentionCall
 from ..model.place import no_backward
 from ..predictors.base import Learner, Predictor, Query
-from ..predictors.sinks import sink_units
 from ..stores.base import FreezableStore
 from .layer import OffloadLayer, Output
 from .plan import LayerKind
@@ -67,10 +67,9 @@ def _of_query_heads(call: AttentionCall, mask: torch.Tensor) -> torch.Tensor:
 
 
 class SelectiveLayer(OffloadLayer):
-    """A method gives `make_predictor` and `plan_predictor`; it may have a history, tiers, and a `combine` of its own.
+    """A method gives `make_predictor`; it may have a history, tiers, and a `combine` of its own.
 
-    What it keeps of what it stores, to choose by, is its predictor's. The class methods are asked before there is a
-    layer, for the plan of a cache.
+    Its predictor holds what it keeps of stored tokens to choose by.
     """
 
     config: SelectiveConfig
@@ -100,22 +99,10 @@ class SelectiveLayer(OffloadLayer):
         """The predictor of this layer's history, which has just been made; a learner if nobody asks it to `choose`."""
         raise NotImplementedError(f"{type(self).__name__} names no predictor")
 
-    @classmethod
-    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        """What the predictor of one layer holds at most."""
-        raise NotImplementedError(f"{cls.__name__} does not say what its predictor holds")
-
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         """Where what was read stays, nearest first: `capacity` payloads on the device."""
         form, device = self.history.form, self.history.device
         return [SlotTier(capacity, form.payload_width, form.dtype, device, self.shared.storage.account)]
-
-    @classmethod
-    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, context: int) -> Planned:
-        """What `make_tiers` makes of `slots` slots in all, over a history of `context` tokens a row. A prefill gives it
-        back before it begins."""
-        payload, records = kind.form.payload_width * kind.form.dtype.itemsize, cls.most_stored(kind, config, context)
-        return Planned(decode=SlotTier.planned(slots, payload, kind.rows * records))
 
     def make_link(self) -> Link | None:
         """Which of the records that are read travel as replicas; None: none do."""
@@ -133,40 +120,58 @@ class SelectiveLayer(OffloadLayer):
         heads = self.num_heads or form.num_key_heads * self.rows.heads  # until attention has come
         return LayerKind(form, heads, self.history.rows, self.batch, self.history.device.type, layers)
 
-    # --- the most that there may be, asked before there is a layer ---------------------------------------------
-
-    @classmethod
-    def most_units(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
-        """Units a row that a step of one layer that holds `context` tokens a row wants at most, sinks of a padded row
-        included."""
-        group = kind.form.group_size
-        return -(-config.brought(context) // group) + sink_units(config.num_sinks, group, padded=True)
+    # --- the most that there may be ----------------------------------------------------------------------------
 
     @classmethod
     def most_records(cls, config: SelectiveConfig, group_size: int, units: int) -> int:
         """In how many records a row what `units` full ones of `group_size` entries hold may lie."""
         return units
 
-    @classmethod
-    def most_stored(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
-        """Records a row that a history of `context` tokens a row lies in at most."""
-        return sealed_groups(kind.form, config, context)
-
-    @classmethod
-    def most_beside(cls, kind: LayerKind, config: SelectiveConfig) -> int:
-        """Entries a row that come with every gather beside records and tail."""
-        return 0
-
-    @classmethod
-    def most_slots(cls, kind: LayerKind, config: SelectiveConfig) -> int:
-        """Slots a row, as a mean over the layers."""
-        group = kind.form.group_size
-        return -(-config.reuse_capacity // group) + -(-config.num_sinks // group) if config.reuse_capacity else 0
-
-    @classmethod
-    def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+    def most_kept(self, context: int) -> int:
         """Tokens a row that a choice keeps of its units at most; 0: units are attended to whole."""
         return 0
+
+    def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
+        """The history, the predictor, tiers and what a step gathers; with `exact` as any layer."""
+        if self.config.exact:
+            super().rehearse(run, kind, context)
+            return
+        self.rehearse_history(run, kind, context)
+        ahead = 0 if self.config.look_ahead is False else 1
+        self.selecting = selecting = Selecting(self.config, self.shared.storage, ahead, padded=True)
+        wanted = selecting.units(self.config, kind.form.group_size, context)
+        self.predictor = self.make_predictor()
+        self.predictor.rehearse(run, context, kind.num_heads * kind.batch // kind.rows, wanted)
+        packing, fitting = run.passing("packing")[0], run.passing("fitting")[0]
+        run.passes("fitting", prefill=max(0, fitting - packing) - fitting, together=True)  # one after the other
+        run.decoding()
+        run.keeps("tables", self.predictor.tables_nbytes)
+        self.rehearse_slots(run)
+        self.rehearse_gather(run, kind, context, wanted, 2 * wanted)
+
+    def rehearse_slots(self, run: DryRun) -> None:
+        """Tiers of as many slots as there may be."""
+        store: Any = self.history.store
+        for tier in self.make_tiers(self.slots):
+            tier.rehearse(store.records)
+            run.keeps("tables", tier.tables_nbytes)
+
+    def rehearse_gather(self, run: DryRun, kind: LayerKind, context: int, wanted: int, verified: int) -> None:
+        """What a step reads into, gathers and keeps: one of a token, which wants `wanted` units a row, and one of
+        candidates, which wants `verified`."""
+        history, form, rows, config = self.history, kind.form, kind.rows, self.config
+        assert self.selecting is not None
+        records, soon = self.most_records(config, form.group_size, wanted), records_soon(history.records)
+        waiting = 0 if history.beside is None else history.beside[0].shape[1]
+        latest = -(-(history.recent.shape[1] + waiting) // form.group_size)
+        payload = rows * form.payload_width * form.dtype.itemsize
+        view, widest = ((min(most, soon) + latest) * payload for most in (records, max(records, verified)))
+        kept = self.most_kept(context)
+        kept = rows * (kept + latest * form.group_size) * form.entry_bytes if kept else 0
+        widens = config.brought_at_most(context) > config.brought(context)
+        whole = widest if waiting else 0  # whole units are kept too where some come beside them
+        area = rows * min(records, soon) * form.record_bytes
+        self.selecting.areas.rehearse(run, area, (view, widest), (kept, kept if widens else whole), kind.device)
 
     # --- memory ------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -36,9 +35,8 @@ class Shared:
         attend_prompt: attends instead of layers, where calls have several queries; set by `Filling`.
     """
 
-    def __init__(self, config: OffloadConfig, path: str | Path | None) -> None:
-        self.config = config
-        self.storage = Storage(config, path)
+    def __init__(self, config: OffloadConfig, storage: Storage) -> None:
+        self.config, self.storage = config, storage
         self.step: Step | None = None
         self.unseen: int | None = None
         self.front: tuple[int, int] | None = None

@@ -8,11 +8,9 @@ from .choice import Extents as Extents
 from .choice import Fetched as Fetched
 from .choice import valid_entries as valid_entries
 from .fetcher import Fetcher as Fetcher
-from .policy import AlignedWith as AlignedWith
 from .policy import ClusterAligned as ClusterAligned
 from .policy import FirstIn as FirstIn
 from .policy import MostUsed as MostUsed
-from .policy import Policies as Policies
 from .policy import Policy as Policy
 from .prefetcher import STALLED_READS as STALLED_READS
 from .prefetcher import Prefetcher as Prefetcher
@@ -25,6 +23,7 @@ from .reads import EarlyLook as EarlyLook
 from .replica_link import Link as Link
 from .replica_link import LinkRates as LinkRates
 from .replica_link import Rates as Rates
+from .storage import DryStorage as DryStorage
 from .storage import Storage as Storage
 from .tier import ABSENT as ABSENT
 from .tier import SlotTable as SlotTable

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..memory.account import MemoryAccount, lasting_empty
+from ..memory.account import MemoryAccount
+from ..memory.dry_run import DryRun
 from ..stores.base import aligned_empty
 
 # Copies of rows by index
@@ -189,19 +190,16 @@ class Areas:
         self.filled: Filled | None = None
         """What lies in the view, if whoever filled it may want it again; None after the next `view`."""
 
-    @staticmethod
-    def planned(
-        area_bytes: int, view_bytes: int, widest_bytes: int, ahead: int, device_type: str,
-        kept_bytes: tuple[int, int] = (0, 0),
-    ) -> dict[str, int]:  # fmt: skip
-        """The most that areas of `area_bytes` take, one for what a gather misses and `ahead` more, and the view: of
-        `view_bytes`, or of `widest_bytes` in a step that reads nothing ahead into them; and with each of these
-        `kept_bytes` for what of it is kept."""
+    def rehearse(
+        self, run: DryRun, area_bytes: int, view_bytes: tuple[int, int], kept_bytes: tuple[int, int], device_type: str
+    ) -> None:
+        """Declare areas of `area_bytes`, one for what a gather misses and those for reads ahead, the view, and what is
+        kept of it: in a usual step, or in a wider one, which reads nothing ahead; the larger of the two."""
         area = area_bytes * Staging.sides(device_type)
-        usual = {"staging": (1 + ahead) * area, "selection": view_bytes, "kept": kept_bytes[0]}
-        widest = {"staging": area, "selection": widest_bytes, "kept": kept_bytes[1]}
-        most = max(usual, widest, key=lambda held: sum(held.values()))
-        return {owner: nbytes for owner, nbytes in most.items() if nbytes or owner != "kept"}
+        usual = {"staging": (1 + self._most_ahead) * area, "selection": view_bytes[0], "kept": kept_bytes[0]}
+        wider = {"staging": area, "selection": view_bytes[1], "kept": kept_bytes[1]}
+        for owner, nbytes in max(usual, wider, key=lambda held: sum(held.values())).items():
+            run.passes(owner, decode=nbytes, together=True)
 
     def borrow(self, nbytes: int, device: torch.device) -> Staging:
         """An area of at least `nbytes` for `device`. Raises `BudgetError`."""
@@ -248,8 +246,7 @@ class Areas:
                 self._release_free()
                 self._drop_kept()
                 self._widened, room = True, size
-            self._account.hold("selection", room * form.dtype.itemsize)
-            memory = self._view = lasting_empty(room, dtype=form.dtype, device=device)
+            memory = self._view = self._account.empty("selection", room, dtype=form.dtype, device=device)
         view = View(memory, rows, width, behind, form)
         self._parted = parts, view
         return view
@@ -262,8 +259,7 @@ class Areas:
         if memory is None or memory.dtype != form.dtype or memory.device != device or memory.numel() < size:
             self._drop_kept()
             room = rows * (chosen * form.entry_width + -(-latest // form.group_size) * form.payload_width)
-            self._account.hold("kept", room * form.dtype.itemsize)
-            memory = self._kept = lasting_empty(room, dtype=form.dtype, device=device)
+            memory = self._kept = self._account.empty("kept", room, dtype=form.dtype, device=device)
         return memory[:size].view(rows, entries, form.entry_width)
 
     def narrow(self) -> None:
@@ -274,12 +270,12 @@ class Areas:
     def _drop_view(self) -> None:
         self._parted, self._widened, self.filled = None, False, None
         if self._view is not None:
-            self._account.release("selection", self._view.nbytes)
+            self._account.free("selection", self._view)
             self._view = None
 
     def _drop_kept(self) -> None:
         if self._kept is not None:
-            self._account.release("kept", self._kept.nbytes)
+            self._account.free("kept", self._kept)
             self._kept = None
 
     def reset(self) -> None:

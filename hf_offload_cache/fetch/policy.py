@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -32,14 +31,8 @@ class Policy(Protocol):
     def nbytes(self) -> int:
         """Bytes of the policy's own books."""
 
-
-class Policies(Protocol):
-    """A class of policies."""
-
-    def __call__(self, capacity: int, /) -> Policy: ...
-
-    def planned(self, records: int, capacity: int) -> int:
-        """Bytes of the books of `capacity` slots, for a store of `records`."""
+    def rehearse(self, records: int) -> None:
+        """Make the books as large as a store of `records` may make them: a quarter beyond what there is."""
 
 
 class FirstIn:
@@ -53,10 +46,8 @@ class FirstIn:
     def nbytes(self) -> int:
         return self._order.nbytes
 
-    @staticmethod
-    def planned(records: int, capacity: int) -> int:
-        """Bytes of the books of `capacity` slots, for a store of `records`."""
-        return 4 * capacity
+    def rehearse(self, records: int) -> None:
+        """Changes nothing: the books are by slot."""
 
     def place(
         self, records: np.ndarray, in_use: np.ndarray, *, wanted: bool = True
@@ -110,10 +101,9 @@ class MostUsed:
     def nbytes(self) -> int:
         return self._record_in.nbytes + self._uses.nbytes
 
-    @staticmethod
-    def planned(records: int, capacity: int) -> int:
-        """Bytes of the books of `capacity` slots, for a store of `records`: a quarter beyond what there is."""
-        return 8 * capacity + 4 * max(64, records * 5 // 4) if capacity else 256
+    def rehearse(self, records: int) -> None:
+        if self._record_in.size:
+            self._uses = np.empty(max(64, records * 5 // 4), dtype=np.float32)
 
     def place(
         self, records: np.ndarray, in_use: np.ndarray, *, wanted: bool = True
@@ -199,11 +189,6 @@ class ClusterAligned(MostUsed):
     def nbytes(self) -> int:
         return super().nbytes + self._renewed.nbytes
 
-    @staticmethod
-    def planned(records: int, capacity: int) -> int:
-        """As `MostUsed.planned`."""
-        return MostUsed.planned(records, capacity) + 4 * capacity
-
     def place(
         self, records: np.ndarray, in_use: np.ndarray, *, wanted: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -226,17 +211,3 @@ class ClusterAligned(MostUsed):
 
     def renewed(self, slots: np.ndarray) -> None:
         self._renewed[slots] = self._steps
-
-
-@dataclass(frozen=True)
-class AlignedWith:
-    """`ClusterAligned` with the clusters of one history."""
-
-    sizes: Callable[[np.ndarray], np.ndarray]
-
-    def __call__(self, capacity: int) -> Policy:
-        return ClusterAligned(capacity, self.sizes)
-
-    def planned(self, records: int, capacity: int) -> int:
-        """See `Policies.planned`."""
-        return ClusterAligned.planned(records, capacity)

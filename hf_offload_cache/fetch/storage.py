@@ -16,16 +16,45 @@ import torch
 from ..config import OffloadConfig, parse_size
 from ..errors import StalledError
 from ..memory.account import RECORDS, MemoryAccount
+from ..memory.dry_run import DryRun
+from ..memory.plan import LayerPlan
 from ..report.counters import Counters
 from ..report.trace import NO_TIMELINE, Timeline, Trace
 from ..stores.base import FreezableStore, Process, Store
 from ..stores.encryption import load_key, make_guard
-from ..stores.engines import choose_engine, open_store
+from ..stores.engines import DryStore, choose_engine, open_store
 from ..stores.layered import LayeredStore
 from ..stores.mapped import MappedTable
 from ..stores.uring.ring import Ring
 from .areas import Staging
 from .prefetcher import Prefetcher, Ticket
+
+
+class DryStorage:
+    """A cache's storage in a dry run: stores count records and open no file."""
+
+    def __init__(self, config: OffloadConfig, device_type: str) -> None:
+        self.account, self.write_queue = DryRun(), parse_size(config.write_queue)
+        self._kind = config.engine, config.encryption_key is not None, config.records_apart and device_type == "cuda"
+        self.stores: list[DryStore] = []
+        self.table_bytes = 0
+        """Bytes of tables on the disk."""
+
+    def open_store(self, record_bytes: int, name: str) -> DryStore:
+        """As `Storage.open_store`."""
+        self.stores.append(DryStore(record_bytes, *self._kind))
+        return self.stores[-1]
+
+    def open_table(self, name: str, array: np.ndarray) -> np.ndarray:
+        """As `Storage.open_table`."""
+        self.table_bytes += array.nbytes
+        return array
+
+    @property
+    def plan(self) -> LayerPlan:
+        """What was made and declared on this storage."""
+        records = sum(store.records * store.record_bytes for store in self.stores)
+        return self.account.plan(records + self.table_bytes)
 
 
 class Storage:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from ..memory.account import SLOTS, MemoryAccount, lasting_empty
+from ..memory.account import SLOTS, MemoryAccount
 from .areas import Areas, ByteRows, View
 from .choice import Fetched, Source, kept_entries
-from .policy import FirstIn, Policies
+from .policy import FirstIn, Policy
 
 # The books of a tier: which record lies in which slot (KVSwap, section 3.4.3)
 
@@ -28,7 +29,7 @@ class SlotTable:
         renewed: with those whose content was written anew.
     """
 
-    def __init__(self, capacity: int, policy: Policies = FirstIn) -> None:
+    def __init__(self, capacity: int, policy: Callable[[int], Policy] = FirstIn) -> None:
         self.capacity = capacity
         self._slot_of = np.full(64, ABSENT, dtype=np.int32)
         self._record_in = np.full(capacity, ABSENT, dtype=np.int32)
@@ -40,12 +41,11 @@ class SlotTable:
         """Bytes of the books."""
         return self._slot_of.nbytes + self._record_in.nbytes + self._policy.nbytes
 
-    @staticmethod
-    def planned(records: int, capacity: int, policy: Policies = FirstIn) -> int:
-        """The most that the books of `capacity` slots take for a store of `records`: by record, a quarter beyond what
-        there is, and by slot."""
-        by_record = max(64, records * 5 // 4 if capacity else 0)
-        return 4 * (by_record + capacity) + policy.planned(records, capacity)
+    def rehearse(self, records: int) -> None:
+        """Make the books as large as a store of `records` may make them: a quarter beyond what there is."""
+        if self.capacity:
+            self._slot_of = np.empty(max(64, records * 5 // 4), dtype=np.int32)
+        self._policy.rehearse(records)
 
     def locate(self, records: np.ndarray) -> np.ndarray:
         """The slot (int32) of each record, `ABSENT` for those that lie in none and for -1."""
@@ -122,6 +122,9 @@ class Tier(Protocol):
     def tables_nbytes(self) -> int:
         """Bytes of host memory for the books."""
 
+    def rehearse(self, records: int) -> None:
+        """Make the books as large as a store of `records` may make them; in a dry run."""
+
     def close(self) -> None:
         """Give the memory back. Idempotent."""
 
@@ -140,28 +143,18 @@ class SlotTier:
         device: torch.device,
         account: MemoryAccount,
         owner: str = SLOTS,
-        policy: Policies = FirstIn,
+        policy: Callable[[int], Policy] = FirstIn,
     ) -> None:
         self.capacity = capacity
         self._table = SlotTable(capacity, policy)
         self._account, self._owner = account, owner
-        nbytes = capacity * width * dtype.itemsize
-        account.hold(owner, nbytes)
-        try:
-            self._data = lasting_empty(capacity, width, dtype=dtype, device=device)
-        except BaseException:  # a device has less than a budget gives
-            account.release(owner, nbytes)
-            raise
+        self._data = account.empty(owner, capacity, width, dtype=dtype, device=device)
         self._rows = ByteRows(self._data)
         self.locate = self._table.locate
         self.forget = self._table.forget
 
-    @staticmethod
-    def planned(
-        capacity: int, payload_bytes: int, records: int, owner: str = SLOTS, policy: Policies = FirstIn
-    ) -> dict[str, int]:
-        """The most that a tier of `capacity` takes, for a store of `records`."""
-        return {owner: capacity * payload_bytes, "tables": SlotTable.planned(records, capacity, policy)}
+    def rehearse(self, records: int) -> None:
+        self._table.rehearse(records)
 
     def take(self, slots: np.ndarray, out: ByteRows, target: np.ndarray) -> None:
         out.put(target, self._rows, slots)
@@ -188,7 +181,7 @@ class SlotTier:
         return self._table.nbytes
 
     def close(self) -> None:
-        self._account.release(self._owner, self._data.nbytes)
+        self._account.free(self._owner, self._data)
         self._data = self._data.new_empty(0, *self._data.shape[1:])
         self._rows = ByteRows(self._data)
         self._table = SlotTable(0)

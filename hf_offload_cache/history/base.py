@@ -11,6 +11,7 @@ import torch
 
 from ..fetch.choice import Extents
 from ..fetch.storage import Storage
+from ..memory.dry_run import DryRun
 from ..stores.base import FreezableStore, Store, require_freezable
 from ..stores.layered import LayeredStore
 from .records import RecordFormat
@@ -149,6 +150,10 @@ class History(Protocol):
     @property
     def tables_nbytes(self) -> int:
         """Bytes of host memory for the books."""
+
+    def rehearse(self, run: DryRun, context: int) -> None:
+        """Be as large as `context` tokens a row may make it, and declare what is held for a while. Only on a dry run's
+        storage, right after construction."""
 
     def close(self) -> None:
         """Give back the store and the buffers."""

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import OffloadConfig, parse_size
+from ..config import OffloadConfig
 from ..errors import not_whole, shown
 from ..fetch.choice import Extents
 from ..fetch.storage import Storage
-from ..memory.plan import LayerPlan, Planned
+from ..memory.dry_run import DryRun
 from ..stores.base import FreezableStore, Store, aligned_empty, pinned_empty
 from .base import Block, Sealed, equal_parts, frozen, joined
-from .records import RecordFormat, latest_tokens, leaving, packing_bytes, piece_groups, sealed_groups, together
+from .records import RecordFormat, latest_tokens, leaving, packing_bytes, piece_groups, together
 from .state import DTYPES, Array, State
 from .tail import BlockTable, RollingTail
 
@@ -99,18 +99,17 @@ class PositionHistory:
         self._weak_keys = weak_call(self._stored_keys)
         self._nothing = Sealed(0, 0, [], self._weak_keys)
 
-    @staticmethod
-    def planned(form: RecordFormat, config: OffloadConfig, context: int, rows: int) -> LayerPlan:
-        """What `rows` rows of `context` tokens take at most."""
-        latest = latest_tokens(form, config)
-        tail = RollingTail.planned(form, rows, latest)
-        groups = sealed_groups(form, config, context)
-        own = Planned.always({"rolling tail": tail, "tables": BlockTable.planned(groups, rows)})
-        filled = piece_groups(form, rows, parse_size(config.write_queue))
-        pack = {"prefill": packing_bytes(form, rows, latest, filled)}
-        pack["decode"] = packing_bytes(form, rows, latest, min(filled, together(form, config)))
-        moving = {} if rows == 1 else {"moving rows": tail}  # the old ones stay until the new ones are made
-        return LayerPlan(own, Planned(*({**moving, "packing": pack[phase]} for phase in ("prefill", "decode"))))
+    def rehearse(self, run: DryRun, context: int) -> None:
+        """As `History.rehearse`."""
+        form, rows, latest = self.form, self.rows, self._latest
+        groups = max(0, context - self._num_recent) // form.group_size
+        self.length = context
+        self.table.rehearse(groups)
+        run.stores(self.store, rows * groups)
+        self.tail.rehearse(run)
+        filled = piece_groups(form, rows, self._storage.write_queue)
+        packing = packing_bytes(form, rows, latest, filled)
+        run.passes("packing", prefill=packing, decode=packing_bytes(form, rows, latest, min(filled, self._together)))
 
     beside = None
 

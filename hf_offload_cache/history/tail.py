@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..memory.account import MemoryAccount, lasting_empty
+from ..memory.account import MemoryAccount
+from ..memory.dry_run import DryRun
 from ..stores.base import Store
 from .records import RecordFormat
 
@@ -25,13 +26,6 @@ class BlockTable:
         self.num_groups = 0
         self.moved = False
         """Rows were selected since the last `sweep`: else there is no garbage."""
-
-    @staticmethod
-    def planned(groups: int, rows: int) -> int:
-        """The most that a table of `groups` groups a row takes: rows grow by a quarter, and beams leave records behind
-        until they are as many again."""
-        owned = rows * (2 * groups + 1) if rows > 1 else groups
-        return 4 * (rows * (groups * 5 // 4 + 16) + owned)
 
     @classmethod
     def of(cls, store: Store, ids: np.ndarray) -> BlockTable:
@@ -77,6 +71,14 @@ class BlockTable:
         self.num_groups = stop
         self._owned = np.append(self._owned, records.astype(np.int32))
         return records
+
+    def rehearse(self, groups: int) -> None:
+        """Be as large as `groups` groups a row may make it: rows grow by a quarter, and beams leave records behind
+        until they are as many again."""
+        rows = len(self._ids)
+        self._ids = np.empty((rows, groups * 5 // 4 + 16), dtype=np.int32)
+        self._owned = np.empty(rows * (2 * groups + 1) if rows > 1 else groups, dtype=np.int32)
+        self.num_groups = groups
 
     def drop_last(self, count: int) -> None:
         """Undo the last `append`, of `count` groups: their records are free, and were named by nobody else."""
@@ -136,20 +138,14 @@ class RollingTail:
         self.form = form
         self.length = 0
         self._account = account
-        shape = (batch, capacity, form.entry_width)
-        account.hold("rolling tail", shape[0] * shape[1] * shape[2] * form.dtype.itemsize)
-        self._hold(lasting_empty(*shape, dtype=form.dtype, device=device))
+        shape = batch, capacity, form.entry_width
+        self._hold(account.empty("rolling tail", *shape, dtype=form.dtype, device=device))
 
     def _hold(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
         self._keys, self._values = self.form.split(buffer)
         self.capacity = buffer.shape[1]
         """Tokens a row that there is room for."""
-
-    @staticmethod
-    def planned(form: RecordFormat, rows: int, capacity: int) -> int:
-        """Bytes of the tail of one layer."""
-        return rows * capacity * form.entry_bytes
 
     @property
     def entries(self) -> torch.Tensor:
@@ -178,15 +174,17 @@ class RollingTail:
         assert count <= self.length
         self.length -= count
 
+    def rehearse(self, run: DryRun) -> None:
+        """Be full, and declare what a change of rows holds."""
+        self.length = self.capacity
+        if len(self._buffer) > 1:
+            run.moves(self._buffer.nbytes)
+
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        old = self._buffer
-        self._account.hold("rolling tail", len(rows) * old[0].nbytes)
-        self._hold(lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device))
-        torch.index_select(old, 0, rows.to(old.device), out=self._buffer)
-        self._account.release("rolling tail", old.nbytes)
+        self._hold(self._account.selected("rolling tail", self._buffer, rows))
 
     def close(self) -> None:
-        self._account.release("rolling tail", self._buffer.nbytes)
+        self._account.free("rolling tail", self._buffer)
         self._hold(self._buffer.new_empty(0, *self._buffer.shape[1:]))
         self.length = 0

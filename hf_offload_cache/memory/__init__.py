@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .account import MemoryAccount as MemoryAccount
     from .account import Workspace as Workspace
     from .account import lasting_empty as lasting_empty
+    from .dry_run import DryRun as DryRun
     from .machine import SPARE_DESCRIPTORS as SPARE_DESCRIPTORS
     from .machine import check_descriptors as check_descriptors
     from .machine import free_descriptors as free_descriptors
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from .plan import Planned as Planned
 
 _HOME = {
+    "DryRun": "dry_run",
     "LayerPlan": "plan",
     "MemoryAccount": "account",
     "MemoryPlan": "plan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections import Counter
@@ -163,6 +164,33 @@ class MemoryAccount:
         """Book `nbytes` less."""
         self.hold(owner, -nbytes)
 
+    def empty(
+        self, owner: str, *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """An uninitialised tensor that may be written to in any mode, booked under `owner` until `free`.
+
+        Raises `BudgetError`, or what the device raises, with nothing booked.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        self.hold(owner, nbytes)
+        try:
+            return lasting_empty(*shape, dtype=dtype, device=device)
+        except BaseException:  # a device may have less than a budget allows
+            self.release(owner, nbytes)
+            raise
+
+    def free(self, owner: str, tensor: torch.Tensor) -> None:
+        """Book the memory behind `tensor` as given back; the caller drops it."""
+        self.hold(owner, -tensor.untyped_storage().nbytes())
+
+    def selected(self, owner: str, old: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Rows `rows` of `old`, which `owner` holds, as a new tensor; `old` is booked as given back, and the caller
+        drops it. Both are booked meanwhile. Raises as `empty`."""
+        new = self.empty(owner, len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
+        torch.index_select(old, 0, rows.to(old.device), out=new)
+        self.free(owner, old)
+        return new
+
     @contextlib.contextmanager
     def holding(self, owner: str, nbytes: int) -> Iterator[None]:
         """`nbytes` are held inside. Raises `BudgetError` as `hold` does, before anything runs."""
@@ -212,14 +240,10 @@ class Workspace:
         asked = shape, dtype, device
         if asked == self._asked:  # layer after layer takes the same
             return self._taken
-        count = 1
-        for size in shape:
-            count *= size
-        needed = count * dtype.itemsize
+        needed = math.prod(shape) * dtype.itemsize
         if self._bytes.numel() < needed or self._bytes.device != device:
-            self._account.hold(self._owner, needed - self._bytes.numel())
-            self._drop()  # the old memory goes before the new one comes
-            self._bytes = lasting_empty(needed, dtype=torch.uint8, device=device)
+            self.release()  # the old memory goes before the new one comes
+            self._bytes = self._account.empty(self._owner, needed, dtype=torch.uint8, device=device)
         self._taken = self._bytes[:needed].view(dtype).view(shape)
         self._asked = asked
         return self._taken
@@ -227,8 +251,5 @@ class Workspace:
     def release(self) -> None:
         """Give the memory back; `take` may follow."""
         self._account.release(self._owner, self._bytes.numel())
-        self._drop()
-
-    def _drop(self) -> None:
         self._bytes = self._taken = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._asked = None

@@ -10,6 +10,7 @@ import torch
 
 from ..fetch.choice import Choice, Extents
 from ..history.base import Sealed
+from ..memory.dry_run import DryRun
 
 Decision = Choice | Generator[Extents | Choice, torch.Tensor, Choice]
 """A choice; or a generator that yields what it wants to look at, is sent the entries (rows, E, entries a record, entry
@@ -64,6 +65,10 @@ class Learner(Protocol):
     @property
     def tables_nbytes(self) -> int:
         """Bytes of what it holds that is not in the account."""
+
+    def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
+        """Be as large as `context` tokens a row make it, and declare what is held for a while. `heads`: query heads a
+        row; `wanted`: units a row that a step selects at most. Only in a dry run, right after construction."""
 
     def close(self) -> None:
         """Give the memory back; it may learn anew."""

@@ -11,10 +11,10 @@ from ..config import SelectiveConfig
 from ..errors import not_whole, shown
 from ..fetch.choice import Choice
 from ..history.base import Sealed, in_units
-from ..history.records import RecordFormat
+from ..history.records import RecordFormat, sealed_groups
 from ..history.state import is_tensor
-from ..memory.account import MemoryAccount, lasting_empty
-from ..memory.plan import LayerPlan, Planned
+from ..memory.account import MemoryAccount
+from ..memory.dry_run import DryRun
 from .base import Decision, Query
 from .sinks import largest, with_sinks
 
@@ -49,14 +49,20 @@ class SummaryPredictor:
         made, a view."""
         raise NotImplementedError(f"{type(self).__name__} does not say how units are ranked")
 
-    @staticmethod
-    def planned(summary_bytes: int, units: int, rows: int, heads: int) -> LayerPlan:
-        """What one layer takes whose summaries are of `summary_bytes` each, for `units` units a row and `heads` query
-        heads a sequence."""
-        held = rows * units * summary_bytes
-        moving = {"moving rows": held} if rows > 1 else {}  # old ones stay until the new ones are made
-        scores = {"scores": score_bytes(rows, heads, units)}
-        return LayerPlan(Planned.always({"summaries": held}), Planned(moving, {**moving, **scores}))
+    def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
+        """As `Learner.rehearse`."""
+        units = sealed_groups(self.form, self.config, context)
+        self._room(units, self._example("meta"))
+        assert self._held is not None
+        if self.rows > 1:
+            run.moves(self._held.nbytes)
+        run.passes("scores", decode=score_bytes(self.rows, heads, units))
+
+    def _example(self, device: torch.device | str) -> torch.Tensor:
+        """A summary of one unit of each row, of zeros."""
+        form = self.form
+        unit = torch.zeros(1, form.num_key_heads, 1, form.group_size, form.key_dim, dtype=form.dtype, device=device)
+        return self.summarise(unit.expand(self.rows, -1, -1, -1, -1))
 
     # --- learning ----------------------------------------------------------------------------------------------
 
@@ -82,12 +88,11 @@ class SummaryPredictor:
         if old is not None and units <= old.shape[1]:
             return
         room = max(units if old is None else units + max(_ROOM, units // _GROWTH), self._reserve)
-        nbytes = self.rows * room * like[0, 0].nbytes
-        self._account.hold("summaries", nbytes)
-        self._held = lasting_empty(self.rows, room, *like.shape[2:], dtype=like.dtype, device=like.device)
+        shape = self.rows, room, *like.shape[2:]
+        self._held = self._account.empty("summaries", *shape, dtype=like.dtype, device=like.device)
         if old is not None:
             self._held[:, : self.units] = old[:, : self.units]
-            self._account.release("summaries", old.nbytes)
+            self._account.free("summaries", old)
 
     # --- choosing ----------------------------------------------------------------------------------------------
 
@@ -112,10 +117,7 @@ class SummaryPredictor:
             return  # nothing moves, and nothing is held twice
         old, self.rows = self._held, len(rows)
         if old is not None:
-            self._account.hold("summaries", len(rows) * old[0].nbytes)
-            self._held = lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
-            torch.index_select(old, 0, rows.to(old.device), out=self._held)
-            self._account.release("summaries", old.nbytes)
+            self._held = self._account.selected("summaries", old, rows)
 
     def lesson(self) -> dict[str, Any] | None:
         return None
@@ -129,9 +131,7 @@ class SummaryPredictor:
         held = tree["summaries"]
         if held is None:
             return
-        form, device = self.form, held.device
-        unit = torch.zeros(1, form.num_key_heads, 1, form.group_size, form.key_dim, dtype=form.dtype, device=device)
-        like = self.summarise(unit.expand(self.rows, -1, -1, -1, -1))
+        like = self._example(held.device)
         if not is_tensor(held, (self.rows, tree["units"], *like.shape[2:]), like.dtype):
             what = f"its summaries are {shown(held)}, for {self.rows} rows of {tree['units']} units"
             raise not_whole("a layer", what)
@@ -147,7 +147,7 @@ class SummaryPredictor:
 
     def close(self) -> None:
         if self._held is not None:
-            self._account.release("summaries", self._held.nbytes)
+            self._account.free("summaries", self._held)
         self._held, self.units = None, 0
 
 

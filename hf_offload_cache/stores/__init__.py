@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from .encryption import load_key as load_key
     from .encryption import make_guard as make_guard
     from .encryption import open_guard as open_guard
+    from .engines import DryStore as DryStore
     from .engines import choose_engine as choose_engine
     from .engines import open_named as open_named
     from .engines import open_store as open_store
     from .engines import planned_ring as planned_ring
-    from .engines import planned_store as planned_store
     from .engines import probe_direct as probe_direct
     from .engines import probe_uring as probe_uring
     from .file import THROUGH_BYTES as THROUGH_BYTES
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from .uring.uring_store import UringStore as UringStore
 
 _HOME = {
+    "DryStore": "engines",
     "BOUNCE_BYTES": "record_file",
     "Batch": "uring.ring",
     "Checksums": "guard",
@@ -102,7 +103,6 @@ _HOME = {
     "open_named": "engines",
     "open_store": "engines",
     "planned_ring": "engines",
-    "planned_store": "engines",
     "probe_direct": "engines",
     "probe_uring": "engines",
     "replace_file": "atomic_file",

@@ -6,13 +6,13 @@ import errno
 import mmap
 import os
 import tempfile
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import StoreError
-from ..memory.account import RECORDS
 from .base import DEVICE_BLOCK, FreezableStore, aligned_empty
 from .encryption import Encryption
 from .file import DirectStore, FileStore, FrozenFile
@@ -197,20 +197,36 @@ def open_named(
     return MappedStore(frozen, record_bytes, name)
 
 
-def planned_store(
-    engine: str, records: int, record_bytes: int, *, encrypted: bool, pinned: bool = False
-) -> dict[str, int]:
-    """The most that a store of `engine` (resolved) holds in host memory for `records` taken at once, by owner.
+@dataclass
+class DryStore:
+    """A store of a (resolved) `engine` in a dry run: it counts `records` as taken at once, and holds nothing.
 
-    "records in memory" for `memory_bytes`, "tables" for `tables_bytes`. Pages that a mapped store was advised of, and
-    has not read yet, come on top: they are those of the buffers that are read into.
+    A mapped store also keeps pages that it was advised of and has not read yet: those of the buffers it reads into.
     """
-    if engine == "memory":
-        held, tables = MemoryStore.planned(records, record_bytes, pinned=pinned)
-        return {RECORDS: held, "tables": tables}
-    kind = MappedStore if engine == "mapped" else FileStore
-    tag_bytes = (Encryption if encrypted else Checksums).tag_bytes
-    return {RECORDS: 0, "tables": kind.planned_tables(records, record_bytes, tag_bytes)}
+
+    record_bytes: int
+    engine: str
+    encrypted: bool = False
+    pinned: bool = False
+    records: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory for the records, at most."""
+        return self._in_memory[0] if self.engine == "memory" else 0
+
+    @property
+    def tables_bytes(self) -> int:
+        """Host memory for the books, at most."""
+        if self.engine == "memory":
+            return self._in_memory[1]
+        kind = MappedStore if self.engine == "mapped" else FileStore
+        tag_bytes = (Encryption if self.encrypted else Checksums).tag_bytes
+        return kind.planned_tables(self.records, self.record_bytes, tag_bytes)
+
+    @property
+    def _in_memory(self) -> tuple[int, int]:
+        return MemoryStore.planned(self.records, self.record_bytes, pinned=self.pinned)
 
 
 def planned_ring(engine: str) -> int:

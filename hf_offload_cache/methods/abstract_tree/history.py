@@ -13,11 +13,10 @@ from ...fetch.choice import Extents
 from ...fetch.storage import Storage
 from ...history.base import Sealed
 from ...history.position_history import PositionHistory
-from ...history.records import RecordFormat
+from ...history.records import RecordFormat, piece_groups
 from ...history.state import Array, State
 from ...history.tail import BlockTable
-from ...memory.account import lasting_empty
-from ...memory.plan import LayerPlan, Planned
+from ...memory.dry_run import DryRun
 from ...stores.base import FreezableStore, Store, aligned_empty
 from .replicas import ReplicaFormat, Replicas
 
@@ -48,18 +47,15 @@ class AbstractPages:
         self._open = self._empty(rows)
 
     def _empty(self, rows: int) -> torch.Tensor:
-        self._storage.account.hold("abstracts", rows * self.each * self.width * self.form.dtype.itemsize)
-        return lasting_empty(rows, self.each, self.width, dtype=self.form.dtype, device=self.device)
+        shape = rows, self.each, self.width
+        return self._storage.account.empty("abstracts", *shape, dtype=self.form.dtype, device=self.device)
 
-    @staticmethod
-    def planned(form: RecordFormat, units: int, rows: int) -> LayerPlan:
-        """What `rows` rows of abstracts of `units` units take, and their records."""
-        each = page_size(form)
-        page = rows * each * 2 * form.key_width * form.dtype.itemsize
-        tables = BlockTable.planned(units // each, rows)
-        moving = Planned.always({"moving rows": page} if rows > 1 else {})
-        own = Planned.always({"abstracts": page, "tables": tables})
-        return LayerPlan(own, moving, rows * (units // each) * form.record_bytes)
+    def rehearse(self, run: DryRun, units: int) -> None:
+        """Be of `units` units a row, in a dry run."""
+        self.table.rehearse(units // self.each)
+        run.stores(self._store, self.rows * (units // self.each))
+        if self.rows > 1:
+            run.moves(self._open.nbytes)
 
     @property
     def units(self) -> int:
@@ -139,7 +135,7 @@ class AbstractPages:
         old = self._open
         self._open = self._empty(len(rows))
         torch.index_select(old, 0, rows.to(old.device), out=self._open)
-        self._storage.account.release("abstracts", old.nbytes)
+        self._storage.account.free("abstracts", old)
         self.table.select_rows(rows.cpu().numpy())
         self.rows = len(rows)
 
@@ -149,7 +145,7 @@ class AbstractPages:
         self.table.move(store)
 
     def close(self) -> None:
-        self._storage.account.release("abstracts", self._open.nbytes)
+        self._storage.account.free("abstracts", self._open)
         self._open = self._open.new_empty(0, *self._open.shape[1:])
 
     # --- contexts ----------------------------------------------------------------------------------------------
@@ -204,6 +200,14 @@ class ChunkHistory(PositionHistory):
     def tables_nbytes(self) -> int:
         pages = 0 if self.pages is None else self.pages.table.nbytes
         return super().tables_nbytes + pages + (0 if self.replicas is None else self.replicas.tables_nbytes)
+
+    def rehearse(self, run: DryRun, context: int) -> None:
+        super().rehearse(run, context)
+        if self.pages is not None:
+            self.pages.rehearse(run, self.units)
+        if self.replicas is not None:
+            filled = piece_groups(self.form, self.rows, self._storage.write_queue)
+            self.replicas.rehearse(run, self.rows, self.units, filled)
 
     # --- in ----------------------------------------------------------------------------------------------------
 

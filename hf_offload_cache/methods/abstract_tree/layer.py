@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...config import OffloadConfig, SelectiveConfig
 from ...core.plan import LayerKind
 from ...core.selecting import most_slots
 from ...core.selective_layer import SelectiveLayer
@@ -22,12 +21,11 @@ from ...fetch.replica_link import Link, Rates
 from ...fetch.tier import SlotTier, Tier
 from ...history.base import History
 from ...history.records import RecordFormat, sealed_groups
-from ...memory.plan import LayerPlan, Planned
+from ...memory.dry_run import DryRun
 from ...stores.base import FreezableStore
 from .config import AbstractTreeConfig
-from .history import AbstractPages, ChunkHistory, page_size
+from .history import ChunkHistory
 from .predictor import AbstractTreePredictor, StoredAbstractsPredictor
-from .replicas import Replicas
 
 _FEW = 16
 """Chunks a row that a resident layer reads at a time, once it has all but the latest."""
@@ -66,16 +64,6 @@ class AbstractTreeLayer(SelectiveLayer):
         replicas = self.history.replicas if isinstance(self.history, ChunkHistory) else None
         return 0 if replicas is None else replicas.store.disk_bytes
 
-    @classmethod
-    def plan_history(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        plan = super().plan_history(kind, config, context)
-        assert isinstance(config, AbstractTreeConfig)
-        if config.keeps_pages:
-            plan = plan + AbstractPages.planned(kind.form, sealed_groups(kind.form, config, context), kind.rows)
-        if config.keeps_replicas:
-            plan = plan + Replicas.planned(kind.form, config, context, kind.rows)
-        return plan
-
     def make_predictor(self) -> AbstractTreePredictor:
         config, history, account = self.config, self.history, self.shared.storage.account
         if isinstance(history, ChunkHistory) and history.pages is not None:
@@ -83,16 +71,13 @@ class AbstractTreeLayer(SelectiveLayer):
         reserve = sealed_groups(history.form, config, config.max_context or 0)
         return AbstractTreePredictor(history.form, history.rows, config, account, reserve)
 
-    @classmethod
-    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        assert isinstance(config, AbstractTreeConfig)
-        chunks, heads = sealed_groups(kind.form, config, context), kind.num_heads * kind.batch // kind.rows
-        predictor = StoredAbstractsPredictor if config.keeps_pages else AbstractTreePredictor
-        plan = predictor.plan(kind.form, config, chunks, kind.rows, heads)
-        if config.keeps_pages:
-            area = kind.rows * (chunks // page_size(kind.form)) * kind.form.record_bytes * Staging.sides(kind.device)
-            plan = plan + LayerPlan(shared=Planned(decode={"staging": area}))
-        return plan
+    def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
+        self.num_layers = kind.layers
+        super().rehearse(run, kind, context)
+        pages = self.history.pages if isinstance(self.history, ChunkHistory) else None
+        if pages is not None and not self.config.exact:  # which are looked at a layer early
+            area = self.history.rows * pages.table.num_groups * kind.form.record_bytes
+            run.passes("staging", decode=area * Staging.sides(kind.device), together=True)
 
     # --- tiers -------------------------------------------------------------------------------------------------
 
@@ -121,20 +106,6 @@ class AbstractTreeLayer(SelectiveLayer):
                 tiers[0].close()
                 raise
         return tiers
-
-    @classmethod
-    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, context: int) -> Planned:
-        assert isinstance(config, AbstractTreeConfig)
-        records = cls.most_stored(kind, config, context)
-        if config.keeps_all:
-            slots = min(slots, kind.rows * _room_for_all(records))
-        payload, all_records = kind.form.payload_width * kind.form.dtype.itemsize, kind.rows * records
-        host = _host_slots(kind.form, config, kind.layers, kind.rows, records, slots)
-        if kind.device == "cpu":
-            slots, host = slots + host, 0
-        near = SlotTier.planned(slots, payload, all_records, policy=MostUsed)
-        far = SlotTier.planned(host, payload, all_records, "host slots", MostUsed) if host else {}
-        return Planned(decode=near) + Planned(decode=far)
 
     def keep_all(self) -> None:
         """Let the slots of a resident layer have all that is held, before its step wants a part of it. Where that
@@ -204,8 +175,8 @@ class AbstractTreeLayer(SelectiveLayer):
         if not self.widened and not self._has_all():
             super().prefetch_for(states, visible)
 
-    @classmethod
-    def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
+    def most_kept(self, context: int) -> int:
+        config = self.config
         whole = config.brought(context) <= config.attended(context)
         return 0 if whole else config.attended(context) + config.num_sinks
 

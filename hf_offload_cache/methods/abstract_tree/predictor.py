@@ -12,12 +12,12 @@ import torch
 from ...config import SelectiveConfig
 from ...fetch.choice import Choice, Extents, kept_entries
 from ...history.base import Sealed, in_units
-from ...history.records import RecordFormat
+from ...history.records import RecordFormat, sealed_groups
 from ...memory.account import MemoryAccount
-from ...memory.plan import LayerPlan, Planned
+from ...memory.dry_run import DryRun
 from ...predictors.base import Decision, Query
 from ...predictors.sinks import largest, sink_units, with_sinks
-from ...predictors.summaries import SummaryPredictor, score_bytes
+from ...predictors.summaries import SummaryPredictor
 from .history import AbstractPages
 
 # The adaptive tree (LeoAM, section 4.2): the most important tokens, found by judging chunks of them, and parts of
@@ -197,16 +197,16 @@ class AbstractTreePredictor(SummaryPredictor):
     def summarise(self, keys: torch.Tensor) -> torch.Tensor:
         return torch.stack([keys.amin(3), keys.amax(3)], 1).permute(0, 3, 1, 2, 4)
 
-    @classmethod
-    def plan(cls, form: RecordFormat, config: SelectiveConfig, chunks: int, rows: int, heads: int) -> LayerPlan:
-        """What one layer takes for `chunks` chunks a row, with `heads` query heads a row."""
-        plan = cls.planned(2 * form.key_width * form.dtype.itemsize, chunks, rows, heads)
-        brought = min(cls._most(config, form, chunks), chunks)
-        more = {
-            "judging": _look_bytes(form, rows, heads, brought * form.group_size),
-            "scores": _judge_bytes(form, rows, heads, chunks, brought) - score_bytes(rows, heads, chunks),
-        }
-        return plan + LayerPlan(shared=Planned(decode=more))
+    def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
+        super().rehearse(run, context, heads, wanted)
+        self._rehearse_judging(run, context, heads)
+
+    def _rehearse_judging(self, run: DryRun, context: int, heads: int) -> None:
+        """What it takes to judge chunks and the tokens of the first ones."""
+        form, chunks = self.form, sealed_groups(self.form, self.config, context)
+        brought = min(self._most(self.config, form, chunks), chunks)
+        run.passes("scores", decode=_judge_bytes(form, self.rows, heads, chunks, brought))
+        run.passes("judging", decode=_look_bytes(form, self.rows, heads, brought * form.group_size))
 
     @staticmethod
     def _most(config: SelectiveConfig, form: RecordFormat, chunks: int) -> int:
@@ -313,14 +313,10 @@ class StoredAbstractsPredictor(AbstractTreePredictor):
         super().__init__(form, rows, config, account)
         self._pages = pages
 
-    @classmethod
-    def plan(cls, form: RecordFormat, config: SelectiveConfig, chunks: int, rows: int, heads: int) -> LayerPlan:
-        whole = super().plan(form, config, chunks, rows, heads)
-        prefill, decode = (dict(part) for part in (whole.shared.prefill, whole.shared.decode))
-        for part in (prefill, decode):
-            part.pop("moving rows", None)
-        decode["judging"] = max(decode.get("judging", 0), _looked_bytes(form, rows, chunks))
-        return LayerPlan(shared=Planned(prefill, decode))
+    def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
+        chunks = sealed_groups(self.form, self.config, context)
+        self._rehearse_judging(run, context, heads)
+        run.passes("judging", decode=_looked_bytes(self.form, self.rows, chunks))
 
     def ready(self, units: int) -> bool:
         return self._pages.units == units

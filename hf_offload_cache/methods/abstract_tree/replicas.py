@@ -9,19 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...config import OffloadConfig, parse_size
 from ...errors import CorruptRecordError, StalledError, StoreError, not_whole
 from ...fetch.areas import ByteRows
 from ...fetch.storage import Storage
 from ...history.base import frozen
-from ...history.records import RecordFormat, piece_groups, sealed_groups
+from ...history.records import RecordFormat
 from ...history.state import Array, State
 from ...kernels import int4
 from ...kernels.int4 import Int4Layout
 from ...kernels.on_a_device import has_kernels
-from ...memory.plan import LayerPlan, Planned
+from ...memory.dry_run import DryRun
 from ...stores.base import DEVICE_BLOCK, FreezableStore, Store, aligned_empty
-from ...stores.engines import planned_store
 from ...stores.layered import LayeredStore, parts_that_stay
 
 # How a record's replica in 4 bits lies on the disk
@@ -69,20 +67,14 @@ class Replicas:
         self.store = storage.open_store(form.record_bytes, self._name) if store is None else store
         self._replica_of = np.full(64, _NONE, dtype=np.int32)
 
-    @staticmethod
-    def planned(form: RecordFormat, config: OffloadConfig, context: int, rows: int) -> LayerPlan:
-        """What the replicas of `rows` rows of `context` tokens take."""
-        own = ReplicaFormat.of(form)
-        if own is None:
-            return LayerPlan()
-        records = rows * sealed_groups(form, config, context)
-        encrypted = config.encryption_key is not None
-        held = planned_store(config.engine, records, own.record_bytes, encrypted=encrypted)
-        held["tables"] += 4 * max(64, records * 5 // 4)
-        packed = [rows * piece_groups(form, rows, parse_size(config.write_queue)), rows]
-        packing = [own.layout.working_bytes + count * own.record_bytes for count in packed]
-        shared = Planned({"packing": packing[0]}, {"packing": packing[1], "unpacking": own.layout.working_bytes})
-        return LayerPlan(Planned.always(held), shared, records * own.record_bytes)
+    def rehearse(self, run: DryRun, rows: int, groups: int, filled: int) -> None:
+        """Be those of `rows` rows of `groups` groups, in a dry run; of `filled` of a row at a time."""
+        run.stores(self.store, rows * groups)
+        self._replica_of = np.empty(max(64, rows * groups * 5 // 4), dtype=np.int32)
+        working = self.form.layout.working_bytes
+        at_once, one = (working + rows * count * self.record_bytes for count in (filled, 1))
+        run.passes("packing", prefill=at_once, decode=one, together=True)
+        run.passes("unpacking", decode=working)
 
     @property
     def tables_nbytes(self) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ...history.records import RecordFormat
-from ...memory.account import MemoryAccount, lasting_empty
+from ...memory.account import MemoryAccount
 
 
 class AppendBuffer:
@@ -22,15 +22,9 @@ class AppendBuffer:
         self.entries = self._empty(rows)
         """(rows, most + joining, entry width): those where there is none are zeros."""
 
-    @staticmethod
-    def planned(form: RecordFormat, rows: int, places: int) -> int:
-        """Bytes of so many entries a row."""
-        return rows * places * form.entry_bytes
-
     def _empty(self, rows: int) -> torch.Tensor:
-        self._account.hold("append buffer", self.planned(self.form, rows, self.most + self.joining))
         shape = rows, self.most + self.joining, self.form.entry_width
-        return lasting_empty(*shape, dtype=self.form.dtype, device=self._device).zero_()
+        return self._account.empty("append buffer", *shape, dtype=self.form.dtype, device=self._device).zero_()
 
     @property
     def counts(self) -> np.ndarray:
@@ -74,8 +68,8 @@ class AppendBuffer:
         old, self.entries = self.entries, self._empty(len(rows))
         torch.index_select(old, 0, rows.to(old.device), out=self.entries)
         self.places = self.places[rows.cpu().numpy()]
-        self._account.release("append buffer", old.nbytes)
+        self._account.free("append buffer", old)
 
     def close(self) -> None:
-        self._account.release("append buffer", self.entries.nbytes)
+        self._account.free("append buffer", self.entries)
         self.entries = self.entries.new_empty(0, *self.entries.shape[1:])

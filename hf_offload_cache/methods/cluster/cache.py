@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -12,18 +13,16 @@ import torch
 
 from ...config import OffloadConfig, SelectiveConfig
 from ...core.layer import OffloadLayer, Output
-from ...core.plan import LayerKind, plan_store
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
 from ...errors import ConfigError
 from ...fetch.choice import Choice, Fetched
-from ...fetch.policy import AlignedWith, Policies
+from ...fetch.policy import ClusterAligned, Policy
 from ...fetch.tier import SlotTier, Tier
 from ...history.base import History
-from ...history.records import RecordFormat, sealed_groups
+from ...history.records import RecordFormat
 from ...memory.fit import Search
-from ...memory.plan import LayerPlan, Planned
 from ...model.attention_call import AttentionCall
 from ...model.geometry import Geometry
 from ...stores.base import FreezableStore
@@ -78,58 +77,26 @@ class ClusterLayer(SelectiveLayer):
     # --- slots -------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def policy_of(sizes: Callable[[np.ndarray], np.ndarray]) -> Policies:
-        """Which slots are filled anew; `sizes` as in `AlignedWith`."""
-        return AlignedWith(sizes)
+    def policy_of(sizes: Callable[[np.ndarray], np.ndarray]) -> Callable[[int], Policy]:
+        """Makes the policy of so many slots; `sizes` as in `ClusterAligned`."""
+        return partial(ClusterAligned, sizes=sizes)
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         form, device = self.history.form, self.history.device
         account, policy = self.shared.storage.account, self.policy_of(self._own.clustered.sizes)
         return [SlotTier(capacity, form.payload_width, form.dtype, device, account, policy=policy)]
 
-    @classmethod
-    def plan_tiers(cls, kind: LayerKind, config: SelectiveConfig, slots: int, context: int) -> Planned:
-        assert isinstance(config, ClusterConfig)
-        tokens = sealed_groups(kind.form, config, context) * kind.form.group_size
-        records = config.clusters.most_places(tokens, kind.form.group_size)
-        payload = kind.form.payload_width * kind.form.dtype.itemsize
-        policy = cls.policy_of(np.ones_like)
-        return Planned(decode=SlotTier.planned(slots, payload, kind.rows * records, policy=policy))
-
     # --- memory ------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def plan_history(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        assert isinstance(config, ClusterConfig)
-        plan, records = cls.history_class.planned(kind.form, config, config.clusters, context, kind.rows)
-        return plan + plan_store(kind, config, records)
-
-    @classmethod
-    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        assert isinstance(config, ClusterConfig)
-        heads = kind.num_heads * kind.batch // kind.rows
-        return ClusterPredictor.planned(kind.form, config.clusters, context, kind.rows, heads)
 
     @classmethod
     def most_records(cls, config: SelectiveConfig, group_size: int, units: int) -> int:
         assert isinstance(config, ClusterConfig)
         return ClusterPredictor.most_pages(units, config.num_sinks, config.clusters, group_size)
 
-    @classmethod
-    def most_stored(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
-        """As many as tokens fill, and of each cluster one that is not full."""
-        assert isinstance(config, ClusterConfig)
-        full, group = super().most_stored(kind, config, context), kind.form.group_size
-        return full + config.clusters.most_clusters(full * group, group)
-
-    @classmethod
-    def most_beside(cls, kind: LayerKind, config: SelectiveConfig) -> int:
-        assert isinstance(config, ClusterConfig)
-        return config.append_buffer + config.clusters.together(kind.form.group_size)
-
-    @classmethod
-    def most_kept(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
-        return cls.most_units(kind, config, context) * kind.form.group_size
+    def most_kept(self, context: int) -> int:
+        assert self.selecting is not None
+        group = self.history.form.group_size
+        return self.selecting.units(self.config, group, context) * group
 
     def make_predictor(self) -> ClusterPredictor:
         return ClusterPredictor(self._own.clustered, self.config, self.config.clusters, self.shared.storage.account)

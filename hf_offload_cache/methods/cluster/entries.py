@@ -137,6 +137,10 @@ class StoredCounts:
         """(rows, clusters) int32: pages, of `group` each, that hold something."""
         self._sizes: np.ndarray | None = None
 
+    def rehearse(self, pages: np.ndarray, records: int) -> None:
+        """Be of so many pages (rows, clusters), in a store of `records`."""
+        self.entries, self.pages, self._sizes = np.empty_like(pages), pages, np.empty(records, dtype=np.uint16)
+
     @property
     def nbytes(self) -> int:
         return self.entries.nbytes + self.pages.nbytes + (0 if self._sizes is None else self._sizes.nbytes)
@@ -208,6 +212,18 @@ class ClusteredEntries:
     @property
     def tables_nbytes(self) -> int:
         return sum(one.nbytes for one in (self._labels, self._counts, self.buffer.places, self.partition, self.pages))
+
+    def rehearse(self, tokens: int, clusters: int, records: int) -> None:
+        """Make the tables as large as `tokens` tokens a row in `clusters` clusters, with places for `records`, may make
+        them. Pages are as many as these tokens fill, and of each cluster one that is not full."""
+        rows, group = self.partition.rows, self.form.group_size
+        self.partition.rehearse(clusters)
+        self.pages.rehearse(clusters)
+        room = tokens if self._most_tokens < 1 << 62 else tokens * 5 // 4 + 64
+        self._labels = np.empty((rows, room), dtype=np.uint16 if clusters < 1 << 16 else np.uint32)
+        pages = np.zeros((rows, clusters), dtype=np.int32)
+        pages[:, :1] = tokens // group + clusters
+        self._counts.rehearse(pages, records)
 
     @property
     def most_settled(self) -> int:

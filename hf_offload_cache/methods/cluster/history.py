@@ -18,7 +18,7 @@ from ...history.base import Block, Sealed, equal_parts, frozen, joined
 from ...history.position_history import check_tail
 from ...history.records import RecordFormat, leaving, places_within, sealed_groups, together
 from ...history.tail import RollingTail
-from ...memory.plan import LayerPlan
+from ...memory.dry_run import DryRun
 from ...stores.base import FreezableStore, Store
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
@@ -26,7 +26,7 @@ from .config import ClusterForm
 from .entries import ClusteredEntries, Settling
 from .pages import in_order
 from .partition import Moments, Partition, counted
-from .plan import planned_clusters, settling, streaming
+from .plan import most_packing, settling, streaming
 from .readers import Readers
 from .state import check_clusters
 
@@ -128,7 +128,7 @@ class ClusterHistory:
         self, storage: Storage, form: RecordFormat, rows: int, device: torch.device, config: OffloadConfig, name: str,
         clusters: ClusterForm, readers: Readers, store: Store | None = None,
     ) -> None:  # fmt: skip
-        self.form, self.rows, self.device, self.length = form, rows, device, 0
+        self.form, self.rows, self.device, self.length, self._clusters = form, rows, device, 0, clusters
         self._storage, self._name, self._num_recent = storage, name, config.num_recent
         self._step = max(1, config.block_tokens // form.group_size)
         self.holds_back = False
@@ -145,12 +145,22 @@ class ClusterHistory:
         known = config.max_context and sealed_groups(form, config, config.max_context) * form.group_size
         self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, readers, known)
 
-    @staticmethod
-    def planned(
-        form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int
-    ) -> tuple[LayerPlan, int]:
-        """What `rows` rows of `context` tokens take at most, and how many records of a store they have."""
-        return planned_clusters(form, config, clusters, context, rows)
+    def rehearse(self, run: DryRun, context: int) -> None:
+        """As `History.rehearse`."""
+        form, rows, clusters, queue = self.form, self.rows, self._clusters, self._storage.write_queue
+        self.length = context
+        tokens = max(0, context - self._num_recent) // form.group_size * form.group_size
+        count = clusters.most_clusters(tokens, form.group_size)
+        records = rows * clusters.most_places(tokens, form.group_size)
+        run.stores(self.store, records)
+        self.clustered.rehearse(tokens, count, records)
+        self.tail.rehearse(run)
+        if rows > 1:
+            run.moves(self.clustered.buffer.entries.nbytes)
+        pages, block = rows * (tokens // form.group_size + count), rows * self._step * form.group_size
+        streamed = streaming(form, pages, block, tokens)
+        at_once, a_group = (max(packing, streamed) for packing in most_packing(form, clusters, tokens, queue))
+        run.passes("packing", prefill=at_once, decode=a_group)
 
     @property
     def units(self) -> int:

@@ -97,10 +97,11 @@ class ClusterPages:
         self.moved = False
         """Rows were selected since the last `sweep`."""
 
-    @staticmethod
-    def planned(clusters: int, rows: int) -> int:
-        """The most bytes that tables of `clusters` clusters a row take."""
-        return rows * (5 * (clusters * 5 // 4 + _ROOM) + 8 * (2 * clusters + 1))
+    def rehearse(self, clusters: int) -> None:
+        """Make the tables as large as `clusters` clusters a row may make them."""
+        rows = len(self._single)
+        self._first, self._step = (np.empty((rows, clusters * 5 // 4 + _ROOM), dtype) for dtype in (np.int32, np.int8))
+        self._owned = np.empty(rows * (2 * clusters + 1), dtype=np.int64)
 
     @property
     def nbytes(self) -> int:

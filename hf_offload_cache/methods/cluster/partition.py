@@ -250,11 +250,14 @@ class Partition:
         self._centroids = np.zeros((rows, 0, dim), dtype=np.float16)
         self._closed = np.zeros((rows, 0), dtype=bool)
 
-    @staticmethod
-    def planned(clusters: int, dim: int, rows: int) -> tuple[int, int]:
-        """The most bytes that tables of `clusters` clusters a row take, and that their means do."""
-        room = rows * (clusters * 5 // 4 + _ROOM)
-        return room * 9, room * 2 * dim
+    def rehearse(self, clusters: int) -> None:
+        """Make the tables as large as `clusters` clusters a row may make them."""
+        shape = self.rows, clusters * 5 // 4 + _ROOM
+        self._counts, self._variances = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32)
+        self._closed, self._centroids = np.empty(shape, dtype=bool), np.empty((*shape, self.dim), dtype=np.float16)
+        if self._mapped is not None:
+            self._table = self._mapped(self._centroids)
+        self.used[:] = clusters
 
     @property
     def rows(self) -> int:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...config import OffloadConfig, parse_size
-from ...history.records import RecordFormat, sealed_groups, together
-from ...history.tail import RollingTail
+from ...history.records import RecordFormat
 from ...memory.fit import LEAST_RECENT, SHORT_TAIL, STREAM_SHARES, Search
-from ...memory.plan import LayerPlan, Planned
-from .append_buffer import AppendBuffer
 from .config import ClusterConfig, ClusterForm
-from .pages import ClusterPages, piece_bytes
-from .partition import BATCH, MOST_ROOM, ORDERED, Partition
+from .pages import piece_bytes
+from .partition import BATCH, MOST_ROOM, ORDERED
 
 # What is held for a while as "packing" when clusters are made, written, grown, split and streamed; in bytes
 
@@ -56,7 +52,7 @@ def streaming(form: RecordFormat, pages: int, entries: int, tokens: int) -> int:
     return 88 * pages + (2 * form.entry_bytes + 48) * entries + 9 * tokens
 
 
-def planned_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, write_queue: int) -> tuple[int, int]:
+def most_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, write_queue: int) -> tuple[int, int]:
     """The most of these while so many tokens come at once, and in steps."""
     joining = clusters.together(form.group_size)
     few = -(-2 * joining // clusters.size)
@@ -67,30 +63,6 @@ def planned_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, writ
     held = clusters.places(form.group_size) + clusters.append_buffer + joining + form.group_size
     largest = -(-held // form.group_size)
     return at_once, max(a_group, settling(form, max(largest, most_settled(form, joining, write_queue))))
-
-
-# What a `ClusterHistory` will hold
-
-def planned_clusters(
-    form: RecordFormat, config: OffloadConfig, clusters: ClusterForm, context: int, rows: int
-) -> tuple[LayerPlan, int]:
-    """What `rows` rows of `context` tokens take at most, and how many records of a store they have."""
-    tokens = sealed_groups(form, config, context) * form.group_size
-    count = clusters.most_clusters(tokens, form.group_size)
-    tail = RollingTail.planned(form, rows, config.num_recent + together(form, config) * form.group_size)
-    waiting = AppendBuffer.planned(form, rows, clusters.append_buffer + clusters.together(form.group_size))
-    labels = (2 if count < 1 << 16 else 4) * (tokens * 5 // 4 + 64 if config.max_context is None else tokens)
-    tables, means = Partition.planned(count, form.key_width, rows)
-    tables += ClusterPages.planned(count, rows) + rows * (labels + 8 * count) + (0 if clusters.mapped else means)
-    records = rows * clusters.most_places(tokens, form.group_size)
-    tables += 2 * records
-    own = Planned.always({"rolling tail": tail, "append buffer": waiting, "tables": tables})
-    moving = {"moving rows": tail + waiting} if rows > 1 else {}
-    packings = planned_packing(form, clusters, tokens, parse_size(config.write_queue))
-    block = max(1, config.block_tokens // form.group_size) * form.group_size
-    places = streaming(form, rows * (tokens // form.group_size + count), rows * block, tokens)
-    shared = Planned(*({**moving, "packing": max(packing, places)} for packing in packings))
-    return LayerPlan(own, shared, means if clusters.mapped else 0), records
 
 
 _LEAST_BUFFER, _LEAST_SELECTED = 4, 32

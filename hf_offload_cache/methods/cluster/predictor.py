@@ -13,7 +13,7 @@ from ...fetch.choice import Choice, kept_entries
 from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...memory.account import MemoryAccount
-from ...memory.plan import LayerPlan, Planned
+from ...memory.dry_run import DryRun
 from ...predictors.base import Decision, Query
 from ...predictors.sinks import largest
 from .config import ClusterForm
@@ -36,12 +36,11 @@ class ClusterPredictor:
     ) -> None:
         self.clustered, self.config, self._clusters, self._account = clustered, config, clusters, account
 
-    @staticmethod
-    def planned(form: RecordFormat, clusters: ClusterForm, context: int, rows: int, heads: int) -> LayerPlan:
-        """What it takes to judge `context` tokens a row by: centroids in 32 bits, scores of each head thrice, and what
-        clusters are sorted by; of what is taken, which entries."""
-        scores = _score_bytes(form, rows, clusters.most_clusters(context, form.group_size), heads, clusters)
-        return LayerPlan(shared=Planned(decode={"scores": scores}))
+    def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
+        """As `Predictor.rehearse`."""
+        own = self.clustered
+        most = self._clusters.most_clusters(context, own.form.group_size)
+        run.passes("scores", decode=_score_bytes(own.form, own.partition.rows, most, heads, self._clusters))
 
     @staticmethod
     def most_pages(budget: int, num_sinks: int, clusters: ClusterForm, group_size: int) -> int:

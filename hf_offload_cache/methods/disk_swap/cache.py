@@ -13,12 +13,11 @@ from ...core.layer import OffloadLayer
 from ...core.plan import LayerKind
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
-from ...core.selective_plan import area_bytes
 from ...core.shared import Shared
 from ...errors import ConfigError
 from ...history.records import RecordFormat
+from ...memory.dry_run import DryRun
 from ...memory.fit import Search
-from ...memory.plan import LayerPlan
 from ...model.attention_call import AttentionCall
 from ...model.config_values import config_value
 from ...model.geometry import Geometry
@@ -63,12 +62,10 @@ class DiskSwapLayer(SelectiveLayer):
         form, rows = self.history.form, self.history.rows
         return self.predictor_class(form, rows, rules, shared, self.name, self.adapter, self.layer_idx)
 
-    @classmethod
-    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        assert isinstance(config, DiskSwapConfig)
-        rank = config.rank or (None if config.adapter is None else adapter_rank(config.adapter))
-        wanted = cls.most_units(kind, config, context)
-        return LowRankPredictor.planned(kind.form, rules_of(config), rank, kind.num_heads, context, kind.rows, wanted)
+    def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
+        if isinstance(self.config, DiskSwapConfig) and self.config.adapter is not None:
+            self.adapter = torch.empty(kind.form.key_width, adapter_rank(self.config.adapter), device="meta")
+        super().rehearse(run, kind, context)
 
     def prompted(self, call: AttentionCall) -> None:
         step = self.shared.step
@@ -123,11 +120,9 @@ class DiskSwapCache(SelectiveCache):
         settings = search.config({**search.streams(10), "look_ahead": False})
         shapes, context = dict.fromkeys(geometry.layers), search.max_context
         kinds = [LayerKind.of(shape, geometry, settings, search.max_batch, False) for shape in shapes]
-        wanted = (DiskSwapLayer.most_units(kind, settings, context) for kind in kinds)
-        pairs = zip(kinds, wanted, strict=True)
-        areas = (area_bytes(DiskSwapLayer, kind, settings, context, units) for kind, units in pairs)
+        plans = (DiskSwapLayer.plan(kind, settings, context) for kind in kinds)
         forms: list[RecordFormat] = list(dict.fromkeys(kind.form for kind in kinds))
-        return fit_disk_swap(search, forms, max(areas, default=0))
+        return fit_disk_swap(search, forms, max((plan.shared.decode["staging"] for plan in plans), default=0))
 
     @classmethod
     def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:

@@ -190,8 +190,8 @@ class Coding:
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
 
     @staticmethod
-    def planned(width: int) -> int:
-        """Bytes of a coding at most."""
+    def most_own_bytes(width: int) -> int:
+        """The bound of `own_bytes` for keys of `width` elements."""
         rank = most_components(width)
         return 2 * width * rank + 4 * (width + 2 * rank)
 

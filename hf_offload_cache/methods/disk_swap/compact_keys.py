@@ -10,8 +10,8 @@ import torch
 
 from ...errors import not_whole, shown
 from ...history.state import DTYPES, Array, State
-from ...memory.account import MemoryAccount, Workspace, lasting_empty
-from ...memory.plan import LayerPlan, Planned
+from ...memory.account import MemoryAccount, Workspace
+from ...memory.dry_run import DryRun
 from .coding import PART, Coding, most_bytes, most_components, parts
 from .integer_product import multiplied, rounded
 
@@ -42,11 +42,7 @@ class TokenRows:
         self._data = self._made(shape, dtype, device)
 
     def _made(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        count = 1
-        for size in shape:
-            count *= size
-        self._account.hold("compact keys", count * dtype.itemsize)
-        return lasting_empty(*shape, dtype=dtype, device=device)
+        return self._account.empty("compact keys", *shape, dtype=dtype, device=device)
 
     @classmethod
     def shared(cls, data: torch.Tensor, axis: int, account: MemoryAccount, each: int = 1) -> TokenRows:
@@ -91,8 +87,14 @@ class TokenRows:
             shape[self.axis] = self._places(tokens if not self.tokens else tokens + max(128, tokens // 32))
             grown = self._made(tuple(shape), old.dtype, old.device)
             grown.narrow(self.axis, 0, self._places(self.tokens)).copy_(self.data)
-            self._account.release("compact keys", old.untyped_storage().nbytes())
+            self._account.free("compact keys", old)
             self._data, self._lent = grown, 0
+
+    def rehearse(self, run: DryRun, tokens: int) -> None:
+        """Be of `tokens` tokens a row, in a dry run."""
+        self.reserve(tokens)
+        if len(self._data) > 1:
+            run.moves(self._data.nbytes)
 
     def append(self, more: torch.Tensor) -> None:
         """Add what is of further tokens, side by side; room was reserved."""
@@ -123,14 +125,12 @@ class TokenRows:
             for part in self.data.split(max(1, PART // self.each), self.axis):
                 part.copy_(part.index_select(0, rows))
             return
-        self._data = self._made((len(rows), *old.shape[1:]), old.dtype, old.device)
-        torch.index_select(old, 0, rows, out=self._data)
+        self._data = self._account.selected("compact keys", old, rows)
         self._lent = 0
-        self._account.release("compact keys", old.untyped_storage().nbytes())
 
     def close(self) -> None:
         """Give the memory back."""
-        self._account.release("compact keys", self._data.untyped_storage().nbytes())
+        self._account.free("compact keys", self._data)
         self._data, self.tokens = self._data.new_empty(0, 0, 0), 0
 
 
@@ -310,19 +310,19 @@ class CodedKeys(CompactKeys):
         self._coding_bytes = coding.own_bytes
         account.hold("adapters", self._coding_bytes)
 
-    @staticmethod
-    def planned(
-        width: int, nbytes: int, tokens: int, rows: int, heads: int, unit_size: int, wanted: int
-    ) -> LayerPlan:
-        """What one layer takes for `rows` rows of `tokens` tokens, `width` their keys' elements; `wanted` units are
-        looked at closely."""
-        keys = rows * -(-tokens // unit_size) * unit_size * min(nbytes, most_bytes(width))
-        own = Planned.always({"compact keys": keys, "adapters": Coding.planned(width)})
-        moving = {"moving rows": keys} if rows > 1 else {}  # old keys stay until the new ones are made
+    @classmethod
+    def rehearse(
+        cls, run: DryRun, width: int, nbytes: int, tokens: int, rows: int, heads: int, unit_size: int, wanted: int
+    ) -> None:
+        """Hold what `rows` rows of `tokens` tokens take in a dry run, before it is known how keys of `width` elements
+        are coded. `heads`: query heads; `wanted`: units that are looked at closely."""
+        nbytes, cpu = min(nbytes, most_bytes(width)), torch.device("cpu")
+        codes = TokenRows((rows, nbytes * unit_size, 0), 2, torch.uint8, cpu, run, unit_size)
+        codes.rehearse(run, tokens)
+        run.keeps("adapters", Coding.most_own_bytes(width))
         most = max(scored_at_once(tokens), wanted * unit_size)
-        rank = most_components(width)
-        scores = most * (rank + 4 * heads) + 4 * heads * -(-tokens // unit_size)
-        return LayerPlan(own, Planned(moving, {**moving, "scores": scores}))
+        scores = most * (most_components(width) + 4 * heads) + 4 * heads * -(-tokens // unit_size)
+        run.passes("scores", decode=scores)
 
     def append(self, keys: torch.Tensor) -> None:
         self.reserve(self.tokens + keys.shape[2])
@@ -460,19 +460,18 @@ class LowRankKeys(CompactKeys):
         self._adapter_bytes = self.adapter.nbytes + (0 if self._queries is self.adapter else self._queries.nbytes)
         account.hold("adapters", self._adapter_bytes)
 
-    @staticmethod
-    def planned(
-        width: int, rank: int, dtype: torch.dtype, tokens: int, rows: int, heads: int, unit_size: int, wanted: int
-    ) -> LayerPlan:
-        """What the compact keys of one layer take for `rows` rows of `tokens` tokens, `width` their keys' elements;
-        `wanted` units are looked at closely."""
-        keys = rows * tokens * rank * dtype.itemsize
-        kept = 4 if dtype == torch.float32 else 2
-        own = Planned.always({"compact keys": keys, "adapters": 2 * width * rank * kept})
-        moving = {"moving rows": keys} if rows > 1 else {}  # old keys stay until the new ones are made
+    @classmethod
+    def rehearse(
+        cls, run: DryRun, width: int, rank: int, dtype: torch.dtype, tokens: int, rows: int, heads: int,
+        unit_size: int, wanted: int,
+    ) -> None:  # fmt: skip
+        """Hold what `rows` rows of `tokens` tokens take in a dry run. `width`: elements of a key; `heads`: query heads;
+        `wanted`: units that are looked at closely."""
+        keys = TokenRows((rows, 0, rank), 1, dtype, torch.device("cpu"), run)
+        keys.rehearse(run, tokens)
+        run.keeps("adapters", 2 * width * rank * (4 if dtype == torch.float32 else 2))
         most = max(scored_at_once(tokens), wanted * unit_size)
-        scores = {"scores": 4 * heads * (most + -(-tokens // unit_size))}
-        return LayerPlan(own, Planned(moving, {**moving, **scores}))
+        run.passes("scores", decode=4 * heads * (most + -(-tokens // unit_size)))
 
     def _set_scale(self, scale: torch.Tensor) -> None:
         self.scale = scale

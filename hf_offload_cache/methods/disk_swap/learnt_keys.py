@@ -13,8 +13,8 @@ from ...errors import ContextError, not_whole, shown
 from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...history.state import LARGEST, Array, State, is_tensor
-from ...memory.account import MemoryAccount, Workspace, lasting_empty
-from ...memory.plan import LayerPlan, Planned
+from ...memory.account import MemoryAccount, Workspace
+from ...memory.dry_run import DryRun
 from ...predictors.base import Query
 from .coding import LEAST_QUERIES, Directions, coding_bytes, default_summary_bytes, fit_coding, fitting_bytes
 from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank
@@ -43,9 +43,8 @@ class SinkKeys:
         first: np.ndarray,
     ) -> None:  # fmt: skip
         self._unit_size, self._account = form.group_size, account
-        account.hold(_OWNER, self.planned(form, num_sinks, rows)[_OWNER])
         shape = rows, form.num_key_heads, num_sinks, form.key_dim
-        self.keys = lasting_empty(*shape, dtype=form.dtype, device=device)
+        self.keys = account.empty(_OWNER, *shape, dtype=form.dtype, device=device)
         self._place(first)
 
     @classmethod
@@ -78,11 +77,6 @@ class SinkKeys:
         """(B, units) that they lie in."""
         self.units.clip(min=0, out=self.units)
 
-    @staticmethod
-    def planned(form: RecordFormat, num_sinks: int, rows: int) -> dict[str, int]:
-        """What is held."""
-        return {_OWNER: rows * num_sinks * form.num_key_heads * form.key_dim * form.dtype.itemsize}
-
     def see(self, keys: torch.Tensor, position: int) -> None:
         """Keys (B, Hk, t, D) of the tokens from `position` on pass by: what is wanted of them is copied."""
         for row, first in enumerate(self._first.tolist()):
@@ -102,12 +96,8 @@ class SinkKeys:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        which, old = rows.numpy(force=True), self.keys
-        self._account.hold(_OWNER, len(which) * old[:1].nbytes)
-        self.keys = lasting_empty(len(which), *old.shape[1:], dtype=old.dtype, device=old.device)
-        torch.index_select(old, 0, rows.to(old.device), out=self.keys)
-        self._account.release(_OWNER, old.nbytes)
-        self._place(self._first[which])
+        self.keys = self._account.selected(_OWNER, self.keys, rows)
+        self._place(self._first[rows.numpy(force=True)])
 
     def capture(self) -> dict[str, Any]:
         """As a tree for `restore`: no copies."""
@@ -124,7 +114,7 @@ class SinkKeys:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._account.release(_OWNER, self.keys.nbytes)
+        self._account.free(_OWNER, self.keys)
         self.keys = self.keys.new_empty(0, *self.keys.shape[1:])
 
 
@@ -179,23 +169,19 @@ class LearntKeys:
         """Tokens of the longest piece of a prompt that came: a shorter one is probably the last."""
         self._shared = shared
 
-    @staticmethod
-    def planned(
-        form: RecordFormat, rules: Rules, rank: int | None, heads: int, context: int, rows: int, wanted: int
-    ) -> LayerPlan:
-        """What one layer of `heads` query heads takes; `rank` is the rules', or the adapter's; `wanted` units are
-        selected at most."""
-        width, group, closely = form.key_width, form.group_size, CANDIDATES * wanted
+    def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
+        """As `Learner.rehearse`."""
+        form, rules, rows = self.form, self.rules, self.rows
+        width, looked_at = form.key_width, (context, rows, heads, form.group_size, CANDIDATES * wanted)
         if rules.dtype is None:
-            nbytes = rules.summary_bytes or default_summary_bytes(width)
-            plan = CodedKeys.planned(width, nbytes, context, rows, heads, group, closely)
-            fitting = coding_bytes(width, form.dtype.itemsize, rows, context)
+            CodedKeys.rehearse(run, width, rules.summary_bytes or default_summary_bytes(width), *looked_at)
+            run.passes("fitting", prefill=coding_bytes(width, form.dtype.itemsize, rows, context))
         else:
-            rank = min(width, rank or default_rank(width))
-            plan = LowRankKeys.planned(width, rank, rules.dtype, context, rows, heads, group, closely)
-            fitting = fitting_bytes(width, rows)
-        sinks = Planned.always(SinkKeys.planned(form, rules.num_sinks, rows))
-        return plan + LayerPlan(sinks, Planned({"fitting": fitting}))
+            rank = rules.rank or (default_rank(width) if self.adapter is None else self.adapter.shape[1])
+            LowRankKeys.rehearse(run, width, min(width, rank), rules.dtype, *looked_at)
+            run.passes("fitting", prefill=fitting_bytes(width, rows))
+        if rules.num_sinks:
+            SinkKeys(form, rows, rules.num_sinks, torch.device("cpu"), run, np.zeros(rows, dtype=np.int64))
 
     @property
     def units(self) -> int:

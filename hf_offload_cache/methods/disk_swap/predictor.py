@@ -12,7 +12,7 @@ from ...fetch.choice import Choice
 from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...history.state import is_tensor
-from ...memory.plan import LayerPlan, Planned
+from ...memory.dry_run import DryRun
 from ...predictors.base import Query
 from ...predictors.sinks import largest, with_sinks
 from .learnt_keys import LearntKeys, LowRankShared, Rules
@@ -48,13 +48,11 @@ class LowRankPredictor:
         self._beyond: np.ndarray | None = None  # see `Ranking`; of the latest query that ranked all
         self._phase, self._since = phase, 0  # steps since then
 
-    @staticmethod
-    def planned(
-        form: RecordFormat, rules: Rules, rank: int | None, heads: int, context: int, rows: int, wanted: int
-    ) -> LayerPlan:
-        """See `LearntKeys.planned`; and the importance of all units."""
-        tables = Planned(decode={"tables": 4 * rows * (context // form.group_size + heads)})
-        return LearntKeys.planned(form, rules, rank, heads, context, rows, wanted) + LayerPlan(tables)
+    def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
+        """As `Predictor.rehearse`."""
+        self.learnt.rehearse(run, context, heads, wanted)
+        self._latest = np.empty((self.rows, context // self.form.group_size), dtype=np.float32)
+        self._beyond = np.empty((self.rows, heads), dtype=np.float32)
 
     # --- learning ----------------------------------------------------------------------------------------------
 

@@ -11,19 +11,16 @@ import torch
 from ...config import OffloadConfig
 from ...core.layer import OffloadLayer
 from ...core.layers import has_linear_state
-from ...core.plan import LayerKind
 from ...core.selective_cache import SelectiveCache
-from ...core.selective_layer import SelectiveLayer
 from ...core.step import Step
 from ...errors import not_whole, shown
 from ...memory.fit import Search
-from ...memory.plan import LayerPlan
 from ...model.foreign_hooks import ForeignHooks
 from ...model.geometry import Geometry
 from ...model.look_ahead import length_dependent, rotary_kinds
 from .config import SpecConfig
 from .layer import SpecLayer, TopUp
-from .plan import UNDER_WAY, fit_spec, plan_layer
+from .plan import UNDER_WAY, fit_spec
 
 # A guess of the next token that a model is given beside each token; whoever calls the model does not see it (SpeCache,
 
@@ -170,13 +167,6 @@ class SpecCache(SelectiveCache):
     @property
     def reads_ahead(self) -> int:
         return UNDER_WAY if self.config.speculative else 0
-
-    @classmethod
-    def plan_layer(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        if config.exact:
-            return super().plan_layer(kind, config, context)
-        assert isinstance(config, SpecConfig) and issubclass(cls.layer_class, SelectiveLayer)
-        return plan_layer(cls.layer_class, kind, config, context)
 
     @classmethod
     def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:

@@ -64,7 +64,7 @@ class ChosenEntries:
 
     def __init__(self, form: Any, rows: int, count: int, device: torch.device, account: MemoryAccount) -> None:
         self.form, self.count, self._device, self._account = form, count, device, account
-        account.hold("chosen entries", self.planned(form, rows, count))
+        account.hold("chosen entries", self.nbytes_of(form, rows, count))
         shape = rows, form.num_key_heads, count
         self.tokens = lasting_empty(*shape, dtype=torch.int64, device=device).fill_(-1)
         """Which token of its row each is, (rows, heads, count), -1: none; in no order."""
@@ -79,7 +79,7 @@ class ChosenEntries:
         self._under_way: torch.cuda.Event | None = None
 
     @staticmethod
-    def planned(form: Any, rows: int, count: int) -> int:
+    def nbytes_of(form: Any, rows: int, count: int) -> int:
         """Bytes of so many entries a row and head; which they are, which are wanted, and which of these are absent."""
         return rows * count * (form.entry_bytes + 3 * 8 * form.num_key_heads)
 
@@ -168,7 +168,7 @@ class ChosenEntries:
         """Make room for this larger number of entries. Raises `BudgetError` with nothing changed."""
         self.settle()
         before, old = self.nbytes, {name: getattr(self, name) for name in ("tokens", "keys", "values")}
-        self._account.hold("chosen entries", self.planned(self.form, len(self.tokens), count))
+        self._account.hold("chosen entries", self.nbytes_of(self.form, len(self.tokens), count))
         for name, held in old.items():
             shape = *held.shape[:2], count, *held.shape[3:]
             grown = lasting_empty(*shape, dtype=held.dtype, device=held.device).fill_(-1 if name == "tokens" else 0)
@@ -181,7 +181,7 @@ class ChosenEntries:
         """Make row i what row `rows[i]` is now."""
         self.settle()
         before, own = self.nbytes, rows.to(self._device)
-        after = self.planned(self.form, len(rows), self.count)
+        after = self.nbytes_of(self.form, len(rows), self.count)
         self._account.hold("chosen entries", after)
         if self.wanted is not None and self.absent is not None:
             self.wanted, self.absent = self.wanted[own], self.absent[own]
@@ -223,11 +223,6 @@ class PinnedEntries:
         self._stream: torch.cuda.Stream | None = None
         self._gathered: torch.cuda.Event | None = None
         """Behind the last `gather`."""
-
-    @staticmethod
-    def planned(rows: int, units: int) -> int:
-        """Bytes of where so many records lie."""
-        return rows * units * 8
 
     @property
     def nbytes(self) -> int:

@@ -17,8 +17,8 @@ from ...history.state import is_tensor
 from ...kernels import low_bit
 from ...kernels.low_bit import BLOCK, packed, row_bytes
 from ...kernels.on_a_device import has_kernels
-from ...memory.account import MemoryAccount, lasting_empty
-from ...memory.plan import LayerPlan, Planned
+from ...memory.account import MemoryAccount
+from ...memory.dry_run import DryRun
 
 # How a copy in a few bits lies in memory (KIVI; SpeCache, section 3.4)
 
@@ -56,10 +56,6 @@ class LowBitForm:
             "values": (rows, entry.num_value_heads, parts, tokens, value_row),
         }
 
-    def nbytes(self, rows: int, tokens: int) -> int:
-        """Of that."""
-        return sum(torch.Size(shape).numel() for shape in self.layout(rows, tokens).values())
-
 
 _PIECE = 512
 """Tokens of a row that are quantised at a time."""
@@ -93,9 +89,14 @@ class LowBitCopy:
         self._parts = self._made(rows, 0)
 
     def _made(self, rows: int, tokens: int) -> dict[str, torch.Tensor]:
-        self._account.hold("low-bit copy", self.form.nbytes(rows, tokens))
-        layout = self.form.layout(rows, tokens)
-        return {name: lasting_empty(*shape, dtype=torch.uint8, device=self.device) for name, shape in layout.items()}
+        layout, parts = self.form.layout(rows, tokens), {}
+        try:
+            for name, shape in layout.items():
+                parts[name] = self._account.empty("low-bit copy", *shape, dtype=torch.uint8, device=self.device)
+        except BaseException:
+            self._let_go(parts)
+            raise
+        return parts
 
     def _need(self, tokens: int) -> None:
         """Have room for so many a row. Raises `BudgetError` with nothing changed."""
@@ -114,6 +115,17 @@ class LowBitCopy:
     def _held(self, parts: dict[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
         """What `parts` have of the first `tokens` tokens."""
         return {"keys": parts["keys"][:, :, : tokens // self.form.group], "values": parts["values"][:, :, :, :tokens]}
+
+    def rehearse(self, run: DryRun, tokens: int) -> None:
+        """Be of `tokens` tokens a row, in a dry run."""
+        self._need(tokens)
+        if self.rows > 1:
+            run.moves(sum(part.nbytes for part in self._parts.values()))
+        many, few = (
+            fitting_bytes(self.form, self.rows * min(tokens, count), self.device.type)
+            for count in (tokens, self.form.group)
+        )
+        run.passes("fitting", prefill=many, decode=few)
 
     # --- in ----------------------------------------------------------------------------------------------------
 
@@ -253,27 +265,19 @@ class LowBitPredictor:
         self.copy, self._num_sinks, self._name = LowBitCopy(form, rows, device, account, reserve), num_sinks, name
 
     @staticmethod
-    def planned(
-        form: LowBitForm, tokens: int, rows: int, heads: int, queries: int, scores: int, device_type: str = "cpu"
-    ) -> LayerPlan:
-        """What `rows` rows of `tokens` tokens take, `queries` of `heads` heads each in a step, and `scores` of each
-        head for all tokens at a time."""
-        held = form.nbytes(rows, tokens)
-        moving = {"moving rows": held} if rows > 1 else {}
-        many, few = (fitting_bytes(form, rows * min(tokens, count), device_type) for count in (tokens, form.group))
-        scored = LowBitPredictor.scored_bytes(form, tokens, rows, heads, queries, scores)
-        decode = {**moving, "fitting": few, "scores": max(0, scored - few)}  # one after the other
-        return LayerPlan(Planned.always({"low-bit copy": held}), Planned({**moving, "fitting": many}, decode))
-
-    @staticmethod
     def scored_bytes(form: LowBitForm, tokens: int, rows: int, heads: int, queries: int, scores: int) -> int:
-        """While attention goes over `tokens` tokens: see `planned`; and a block of a head, unpacked, and its scores."""
+        """What attention over `tokens` tokens holds: of `queries` of `heads` heads each, `scores` of each head for all
+        tokens at a time; and a block of a head, unpacked, and its scores."""
         key_heads, block = form.entry.num_key_heads, min(tokens, BLOCK)
         width = max(form.entry.key_dim, form.value_group) * 4 + form.entry.key_dim * 4 // form.group
         spread = max(form.entry.key_dim, form.value_group) // 4 if form.bits == 1 else 0
         unpacked = block * (width + spread + 4 * queries * heads // key_heads)
         among = rows * key_heads * (tokens + 2)  # of each token whether it is held
         return rows * 4 * (tokens + 1) * (heads * scores + key_heads * queries) + among + unpacked
+
+    def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
+        """The copy of `context` tokens a row; its layer says what scores take. See `Learner.rehearse`."""
+        self.copy.rehearse(run, context // self.copy.form.group * self.copy.form.group)
 
     def ready(self, units: int) -> bool:
         return self.copy.tokens == units * self.copy.form.entry.group_size

@@ -11,25 +11,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...config import OffloadConfig, SelectiveConfig
 from ...core.layer import Output
 from ...core.plan import LayerKind
+from ...core.selecting import Selecting
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
 from ...core.step import Step
 from ...errors import BudgetError, not_whole, shown
 from ...fetch.fetcher import Fetcher
 from ...history.base import Sealed
-from ...history.records import RecordFormat
+from ...history.records import RecordFormat, latest_tokens
 from ...history.state import is_tensor
-from ...memory.plan import LayerPlan
+from ...memory.dry_run import DryRun
 from ...model.attention_call import AttentionCall
 from ...stores.base import FreezableStore
 from .attention import FusedAttention, MixedAttention
 from .chosen_entries import ChosenEntries, Entries, EntryReads
 from .config import SpecConfig
 from .copy import LowBitForm, LowBitPredictor
-from .plan import TOGETHER, keeps_scores, picked_bytes, plan_predictor, read_together, scores_of, stored_bytes
+from .plan import TOGETHER, UNDER_WAY, keeps_scores, picked_bytes, read_together, scores_of, stored_bytes
 
 # Whether what a guess missed is fetched within a step
 
@@ -130,15 +130,35 @@ class SpecLayer(SelectiveLayer):
         """How the copy of a history of `form` lies in memory."""
         return LowBitForm(form, config.bits, config.quant_group)
 
-    @classmethod
-    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        assert isinstance(config, SpecConfig)
-        return plan_predictor(cls.copy_form(kind.form, config), kind, config, context)
-
-    @classmethod
-    def most_units(cls, kind: LayerKind, config: SelectiveConfig, context: int) -> int:
-        assert isinstance(config, SpecConfig)
-        return read_together(kind.form, config)
+    def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
+        if self.config.exact:
+            super().rehearse(run, kind, context)
+            return
+        config, form, rows = self.config, kind.form, kind.rows
+        self.rehearse_history(run, kind, context)
+        self.selecting = Selecting(config, self.shared.storage, UNDER_WAY if config.speculative else 0)
+        self.predictor = predictor = self.make_predictor()
+        tokens = max(0, context - config.num_recent) // config.quant_group * config.quant_group
+        asked = kind.num_heads, TOGETHER, scores_of(config, TOGETHER)  # of candidates, too
+        predictor.rehearse(run, tokens, kind.num_heads, 0)
+        scored = predictor.scored_bytes(predictor.copy.form, tokens, rows, *asked)
+        run.passes("scores", decode=max(0, scored - run.passing("fitting")[1]))  # one after the other
+        if config.records_apart and kind.device == "cuda":
+            run.keeps("tables", 8 * rows * self.history.units)  # where records lie
+        run.decoding()
+        chosen = ChosenEntries(form, rows, config.chosen, torch.device("meta"), run)
+        if rows > 1:
+            run.moves(chosen.nbytes)
+        if config.reuse_capacity and not config.records_apart:
+            self.rehearse_slots(run)
+        if config.engine == "memory":  # no more of a record comes than is wanted of it, when it is wanted
+            run.passes("staging", decode=EntryReads.area_bytes(form, rows * config.chosen))
+        else:
+            wanted = read_together(form, config)
+            self.rehearse_gather(run, kind, context, wanted, wanted)
+        run.passes("picked entries", decode=picked_bytes(form, rows, config))
+        stored = stored_bytes(form, rows, kind.num_heads, TOGETHER, config, latest_tokens(form, config))
+        run.passes("stored entries", decode=stored)
 
     def make_predictor(self) -> LowBitPredictor:
         history, config = self.history, self.config

@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...core.plan import LayerKind
-from ...core.selective_layer import SelectiveLayer
-from ...core.selective_plan import area_bytes, plan_slots
-from ...fetch.areas import Areas, records_soon
-from ...history.records import RecordFormat, latest_tokens, sealed_groups
+from ...history.records import RecordFormat
 from ...memory.fit import LEAST_RECENT, SHORT_TAIL, Search
-from ...memory.plan import LayerPlan, Planned
 from .attention import MixedAttention
-from .chosen_entries import ChosenEntries, EntryReads, PinnedEntries
 from .config import SpecConfig
-from .copy import LowBitForm, LowBitPredictor
 
 # The best fields of `SpecCache` that a budget allows
 
@@ -50,17 +43,6 @@ TOGETHER = 2
 """Queries that are scored at a time: a token, and the guess beside it."""
 
 
-# What a layer of `SpecCache` will hold
-
-def plan_predictor(form: LowBitForm, kind: LayerKind, config: SpecConfig, context: int) -> LayerPlan:
-    """The copy of `context` tokens a row, and what is held while it is scored."""
-    tokens = max(0, context - config.num_recent) // config.quant_group * config.quant_group
-    queries = TOGETHER  # of candidates, too
-    return LowBitPredictor.planned(
-        form, tokens, kind.rows, kind.num_heads, queries, scores_of(config, queries), kind.device
-    )
-
-
 def scores_of(config: SpecConfig, queries: int) -> int:
     """Scores of each head that are held at a time: where attention decides what is fetched for it, twice."""
     return 2 * queries if keeps_scores(config) else queries
@@ -74,29 +56,6 @@ def keeps_scores(config: SpecConfig) -> bool:
 def read_together(form: RecordFormat, config: SpecConfig) -> int:
     """Records a row that are read at a time: a third of what all key heads may want, most of which they had."""
     return -(-form.num_key_heads * config.chosen // 3)
-
-
-def plan_layer(layer: type[SelectiveLayer], kind: LayerKind, config: SpecConfig, context: int) -> LayerPlan:
-    """What a layer of this class takes at most where its steps select, with `context` tokens a row."""
-    form, wanted = kind.form, layer.most_units(kind, config, context)
-    units = sealed_groups(form, config, context)
-    chosen = ChosenEntries.planned(form, kind.rows, config.chosen)
-    latest = -(-latest_tokens(form, config) // form.group_size)
-    view = kind.rows * (min(wanted, records_soon(units)) + latest) * form.payload_width * form.dtype.itemsize
-    area, ahead = area_bytes(layer, kind, config, context, wanted), UNDER_WAY if config.speculative else 0
-    if config.engine == "memory":  # no more of a record comes than is wanted of it, when it is wanted
-        area, ahead, view = EntryReads.area_bytes(form, kind.rows * config.chosen), 0, 0
-    areas = Areas.planned(area, view, view, ahead, kind.device)
-    picked = picked_bytes(form, kind.rows, config)
-    stored = stored_bytes(form, kind.rows, kind.num_heads, TOGETHER, config, latest_tokens(form, config))
-    shared = Planned(decode={**areas, "picked entries": picked, "stored entries": stored})
-    own = Planned(decode={"chosen entries": chosen})
-    if config.reuse_capacity and not config.records_apart:
-        own += plan_slots(layer, kind, config, context)
-    if config.records_apart and kind.device == "cuda":
-        own += Planned.always({"tables": PinnedEntries.planned(kind.rows, units)})
-    history, predictor = (plan(kind, config, context) for plan in (layer.plan_history, layer.plan_predictor))
-    return history + predictor + LayerPlan(own, shared)
 
 
 def picked_bytes(form: RecordFormat, rows: int, config: SpecConfig) -> int:
