@@ -116,7 +116,7 @@ def plan_cache(
     planned, store_bytes = LayerPlan.of_layers(
         ((layer_plan(kind, own_of[own], context), count) for (kind, own), count in alike.items()), moving
     )
-    held = held + planned + beside
+    held = Planned.sum_of([(held, 1), (planned, 1), (beside, 1)])
     if config.engine == "mapped":  # pages that were asked for and not let go of yet
         sides = Staging.sides(geometry.device)
         read = [each.get("stream buffers", 0) + each.get("staging", 0) for each in (held.prefill, held.decode)]

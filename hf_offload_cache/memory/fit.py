@@ -80,15 +80,31 @@ class Search(Generic[Config]):
         return {**chosen, **self.least_streams(chosen.get("num_recent"))}
 
     def most(self, chosen: dict[str, Any], name: str, most: int) -> dict[str, Any]:
-        """`chosen`, which fits, with its number `name` as large as fits, up to `most`."""
-        least = chosen[name]
-        while least < most:
-            middle = (least + most + 1) // 2
-            if self.fits({**chosen, name: middle}):
-                least = middle
+        """`chosen`, which fits, with its number `name` as large as fits, up to `most`.
+
+        Peaks grow almost evenly with most numbers, so that interpolation needs few plans; it alternates with halving.
+        Numbers of slots count in the units of records.
+        """
+        step = max((tokens for _, tokens in self.records), default=1) if name == "reuse_capacity" else 1
+        first = chosen[name] // step
+
+        def tried(count: int) -> dict[str, Any]:
+            return {**chosen, name: min(most, count * step) if count > first else chosen[name]}
+
+        least, above_it, halve = first, -(-most // step), False
+        below, above = self.peak(chosen), self.peak(tried(above_it))
+        if above <= self.memory:
+            return tried(above_it)
+        while above_it - least > 1:  # `least` fits, and `above_it` does not
+            width = above_it - least
+            middle = least + (width // 2 if halve else int((self.memory - below) / (above - below) * width))
+            middle = min(max(middle, least + 1), above_it - 1)
+            if (peak := self.peak(tried(middle))) <= self.memory:
+                least, below = middle, peak
             else:
-                most = middle - 1
-        return {**chosen, name: least}
+                above_it, above = middle, peak
+            halve = 2 * (above_it - least) > width and not halve
+        return tried(least)
 
     def streams(self, share: int) -> dict[str, Any]:
         """A write queue and blocks that take one part in `share` of the budget each, but what they need."""

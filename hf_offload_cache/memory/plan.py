@@ -1,12 +1,8 @@
-"""What will be held, by owner and in the account's words, before anything is allocated.
-
-Each owner says what it will hold beside the line that allocates it (`planned`); here it is only added up.
-"""
+"""Bytes that will be in use, by owner, before anything is allocated. See `DryRun` for where they come from."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -14,12 +10,6 @@ from ..report.report import html_table, kv_share_text, size_text
 
 Bytes = Mapping[str, int]
 """Bytes by owner."""
-
-
-def _merged(one: Bytes, two: Bytes, merge: Callable[[int, int], int]) -> Bytes:
-    """By owner, in the order in which they come. Two `Counter`s take three times as long to add, and finding a budget
-    takes hundreds of plans."""
-    return {owner: merge(one.get(owner, 0), two.get(owner, 0)) for owner in {**one, **two}}
 
 
 @dataclass(frozen=True)
@@ -39,18 +29,29 @@ class Planned:
 
     def __add__(self, other: Planned) -> Planned:
         """Both are held."""
-        return Planned(*(_merged(one, two, operator.add) for one, two in self._pairs(other)))
+        return Planned.sum_of([(self, 1), (other, 1)])
 
-    def __or__(self, other: Planned) -> Planned:
+    @classmethod
+    def sum_of(cls, parts: Iterable[tuple[Planned, int]]) -> Self:
+        """All are held, each so many times."""
+        prefill: dict[str, int] = {}
+        decode: dict[str, int] = {}
+        for part, times in parts:  # one loop: finding a budget takes many plans
+            for total, held in ((prefill, part.prefill), (decode, part.decode)):
+                for owner, nbytes in held.items():
+                    total[owner] = total.get(owner, 0) + nbytes * times
+        return cls(prefill, decode)
+
+    @classmethod
+    def largest_of(cls, parts: Iterable[Planned]) -> Self:
         """One of them is held at a time, by each owner."""
-        return Planned(*(_merged(one, two, max) for one, two in self._pairs(other)))
-
-    def __mul__(self, times: int) -> Planned:
-        """As much, so many times."""
-        return Planned(*({owner: held * times for owner, held in each.items()} for each in (self.prefill, self.decode)))
-
-    def _pairs(self, other: Planned) -> tuple[tuple[Bytes, Bytes], tuple[Bytes, Bytes]]:
-        return (self.prefill, other.prefill), (self.decode, other.decode)
+        prefill: dict[str, int] = {}
+        decode: dict[str, int] = {}
+        for part in parts:
+            for most, held in ((prefill, part.prefill), (decode, part.decode)):
+                for owner, nbytes in held.items():
+                    most[owner] = max(most.get(owner, 0), nbytes)
+        return cls(prefill, decode)
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,14 @@ class LayerPlan:
     store_bytes: int = 0
     """On the disk, or wherever the store is."""
 
-    def __add__(self, other: LayerPlan) -> LayerPlan:
-        """Of two parts of one layer."""
-        return LayerPlan(self.own + other.own, self.shared + other.shared, self.store_bytes + other.store_bytes)
-
     @staticmethod
     def of_layers(layers: Iterable[tuple[LayerPlan, int]], others: Planned) -> tuple[Planned, int]:
         """What layers take together, given as (plan, how many of these), and the bytes in their stores. `others`: what
         is held in turns with what they share."""
-        own, shared, store_bytes = Planned(), others, 0
-        for layer, count in layers:
-            own, shared = own + layer.own * count, shared | layer.shared
-            store_bytes += layer.store_bytes * count
-        return own + shared, store_bytes
+        counted = list(layers)
+        shared = Planned.largest_of([others, *(layer.shared for layer, _ in counted)])
+        own = [(layer.own, count) for layer, count in counted]
+        return Planned.sum_of([*own, (shared, 1)]), sum([layer.store_bytes * count for layer, count in counted])
 
 
 @dataclass(frozen=True)

@@ -173,18 +173,31 @@ class _Coded:
         self.wanted = default_summary_bytes(self._width) if given is None else given
 
     def filled(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """`chosen`, which fits, with what is left of the budget spent on codes and slots, as they are worth."""
-        search, best = self._search, None
+        """`chosen`, which fits, with what is left of the budget spent on codes and slots, as they are worth.
+
+        Of equals the smaller queue wins, then the longer code. What is best with any number of slots is tried first.
+        """
+        search, width, selected = self._search, self._width, chosen["num_selected"]
         queues = {queue for queue in map(_queue_of, map(search.streams, STREAM_SHARES)) if queue < _queue_of(chosen)}
-        for halved, queue in enumerate([_queue_of(chosen), *sorted(queues, reverse=True)]):
-            for amount in self._amounts:
-                tried = {**chosen, "write_queue": queue, "summary_bytes": amount}
-                if search.fits(tried):
-                    tried = search.most(tried, "reuse_capacity", search.max_context)
-                    value = worth(amount, self._width, tried["reuse_capacity"], tried["num_selected"])
-                    value -= halved * QUEUE_HALVED
-                    if best is None or value >= best[0]:
-                        best = value, tried
+        choices = [
+            (halved, amount, queue)
+            for halved, queue in enumerate([_queue_of(chosen), *sorted(queues, reverse=True)])
+            for amount in self._amounts
+        ]
+
+        def value(halved: int, amount: int, slots: int) -> tuple[float, int, int]:
+            return worth(amount, width, slots, selected) - halved * QUEUE_HALVED, halved, amount
+
+        best = None
+        for halved, amount, queue in sorted(choices, key=lambda one: value(*one[:2], search.max_context), reverse=True):
+            if best is not None and value(halved, amount, search.max_context) < best[0]:
+                break
+            tried = {**chosen, "write_queue": queue, "summary_bytes": amount}
+            if search.fits(tried):
+                tried = search.most(tried, "reuse_capacity", search.max_context)
+                found = value(halved, amount, tried["reuse_capacity"])
+                if best is None or found > best[0]:
+                    best = found, tried
         return chosen if best is None else best[1]
 
 
