@@ -16,10 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_offload_cache.config import SelectiveConfig
-from hf_offload_cache.core import SelectiveCache, SelectiveLayer
-from hf_offload_cache.history import sealed_groups
-from hf_offload_cache.predictors import SummaryPredictor
+from hf_offload_cache.core import SelectiveCache, SelectiveConfig, SelectiveLayer, SummaryPredictor
 
 
 @dataclass(frozen=True)
@@ -49,16 +46,7 @@ class PagePredictor(SummaryPredictor):
 class PageLayer(SelectiveLayer):
     """A layer that reads the pages with the highest bounds."""
 
-    def make_predictor(self):
-        config, form = self.shared.config, self.history.form
-        pages = sealed_groups(form, config, config.max_context or 0)
-        return PagePredictor(form, self.history.rows, config, self.shared.storage.account, pages)
-
-    @classmethod
-    def plan_predictor(cls, kind, config, context):
-        pages = sealed_groups(kind.form, config, context)
-        nbytes = 2 * kind.form.key_width * kind.form.dtype.itemsize
-        return PagePredictor.planned(nbytes, pages, kind.rows, kind.num_heads)
+    predictor_class = PagePredictor
 
 
 class PageCache(SelectiveCache):

@@ -12,17 +12,19 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from hf_offload_cache.config import OffloadConfig, SelectiveConfig
-from hf_offload_cache.core import LayerKind
 from hf_offload_cache.fetch import Choice
-from hf_offload_cache.history import Sealed, sealed_groups
-from hf_offload_cache.memory import LayerPlan
+from hf_offload_cache.history import Sealed
+from hf_offload_cache.memory import DryRun
 from hf_offload_cache.methods.abstract_tree import AbstractTreeCache, AbstractTreeLayer, AbstractTreePredictor, shares
 from hf_offload_cache.predictors import Decision, Query, largest
 
 
 class AllKeysPredictor(AbstractTreePredictor):
     """Brings all chunks for each query, and judges each token by its key. Holds nothing."""
+
+    def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
+        """As `Predictor.rehearse`: it judges, and keeps no summaries."""
+        self.rehearse_judging(run, context, heads)
 
     def ready(self, units: int) -> bool:
         self.units = units
@@ -82,13 +84,6 @@ class TokenJudgedLayer(AbstractTreeLayer):
     def make_predictor(self) -> AllKeysPredictor:
         form, config = self.history.form, self.config
         return self.predictor_class(form, self.history.rows, config, self.shared.storage.account)
-
-    @classmethod
-    def plan_predictor(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        assert isinstance(config, SelectiveConfig)
-        chunks, heads = sealed_groups(kind.form, config, context), kind.num_heads * kind.batch // kind.rows
-        plan = AbstractTreePredictor.plan(kind.form, config, chunks, kind.rows, heads)
-        return LayerPlan(shared=plan.shared)
 
 
 class ChunkJudgedLayer(TokenJudgedLayer):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.fetch import FirstIn, Policies
+from hf_offload_cache.fetch import FirstIn, Policy
 from hf_offload_cache.history import places_within
 from hf_offload_cache.methods.cluster import ClusterCache, ClusterConfig, ClusterHistory, ClusterLayer, Partition
 
@@ -139,7 +139,7 @@ class LeastRecentClusterLayer(ClusterLayer):
     """See `LeastRecentClusterCache`."""
 
     @staticmethod
-    def policy_of(sizes: Callable[[np.ndarray], np.ndarray]) -> Policies:
+    def policy_of(sizes: Callable[[np.ndarray], np.ndarray]) -> Callable[[int], Policy]:
         return LeastRecent
 
 
@@ -147,7 +147,7 @@ class FirstInClusterLayer(ClusterLayer):
     """See `FirstInClusterCache`."""
 
     @staticmethod
-    def policy_of(sizes: Callable[[np.ndarray], np.ndarray]) -> Policies:
+    def policy_of(sizes: Callable[[np.ndarray], np.ndarray]) -> Callable[[int], Policy]:
         return FirstIn
 
 

@@ -1,5 +1,7 @@
 """What all methods are made of: the cache, its layers, and what decides in a step."""
 
+from ..config import SelectiveConfig as SelectiveConfig
+from ..predictors.summaries import SummaryPredictor as SummaryPredictor
 from .budget import FORMAT as FORMAT
 from .budget import load_config as load_config
 from .budget import nearest as nearest

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -67,10 +67,13 @@ def _of_query_heads(call: AttentionCall, mask: torch.Tensor) -> torch.Tensor:
 
 
 class SelectiveLayer(OffloadLayer):
-    """A method gives `make_predictor`; it may have a history, tiers, and a `combine` of its own.
+    """A method gives `predictor_class`, or `make_predictor`; it may have a history, tiers, and a `combine` of its own.
 
     Its predictor holds what it keeps of stored tokens to choose by.
     """
+
+    predictor_class: ClassVar[Any] = None
+    """Makes a predictor of (form, rows, configuration, account), as `SummaryPredictor` does."""
 
     config: SelectiveConfig
 
@@ -97,7 +100,12 @@ class SelectiveLayer(OffloadLayer):
 
     def make_predictor(self) -> Learner:
         """The predictor of this layer's history, which has just been made; a learner if nobody asks it to `choose`."""
-        raise NotImplementedError(f"{type(self).__name__} names no predictor")
+        if self.predictor_class is None:
+            raise NotImplementedError(f"{type(self).__name__} names no predictor: give it a `predictor_class`")
+        made: Learner = self.predictor_class(
+            self.history.form, self.history.rows, self.config, self.shared.storage.account
+        )
+        return made
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         """Where what was read stays, nearest first: `capacity` payloads on the device."""
@@ -141,6 +149,8 @@ class SelectiveLayer(OffloadLayer):
         self.selecting = selecting = Selecting(self.config, self.shared.storage, ahead, padded=True)
         wanted = selecting.units(self.config, kind.form.group_size, context)
         self.predictor = self.make_predictor()
+        if not hasattr(self.predictor, "rehearse"):
+            raise NotImplementedError(f"{type(self.predictor).__name__} does not say what it holds: give it `rehearse`")
         self.predictor.rehearse(run, context, kind.num_heads * kind.batch // kind.rows, wanted)
         packing, fitting = run.passing("packing")[0], run.passing("fitting")[0]
         run.passes("fitting", prefill=max(0, fitting - packing) - fitting, together=True)  # one after the other

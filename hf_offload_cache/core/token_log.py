@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..memory.account import MemoryAccount, lasting_empty
+from ..memory.account import MemoryAccount
 
 _PART = 2048
 """Ids a row that are moved at a time, when rows change places."""
@@ -44,7 +44,7 @@ class TokenLog:
 
     def _forget(self) -> None:
         """Hold nothing; a view of nothing would keep the memory."""
-        self._account.release("token ids", self._ids.nbytes)
+        self._account.free("token ids", self._ids)
         self._ids = torch.empty(0, 0, dtype=torch.int64, device="cpu")
         self.padded = False
 
@@ -86,11 +86,10 @@ class TokenLog:
             if not self.length:
                 self._forget()
             room = max(stop, self._most or stop + stop // 8 + 64)  # with a known most, once and no copy
-            self._account.hold("token ids", ids.shape[0] * room * 8)
-            grown = lasting_empty(ids.shape[0], room, dtype=torch.int64)
+            grown = self._account.empty("token ids", ids.shape[0], room, dtype=torch.int64)
             if self.length:
                 grown[:, : self.length] = self._ids[:, : self.length]
-            self._account.release("token ids", self._ids.nbytes)
+            self._account.free("token ids", self._ids)
             self._ids = grown
         self._ids[:, self.length : at] = self.UNKNOWN
         ids = ids.detach()
@@ -122,10 +121,7 @@ class TokenLog:
                 for part in old[:, : self.length].split(_PART, 1):
                     part.copy_(part.index_select(0, rows))
                 return
-            self._account.hold("token ids", len(rows) * old.shape[1] * 8)
-            self._ids = lasting_empty(len(rows), old.shape[1], dtype=torch.int64)
-            torch.index_select(old, 0, rows, out=self._ids)
-            self._account.release("token ids", old.nbytes)
+            self._ids = self._account.selected("token ids", old, rows)
 
     def first_difference(self, ids: torch.Tensor) -> int | None:
         """The first position where ids (B, t) differ from the known ids of the first t tokens; None: no difference.

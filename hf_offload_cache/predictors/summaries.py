@@ -29,15 +29,13 @@ class SummaryPredictor:
 
     Args:
         rows: rows of the history.
-        reserve: units a row to make room for at once.
+        config: with `max_context`, room for that many tokens is made at once.
     """
 
-    def __init__(
-        self, form: RecordFormat, rows: int, config: SelectiveConfig, account: MemoryAccount, reserve: int = 0
-    ) -> None:
+    def __init__(self, form: RecordFormat, rows: int, config: SelectiveConfig, account: MemoryAccount) -> None:
         self.form, self.rows, self.config = form, rows, config
         self.units = 0
-        self._account, self._reserve = account, reserve
+        self._account, self._reserve = account, sealed_groups(form, config, config.max_context or 0)
         self._held: torch.Tensor | None = None
 
     def summarise(self, keys: torch.Tensor) -> torch.Tensor:

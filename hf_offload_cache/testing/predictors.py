@@ -14,7 +14,7 @@ from ..fetch.choice import Choice, Extents
 from ..history.base import Sealed
 from ..history.records import RecordFormat
 from ..memory.account import MemoryAccount
-from ..memory.plan import LayerPlan
+from ..memory.dry_run import DryRun
 from ..predictors.base import Predictor, Query
 
 # What two caches gave for the same input, compared by tokens and by the logits of every step
@@ -63,6 +63,8 @@ def compare(reference: Decoded, result: Decoded) -> Comparison:
     return Comparison(same_tokens, float(difference), same_tokens and torch.equal(expected, got))
 
 
+_LATEST = 64
+"""Tokens that may be in a tail, beside the sealed ones."""
 BUDGET = 9
 """Units a row that are asked for."""
 
@@ -70,7 +72,7 @@ BUDGET = 9
 class PredictorTests:
     """What every predictor of units in the order of the sequence must do, with rows of one sequence each.
 
-    Subclass it as `class TestMyPredictor(PredictorTests)` and implement `make_predictor` and `planned`.
+    Subclass it as `class TestMyPredictor(PredictorTests)` and implement `make_predictor`.
 
     Attributes:
         form: 2 key heads of 8 and units of 4 tokens, unless the predictor needs another.
@@ -89,10 +91,6 @@ class PredictorTests:
     @abstractmethod
     def make_predictor(self, rows: int, account: MemoryAccount) -> Predictor:
         """A new one."""
-
-    @abstractmethod
-    def planned(self, context: int, rows: int) -> LayerPlan:
-        """What it will hold at most for `rows` rows of `context` sealed tokens."""
 
     # --- what the tests drive it with --------------------------------------------------------------------------
 
@@ -278,7 +276,9 @@ class PredictorTests:
             predictor, keys = self.learnt(rows, account)
             self.chosen(predictor, self.query(rows, keys))
             predictor.select_rows(torch.arange(rows).flip(0))
-            plan = self.planned(self.tokens, rows)
+            run, units = DryRun(), self.tokens // self.form.group_size
+            self.make_predictor(rows, run).rehearse(run, self.tokens + _LATEST, self.num_heads, units)
+            plan = run.plan(0)
             most = [sum(own.values()) + sum(shared.values()) for own, shared in (
                 (plan.own.prefill, plan.shared.prefill), (plan.own.decode, plan.shared.decode),
             )]  # fmt: skip

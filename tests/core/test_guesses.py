@@ -110,11 +110,6 @@ class TwoTiersLayer(PageLayer):
         near, far = ((capacity // 2, form.payload_width, form.dtype, self.history.device, account) for _ in range(2))
         return [SlotTier(*near), SlotTier(*far)]
 
-    @classmethod
-    def plan_tiers(cls, kind: Any, config: Any, slots: int, units: int) -> Any:
-        half = super().plan_tiers(kind, config, slots // 2, units)
-        return half + half
-
 
 class TwoTiersCache(PageCache):
     layer_class = TwoTiersLayer

@@ -29,6 +29,7 @@ from hf_offload_cache.fetch import (
     Storage,
 )
 from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.memory import DryRun
 from hf_offload_cache.stores import aligned_empty
 from hf_offload_cache.testing import FaultyStore, LatencyStore
 from hf_offload_cache.testing.wrappers import WrapperStore
@@ -634,9 +635,14 @@ def test_the_view_grows_in_steps(storage: Storage) -> None:
 def test_a_view_that_needs_more_takes_the_place_of_areas(storage: Storage) -> None:
     """And gives it back when it does not any more."""
     areas, account = Areas(storage.account), storage.account
-    payload, planned = 64, Areas.planned(8 * 64, 9 * 64, 18 * 64, 1, "cpu")
+    def rehearsed(widest: int) -> dict[str, int]:
+        run = DryRun()
+        Areas(run).rehearse(run, 8 * 64, (9 * 64, widest), (0, 0), "cpu")
+        return {owner: nbytes for owner, nbytes in run.plan(0).shared.decode.items() if nbytes}
+
+    payload, planned = 64, rehearsed(18 * 64)
     assert planned == {"staging": 8 * 64, "selection": 18 * 64}
-    assert Areas.planned(8 * 64, 9 * 64, 10 * 64, 1, "cpu") == {"staging": 16 * 64, "selection": 9 * 64}
+    assert rehearsed(10 * 64) == {"staging": 16 * 64, "selection": 9 * 64}
     lent, ahead = areas.borrow(8 * payload, CPU), areas.borrow_ahead(8 * payload, CPU)
     areas.view(1, 8, 1, FORM, CPU, room=9)
     areas.give_back(lent)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,16 +12,21 @@ from hypothesis import strategies as st
 
 from eval.baselines.clusters import LeastRecent
 from hf_offload_cache.fetch import (
-    AlignedWith,
     ClusterAligned,
     FirstIn,
     MostUsed,
-    Policies,
     Policy,
     SlotTable,
 )
 
+Policies = Callable[[int], Policy]
 POLICIES: list[Policies] = [FirstIn, LeastRecent]
+
+
+def aligned(sizes: np.ndarray) -> Policies:
+    """`ClusterAligned` with clusters of these sizes, by record."""
+    return partial(ClusterAligned, sizes=lambda records: sizes[records])
+
 
 
 def slots(*values: int) -> np.ndarray:
@@ -148,7 +156,9 @@ def test_the_frequency_table_against_one_that_counts_plainly(steps: list[list[in
             assert max(uses[list(outside)]) <= min(uses[list(free)]) * (1 + 1e-5)
         if not set(wanted) <= before:
             uses *= MostUsed._KEEPS
-    assert table.nbytes <= SlotTable.planned(201, capacity, MostUsed) + 4 * 2 * 201
+    rehearsed = SlotTable(capacity, MostUsed)
+    rehearsed.rehearse(201)
+    assert table.nbytes <= rehearsed.nbytes + 4 * 2 * 201
 
 
 def test_what_is_forgotten_is_the_next_to_go_and_counts_as_new() -> None:
@@ -167,7 +177,7 @@ def test_pages_of_small_clusters_stay_first() -> None:
     """Of those that are wanted equally often; one of a large cluster that is wanted much more often stays too."""
     sizes = np.ones(100, dtype=np.uint16)
     sizes[[1, 2, 3]] = 16
-    table = SlotTable(2, AlignedWith(lambda records: sizes[records]))
+    table = SlotTable(2, aligned(sizes))
     step(table, 1, 2)
     step(table, 4, 5)
     assert (table.locate(np.array([1, 2, 4, 5])) >= 0).tolist() == [False, False, True, True]
@@ -179,7 +189,7 @@ def test_pages_of_small_clusters_stay_first() -> None:
 def test_what_was_written_anew_lately_stays_in_the_share_that_is_reserved() -> None:
     """One of eight slots; when it was long ago, or others were later, no longer."""
     def table_with(*renewed: int) -> SlotTable:
-        table = SlotTable(8, AlignedWith(lambda records: np.ones(len(records), dtype=np.uint16)))
+        table = SlotTable(8, aligned(np.ones(1000, dtype=np.uint16)))
         step(table, *range(8))
         for record in renewed:
             table.renewed(table.locate(np.array([record])))
@@ -203,14 +213,14 @@ def test_what_was_written_anew_lately_stays_in_the_share_that_is_reserved() -> N
 
 
 def test_books_of_the_aligned_policy_are_planned() -> None:
-    aligned = AlignedWith(lambda records: np.ones(len(records), dtype=np.uint16))
-    table = SlotTable(16, aligned)
+    table, rehearsed = (SlotTable(16, aligned(np.ones(200, dtype=np.uint16))) for _ in range(2))
     step(table, *range(200))
-    assert table.nbytes <= SlotTable.planned(200, 16, aligned) + 8
+    rehearsed.rehearse(200)
+    assert table.nbytes <= rehearsed.nbytes + 8
 
 
 def test_an_emptied_slot_is_filled_though_it_was_renewed() -> None:
-    table = SlotTable(8, AlignedWith(lambda records: np.ones(len(records), dtype=np.uint16)))
+    table = SlotTable(8, aligned(np.ones(1000, dtype=np.uint16)))
     step(table, *range(8))
     table.renewed(table.locate(np.array([3])))
     table.forget(np.array([3]))

@@ -12,8 +12,8 @@ import torch
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import BudgetError, ContextError, StoreError
-from hf_offload_cache.fetch import Areas, Fetcher, Storage
-from hf_offload_cache.history import RecordFormat, RollingTail
+from hf_offload_cache.fetch import Areas, DryStorage, Fetcher, Storage
+from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.methods.abstract_tree import AbstractPages, ChunkHistory, page_size
 from hf_offload_cache.testing import FaultyStore
 from hf_offload_cache.testing.histories import some_keys_and_values
@@ -184,9 +184,11 @@ def test_what_is_held_is_planned_and_given_back(storage: Storage) -> None:
         filled.append(58)
         pages = filled.history.pages
         held = storage.account.by_owner["abstracts"] + pages.table.nbytes
-        plan = AbstractPages.planned(FORM, filled.history.units, rows)
-        assert 0 < held <= sum(plan.own.decode.values())
-        assert plan.store_bytes == rows * 4 * FORM.record_bytes
+        dry: Any = DryStorage(CONFIG, "cpu")
+        rehearsed = AbstractPages(dry, dry.open_store(FORM.record_bytes, ""), FORM, rows, CPU, "")
+        rehearsed.rehearse(dry.account, filled.history.units)
+        assert 0 < held <= dry.account.by_owner["abstracts"] + rehearsed.table.nbytes
+        assert dry.plan.store_bytes == rows * 4 * FORM.record_bytes
         filled.history.close()
         assert storage.account.by_owner["abstracts"] == 0
 
@@ -236,7 +238,7 @@ def failing(*given: Any) -> None:
 
 
 def test_a_history_without_room_for_a_page_holds_nothing(storage: Storage) -> None:
-    storage.account.limit = RollingTail.planned(FORM, 2, CONFIG.num_recent + FORM.group_size)
+    storage.account.limit = 2 * (CONFIG.num_recent + FORM.group_size) * FORM.entry_bytes
     with pytest.raises(BudgetError):
         ChunkHistory(storage, FORM, 2, CPU, CONFIG, "layer 0")
     assert storage.account.by_owner["rolling tail"] == 0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.core import OffloadLayer, Shared
+from hf_offload_cache.fetch import Storage
 from hf_offload_cache.history import TARGET_RECORD_BYTES, RecordFormat
 from hf_offload_cache.stores import DEVICE_BLOCK, aligned_empty
 
@@ -95,7 +96,8 @@ def test_of_two_types_the_one_that_attention_uses_or_that_holds_both() -> None:
 def test_what_a_layer_writes(dtype: torch.dtype) -> None:
     """Records in the store: payload as it came, in order, and zeros to the end; keys and values of other widths."""
     keys, values = pair(2, 3, 1, 5, 22, 2, dtype)
-    shared = Shared(OffloadConfig(group_size=4, num_recent=3, engine="memory"), None)
+    config = OffloadConfig(group_size=4, num_recent=3, engine="memory")
+    shared = Shared(config, Storage(config, None))
     try:
         layer = OffloadLayer(shared, 0)
         for start, stop in ((0, 13), (13, 14), (14, 22)):

@@ -117,10 +117,7 @@ def test_exact_steps_tell_nothing_of_reading_ahead(model: Any, tmp_path: Path) -
 
 
 def test_a_method_without_a_plan_selects(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_plan(*_: Any) -> Any:
-        raise NotImplementedError
-
-    monkeypatch.setattr(DiskSwapCache.layer_class, "plan_predictor", no_plan)
+    monkeypatch.delattr(DiskSwapCache.layer_class.predictor_class, "rehearse")
     with DiskSwapCache(model, path=tmp_path) as cache:
         decode(model, cache, prompt(model, 1, 560))
         assert cache.selecting.worthwhile and cache.report().memory_by_owner["selection"] > 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hf_offload_cache import AbstractTreeConfig
 from hf_offload_cache.fetch import Choice
 from hf_offload_cache.history import RecordFormat, Sealed
-from hf_offload_cache.memory import LayerPlan, MemoryAccount
+from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.abstract_tree import AbstractTreePredictor, bounds, likely, shares, standing
 from hf_offload_cache.predictors import Query
 from hf_offload_cache.testing import PredictorTests
@@ -26,10 +26,7 @@ class TestAbstractTreePredictor(PredictorTests):
     config = AbstractTreeConfig(chunk_size=4, num_sinks=PredictorTests.num_sinks, num_selected=PredictorTests.tokens)
 
     def make_predictor(self, rows: int, account: MemoryAccount) -> AbstractTreePredictor:
-        return AbstractTreePredictor(self.form, rows, self.config, account, self.tokens // 4)
-
-    def planned(self, context: int, rows: int) -> LayerPlan:
-        return AbstractTreePredictor.plan(self.form, self.config, context // 4, rows, self.num_heads)
+        return AbstractTreePredictor(self.form, rows, self.config, account)
 
 
 CHUNK, CHUNKS, HEADS = 16, 20, 6

@@ -11,7 +11,7 @@ import torch
 from compact_scores import scores_of
 
 from hf_offload_cache.errors import ContextError
-from hf_offload_cache.memory import MemoryAccount, Workspace
+from hf_offload_cache.memory import DryRun, MemoryAccount, Workspace
 from hf_offload_cache.methods.disk_swap import (
     BLOCK,
     HIDDEN,
@@ -275,7 +275,9 @@ def test_units_side_by_side_score_as_tokens_side_by_side() -> None:
 def test_whole_units_are_planned(tokens: int) -> None:
     coding, account = coding_of(keys_of(2, 640), 8), MemoryAccount()
     CodedKeys(coding, KV, 2, account, Workspace(account, "scores"), 16).reserve(tokens)
-    planned = CodedKeys.planned(WIDTH, coding.nbytes, tokens, 2, HEADS, 16, 4).own.decode["compact keys"]
+    run = DryRun()
+    CodedKeys.rehearse(run, WIDTH, coding.nbytes, tokens, 2, HEADS, 16, 4)
+    planned = run.by_owner["compact keys"]
     assert account.by_owner["compact keys"] == planned == 2 * -(-tokens // 16) * 16 * coding.nbytes
 
 
@@ -344,7 +346,7 @@ def test_rows_pieces_truncation_and_the_account(unit_size: int) -> None:
             )
             own = own.reshape(len(own), -1)[:, :tokens]
             np.testing.assert_array_equal(own, expected[..., 0])
-        assert account.by_owner["adapters"] == coding.own_bytes <= Coding.planned(WIDTH)
+        assert account.by_owner["adapters"] == coding.own_bytes <= Coding.most_own_bytes(WIDTH)
 
     for start, stop in ((0, 1), (1, 4), (4, 300), (300, 300), (300, 900)):
         found.append(keys[:, :, start:stop])

@@ -15,11 +15,11 @@ from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.stores import (
     DEPTH,
     IO_RING,
+    DryStore,
     Ring,
     make_guard,
     open_store,
     planned_ring,
-    planned_store,
     probe_direct,
     probe_uring,
     ring_bytes,
@@ -47,18 +47,18 @@ def test_a_store_holds_what_was_planned_at_most(
     guard = make_guard(bytes(32) if encrypted else None, verify=True)
     with closing(open_store(engine, tmp_path, record_bytes, "layer 3", guard=guard)) as store:
         records = 2000 if record_bytes < 2**20 else 40
-        planned = planned_store(engine, records, record_bytes, encrypted=encrypted)
+        planned = DryStore(record_bytes, engine, encrypted, records=records)
         taken = np.empty(0, dtype=np.int64)
         while len(taken) < records:
             taken = np.r_[taken, store.allocate(min(int(generator.integers(1, 200)), records - len(taken)))]
             if generator.random() < 0.3:
                 store.free(taken[-5:])
                 taken = taken[:-5]
-            assert store.tables_bytes <= planned["tables"]
-            assert store.memory_bytes <= planned["records in memory"]
-        assert store.tables_bytes > 0.8 * planned["tables"] or record_bytes == 2**20
+            assert store.tables_bytes <= planned.tables_bytes
+            assert store.memory_bytes <= planned.memory_bytes
+        assert store.tables_bytes > 0.8 * planned.tables_bytes or record_bytes == 2**20
         if engine == "memory":
-            assert store.memory_bytes == planned["records in memory"]
+            assert store.memory_bytes == planned.memory_bytes
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5, 100, DEPTH])

@@ -12,7 +12,6 @@ from shuffled_history import ShuffledHistory
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.fetch import Storage
 from hf_offload_cache.history import PositionHistory, RecordFormat
-from hf_offload_cache.memory import LayerPlan
 from hf_offload_cache.testing import HistoryTests
 
 CPU = torch.device("cpu")
@@ -29,15 +28,9 @@ class TestPositionHistory(HistoryTests):
     ) -> PositionHistory:
         return self.kind.restore(storage, tree, parts, CPU, config, "layer 0")
 
-    def planned(self, form: RecordFormat, config: OffloadConfig, context: int, rows: int) -> LayerPlan | None:
-        return PositionHistory.planned(form, config, context, rows)
-
 
 class TestShuffledHistory(TestPositionHistory):
     kind = ShuffledHistory
-
-    def planned(self, form: RecordFormat, config: OffloadConfig, context: int, rows: int) -> None:
-        return None
 
 
 class _LosesRows(PositionHistory):

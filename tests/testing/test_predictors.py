@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from examples.own_method import PageConfig, PagePredictor
-from hf_offload_cache.memory import LayerPlan, MemoryAccount, Workspace
+from hf_offload_cache.memory import MemoryAccount, Workspace
 from hf_offload_cache.methods.disk_swap import LowRankPredictor, LowRankShared, Rules
 from hf_offload_cache.testing import PredictorTests
 
@@ -17,11 +17,6 @@ class TestLowRankPredictor(PredictorTests):
     def make_predictor(self, rows: int, account: MemoryAccount) -> LowRankPredictor:
         shared = LowRankShared(account, Workspace(account, "scores"))
         return LowRankPredictor(self.form, rows, self.rules, shared, "layer 0")
-
-    def planned(self, context: int, rows: int) -> LayerPlan:
-        wanted = context // self.form.group_size
-        return LowRankPredictor.planned(self.form, self.rules, self.rules.rank, self.num_heads, context, rows, wanted)
-
 
     def test_what_a_guess_goes_by_is_counted(self) -> None:
         """The importance of all units, which the latest choice leaves behind."""
@@ -44,11 +39,8 @@ class TestLowRankPredictorWithCodes(TestLowRankPredictor):
 
 class TestPagePredictor(PredictorTests):
     def make_predictor(self, rows: int, account: MemoryAccount) -> PagePredictor:
-        config = PageConfig(group_size=4, num_sinks=self.num_sinks)
-        return PagePredictor(self.form, rows, config, account, self.tokens // 4)
-
-    def planned(self, context: int, rows: int) -> LayerPlan:
-        return PagePredictor.planned(2 * self.form.key_width * 4, context // 4, rows, self.num_heads)
+        config = PageConfig(group_size=4, num_sinks=self.num_sinks, max_context=self.tokens + 32)
+        return PagePredictor(self.form, rows, config, account)
 
 
 class _KeepsOthers(PagePredictor):

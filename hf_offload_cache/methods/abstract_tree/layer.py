@@ -20,7 +20,7 @@ from ...fetch.policy import MostUsed
 from ...fetch.replica_link import Link, Rates
 from ...fetch.tier import SlotTier, Tier
 from ...history.base import History
-from ...history.records import RecordFormat, sealed_groups
+from ...history.records import RecordFormat
 from ...memory.dry_run import DryRun
 from ...stores.base import FreezableStore
 from .config import AbstractTreeConfig
@@ -68,8 +68,7 @@ class AbstractTreeLayer(SelectiveLayer):
         config, history, account = self.config, self.history, self.shared.storage.account
         if isinstance(history, ChunkHistory) and history.pages is not None:
             return StoredAbstractsPredictor(history.form, history.rows, config, account, history.pages)
-        reserve = sealed_groups(history.form, config, config.max_context or 0)
-        return AbstractTreePredictor(history.form, history.rows, config, account, reserve)
+        return AbstractTreePredictor(history.form, history.rows, config, account)
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         self.num_layers = kind.layers

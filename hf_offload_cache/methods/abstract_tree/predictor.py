@@ -199,9 +199,9 @@ class AbstractTreePredictor(SummaryPredictor):
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         super().rehearse(run, context, heads, wanted)
-        self._rehearse_judging(run, context, heads)
+        self.rehearse_judging(run, context, heads)
 
-    def _rehearse_judging(self, run: DryRun, context: int, heads: int) -> None:
+    def rehearse_judging(self, run: DryRun, context: int, heads: int) -> None:
         """What it takes to judge chunks and the tokens of the first ones."""
         form, chunks = self.form, sealed_groups(self.form, self.config, context)
         brought = min(self._most(self.config, form, chunks), chunks)
@@ -315,7 +315,7 @@ class StoredAbstractsPredictor(AbstractTreePredictor):
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         chunks = sealed_groups(self.form, self.config, context)
-        self._rehearse_judging(run, context, heads)
+        self.rehearse_judging(run, context, heads)
         run.passes("judging", decode=_looked_bytes(self.form, self.rows, chunks))
 
     def ready(self, units: int) -> bool:

@@ -188,9 +188,12 @@ class _Coded:
         def value(halved: int, amount: int, slots: int) -> tuple[float, int, int]:
             return worth(amount, width, slots, selected) - halved * QUEUE_HALVED, halved, amount
 
+        def most(choice: tuple[int, int, int]) -> tuple[float, int, int]:
+            return value(choice[0], choice[1], search.max_context)
+
         best = None
-        for halved, amount, queue in sorted(choices, key=lambda one: value(*one[:2], search.max_context), reverse=True):
-            if best is not None and value(halved, amount, search.max_context) < best[0]:
+        for halved, amount, queue in sorted(choices, key=most, reverse=True):
+            if best is not None and most((halved, amount, queue)) < best[0]:
                 break
             tried = {**chosen, "write_queue": queue, "summary_bytes": amount}
             if search.fits(tried):
