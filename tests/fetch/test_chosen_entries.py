@@ -93,13 +93,13 @@ def test_rows_and_crops_and_the_account() -> None:
     tokens = np.arange(24).reshape(3, 2, 4)
     held.want(torch.from_numpy(tokens))
     held.take([entries(tokens)])
-    assert account.by_owner["chosen entries"] == held.nbytes == ChosenEntries.planned(FORM, 3, 4)
+    assert account.by_owner["chosen entries"] == held.nbytes == ChosenEntries.nbytes_of(FORM, 3, 4)
     held.truncate(20)
     same(held.entries, np.where(tokens < 20, tokens, -1))
     before = held.keys.clone()
     held.select_rows(torch.tensor([2, 0]))
     assert torch.equal(held.keys, before[[2, 0]])
-    assert account.by_owner["chosen entries"] == held.nbytes == ChosenEntries.planned(FORM, 2, 4)
+    assert account.by_owner["chosen entries"] == held.nbytes == ChosenEntries.nbytes_of(FORM, 2, 4)
     account.limit = account.current
     with pytest.raises(BudgetError):
         held.select_rows(torch.tensor([0, 1, 1, 1]))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from hf_offload_cache.memory import LayerPlan, MemoryPlan, Planned
+import pytest
+import torch
+
+from hf_offload_cache.errors import BudgetError
+from hf_offload_cache.memory import DryRun, LayerPlan, MemoryAccount, MemoryPlan, Planned
 
 
 def plain(planned: Planned) -> tuple[dict[str, int], dict[str, int]]:
@@ -22,12 +26,12 @@ def test_both_are_held() -> None:
 
 
 def test_one_at_a_time_is_the_larger_of_each_owner() -> None:
-    assert plain(ONE | OTHER) == ({"tail": 10, "packing": 4}, {"tail": 12, "staging": 7})
+    assert plain(Planned.largest_of([ONE, OTHER])) == ({"tail": 10, "packing": 4}, {"tail": 12, "staging": 7})
 
 
 def test_so_many_times() -> None:
-    assert plain(ONE * 3) == ({"tail": 30, "packing": 12}, {"tail": 30})
-    assert plain(ONE * 0) == ({}, {})
+    assert plain(Planned.sum_of([(ONE, 3)])) == ({"tail": 30, "packing": 12}, {"tail": 30})
+    assert plain(Planned.sum_of([(ONE, 0)])) == ({}, {})
 
 
 def test_layers_add_up_and_what_they_share_does_not() -> None:
@@ -39,15 +43,48 @@ def test_layers_add_up_and_what_they_share_does_not() -> None:
         {"tail": 32, "staging": 5, "scores": 9},
     )
     assert store_bytes == 314
-    both = first + second
-    assert plain(both.own) == ({"tail": 11}, {"tail": 11})
-    assert plain(both.shared) == ({"stream": 28}, {"staging": 7, "scores": 9})
-    assert both.store_bytes == 107
 
 
 def test_no_layer_takes_nothing() -> None:
     planned, store_bytes = LayerPlan.of_layers([], Planned())
     assert (plain(planned), store_bytes) == (({}, {}), 0)
+
+
+def test_a_dry_run_counts_what_constructors_ask_for_and_allocates_nothing() -> None:
+    run = DryRun()
+    tensor = run.empty("tail", 1 << 20, 1 << 20, dtype=torch.float16)
+    assert tensor.is_meta and tensor.shape == (1 << 20, 1 << 20)
+    run.keeps("tables", 7)
+    run.passes("packing", prefill=5, decode=2)
+    run.passes("packing", prefill=3, decode=4)
+    run.passes("packing", prefill=1, decode=1, together=True)
+    run.moves(9)
+    assert run.passing("packing") == (6, 5)
+    run.decoding()
+    run.free("slots", run.empty("slots", 3, dtype=torch.int32))
+    run.empty("slots", 2, dtype=torch.int32)
+    plan, tail = run.plan(11), 2 << 40
+    assert plain(plan.own) == ({"tail": tail, "tables": 7}, {"tail": tail, "tables": 7, "slots": 8})
+    assert plain(plan.shared) == ({"packing": 6, "moving rows": 9}, {"packing": 5, "moving rows": 9})
+    assert plan.store_bytes == 11
+
+
+def test_an_account_allocates_and_books_in_one() -> None:
+    account = MemoryAccount(100)
+    tensor = account.empty("tail", 4, 5, dtype=torch.float32)
+    assert (account.by_owner["tail"], tensor.shape) == (80, (4, 5))
+    with pytest.raises(BudgetError, match="slots would take 24 bytes"):
+        account.empty("slots", 6, dtype=torch.float32)
+    with pytest.raises(RuntimeError):  # a device that has not so much
+        MemoryAccount().empty("tail", 1 << 60, dtype=torch.float32)
+    account.free("tail", tensor[1:2])  # the memory behind it
+    assert account.current == 0 and account.peak == 80
+    rows = account.empty("tail", 2, 2, dtype=torch.int64)
+    rows[:] = torch.tensor([[1, 2], [3, 4]])
+    with torch.inference_mode():
+        moved = account.selected("tail", rows, torch.tensor([1, 1]))
+    moved += 1
+    assert moved.tolist() == [[4, 5], [4, 5]] and account.current == 32
 
 
 def test_the_worst_moment_of_a_plan() -> None:

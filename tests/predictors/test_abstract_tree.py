@@ -43,7 +43,7 @@ class Case:
         common = torch.randn(2, 2, CHUNKS, 8, generator=generator).repeat_interleave(CHUNK, 2)
         self.keys = torch.randn(2, 2, TOKENS, 8, generator=generator) + 2 * common
         config = AbstractTreeConfig(chunk_size=CHUNK, **{"num_sinks": 3, "num_selected": 40, **fields})
-        self.predictor = AbstractTreePredictor(FORM, 2, config, MemoryAccount(), 0)
+        self.predictor = AbstractTreePredictor(FORM, 2, config, MemoryAccount())
         sealed = Sealed(CHUNKS, TOKENS, [(self.keys, self.keys)], lambda: iter([self.keys]))
         self.predictor.learn(sealed, self.keys, None)
         self.states = 2 * torch.randn(2, HEADS, 8, generator=generator)

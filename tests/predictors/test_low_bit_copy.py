@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,10 @@ def check(copy: LowBitCopy, keys: torch.Tensor, values: torch.Tensor) -> None:
     torch.testing.assert_close(scores, queries @ low_keys.transpose(2, 3), rtol=1e-5, atol=1e-4)
     shares = scores.softmax(-1)
     torch.testing.assert_close(copy.weighted(shares), shares @ low_values, rtol=1e-5, atol=1e-5)
+
+
+def nbytes(form: LowBitForm, rows: int, tokens: int) -> int:
+    return sum(math.prod(shape) for shape in form.layout(rows, tokens).values())
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
@@ -55,8 +60,8 @@ def test_it_takes_what_it_says() -> None:
     keys, values = states(640, form.entry)
     copy = made(form, account=account, reserve=700)
     copy.append([(keys, values)], 640)
-    assert form.nbytes(1, 64) * 8 == 64 * 2 * 2 * 64 * 2.5
-    assert account.by_owner["low-bit copy"] == form.nbytes(2, 640) == sum(part.nbytes for part in copy._parts.values())
+    assert nbytes(form, 1, 64) * 8 == 64 * 2 * 2 * 64 * 2.5
+    assert account.by_owner["low-bit copy"] == nbytes(form, 2, 640) == sum(part.nbytes for part in copy._parts.values())
     copy.close()
     assert account.by_owner["low-bit copy"] == 0 and copy.tokens == 0
     copy.append([(keys, values)], 640)

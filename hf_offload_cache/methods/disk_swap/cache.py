@@ -64,7 +64,8 @@ class DiskSwapLayer(SelectiveLayer):
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         if isinstance(self.config, DiskSwapConfig) and self.config.adapter is not None:
-            self.adapter = torch.empty(kind.form.key_width, adapter_rank(self.config.adapter), device="meta")
+            rank = adapter_rank(self.config.adapter)
+            self.adapter = torch.empty(kind.form.key_width, rank, dtype=torch.float32, device="meta")
         super().rehearse(run, kind, context)
 
     def prompted(self, call: AttentionCall) -> None:
