@@ -1,4 +1,14 @@
-"""`DiskSwapCache`: KVSwap. Compact keys in memory rank the groups on disk."""
+"""`DiskSwapCache`: KVSwap. Compact keys in memory rank the groups on disk.
+
+Where to find the paper:
+
+* section 3.2, low-rank keys and queries: `LowRankKeys`, or, in mixed bits, `CodedKeys` and `fit_coding`
+* section 3.3, groups by their scores: `LowRankPredictor.select`, `rank_units`
+* section 3.4.1, the rolling buffer: `RollingTail` in `history`
+* section 3.4.3, the reuse buffer: `SlotTier` and `FirstIn` in `fetch`
+* section 3.1, groups are read ahead by a guess of the next query: `SelectiveCache.leave_attention` in `core`
+* appendix A, fields for a budget: `fit_disk_swap`
+"""
 
 from .cache import DiskSwapCache as DiskSwapCache
 from .cache import DiskSwapLayer as DiskSwapLayer
@@ -21,6 +31,7 @@ from .compact_keys import CodedKeys as CodedKeys
 from .compact_keys import CompactKeys as CompactKeys
 from .compact_keys import LowRankKeys as LowRankKeys
 from .config import DiskSwapConfig as DiskSwapConfig
+from .fit import fit_disk_swap as fit_disk_swap
 from .fit import worth as worth
 from .integer_product import multiplied as multiplied
 from .integer_product import rounded as rounded

@@ -1,4 +1,14 @@
-"""`SpecCache`: SpeCache. A low-bit copy in memory guesses what the next token attends to."""
+"""`SpecCache`: SpeCache. A low-bit copy in memory guesses what the next token attends to.
+
+Where to find the paper:
+
+* section 3.4, keys and values in a few bits: `LowBitForm`, `LowBitCopy`
+* algorithm 1, prefilling: `LowBitPredictor.learn`
+* algorithm 2, pre-decoding: `SpecCache.begin_step`
+* algorithm 3, a token and the guess beside it: `SpecLayer.attend_sparsely`; attention over the copy with the top-k
+  replaced: `MixedAttention`, `FusedAttention`; ArgTopK: `LowBitPredictor.most`; Pre-fetch: `EntryReads.ahead`
+* what was fetched: `ChosenEntries`
+"""
 
 from .attention import FusedAttention as FusedAttention
 from .attention import MixedAttention as MixedAttention
