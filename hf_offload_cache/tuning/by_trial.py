@@ -16,9 +16,8 @@ from ..config import SelectiveConfig
 from ..core.selective_cache import SelectiveCache
 from ..errors import BudgetError
 from ..stores.engines import choose_engine
-from .calibrate import ObservedCache, observed
-from .grid import Progress, rows_for, sample_sizes
-from .synthetic import attention_modules, fill
+from .fill import ObservedCache, attention_modules, fill, observed
+from .sample import Progress, rows_for, sample_sizes
 from .task import Task
 from .tuned import Tuned
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from ..config import OffloadConfig, at_least, parse_memory
+from ..core.cache import OffloadCache
 from ..core.filling import prefill
 from ..errors import BudgetError, ConfigError, UnsupportedModelError
 from ..memory.machine import free_memory
-from ..methods.disk_swap.cache import DiskSwapCache
 from ..model.geometry import Geometry
 from ..model.place import inner_model
 from ..model.plain_caches import dynamic_cache
@@ -28,7 +28,7 @@ from ..registry import cache_class
 from ..report.report import size_text
 from ..stores.engines import choose_engine, resolve_engine
 from .by_trial import distance, perplexity_over
-from .grid import Progress, sample_ids, windows
+from .sample import Progress, sample_ids, windows
 from .task import machine_of
 from .which_cache import compare_plans, identity_of, written
 
@@ -104,7 +104,7 @@ def follow_in_turns(
     return {name: (torch.stack(said[name]), seconds[name]) for name in contenders}
 
 
-_DYNAMIC, _EXACT = "DynamicCache", "an exact DiskSwapCache"
+_DYNAMIC, _EXACT = "DynamicCache", "an exact OffloadCache"
 _OF_ONE = ("max_batch", "trace")
 """Fields that caches which are open at once do not share."""
 
@@ -128,7 +128,7 @@ def measure_caches(
     Texts are prefilled in pieces. Caches are open at once and decode in turns, so that a machine which gets slower gets
     slower for all: that takes `memory` for each of them, and the full KV for `DynamicCache`. Where that is more than
     half of this machine's free memory, those that go into it decode in turns, and the others after them. Where the full
-    KV alone is more, `DynamicCache` is left out, and distances are from an exact `DiskSwapCache`, which says the same.
+    KV alone is more, `DynamicCache` is left out, and distances are from an exact `OffloadCache`, which says the same.
 
     Args:
         model: a decoder-only `PreTrainedModel`.
@@ -214,8 +214,8 @@ def measure_caches(
             "reference": reference, "turns": turns, "cells": cells, "refused": refused}  # fmt: skip
 
 
-def _exact_cache(model: Any, path: str | Path | None, fields: dict[str, Any]) -> DiskSwapCache:
+def _exact_cache(model: Any, path: str | Path | None, fields: dict[str, Any]) -> OffloadCache:
     """Holds little: whatever of `fields` is of a store, and blocks of one layer at a time."""
     common = {field.name for field in dataclasses.fields(OffloadConfig)}
     own = {name: value for name, value in fields.items() if name in common}
-    return DiskSwapCache(model, path=path, **{**own, "exact": True})
+    return OffloadCache(model, path=path, **{**own, "exact": True})

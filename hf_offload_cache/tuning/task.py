@@ -16,9 +16,10 @@ import torch
 
 from ..core.budget import FORMAT
 from ..core.selective_cache import SelectiveCache
+from ..errors import ConfigError
 from ..model.fingerprint import fingerprint
 from ..model.geometry import Geometry
-from .grid import sample_ids, windows
+from .sample import sample_ids, windows
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,13 @@ class Task:
             "seconds": round(time.perf_counter() - self.started, 1),
             **found,
         }
+
+
+def refuse(names: Iterable[str], fields: dict[str, Any]) -> None:
+    """Raise `ConfigError` if the user's `fields` have one of `names`, which tuning decides or does without."""
+    for name in names:
+        if name in fields:
+            raise ConfigError(f"{name} is not to be given: tuning decides it, or does without; leave it out")
 
 
 def machine_of(model: Any, store: str) -> dict[str, Any]:

@@ -6,24 +6,20 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import xxhash
+from typing import Any
 
 from ..config import read_json
 from ..stores.atomic_file import replace_file
-
-if TYPE_CHECKING:
-    from ..methods.disk_swap.adapter import Adapter
 
 
 @dataclass(frozen=True)
 class Tuned:
     """`values` is the object that `save` writes: format, model, machine, what was measured, rows; see
-    docs/tuning.md. An adapter is there where compact keys are truncated."""
+    docs/tuning.md."""
 
     values: dict[str, Any]
-    adapter: Adapter | None
+    adapter: Any = None
+    """With `save(path)` and `digest()`, such as an `Adapter`; None: the rows name none."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -43,7 +39,7 @@ class Tuned:
         if self.adapter is None:
             self._write(path, self.rows)
         else:
-            adapter = path.with_name(f"{path.stem}.adapter-{_digest(self.adapter)}.safetensors")
+            adapter = path.with_name(f"{path.stem}.adapter-{self.adapter.digest()}.safetensors")
             old -= {adapter}
             new = not adapter.exists()
             replace_file(adapter, self.adapter.save)
@@ -59,14 +55,6 @@ class Tuned:
     def _write(self, path: Path, rows: list[dict[str, Any]]) -> None:
         text = json.dumps({**self.values, "rows": rows}, indent=1) + "\n"
         replace_file(path, lambda place: place.write_text(text, encoding="utf-8"))
-
-
-def _digest(adapter: Adapter) -> str:
-    digest = xxhash.xxh3_64()
-    for layer_idx, projection in sorted(adapter.projections.items()):
-        digest.update(f"{layer_idx} {tuple(projection.shape)}".encode())
-        digest.update(projection.contiguous().numpy().tobytes())
-    return digest.hexdigest()[:8]
 
 
 def _adapters_of(path: Path) -> set[Path]:

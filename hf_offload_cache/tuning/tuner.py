@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..config import at_least, parse_memory
 from ..core.selective_cache import SelectiveCache
 from ..errors import ConfigError, UnsupportedModelError
-from ..methods.disk_swap.cache import DiskSwapCache
-from ..methods.disk_swap.config import DiskSwapConfig
 from ..model.geometry import Geometry
 from ..model.place import inner_model
 from ..registry import cache_class
-from .by_solver import tune_by_solver
 from .by_trial import tune_by_trial
-from .solve import Limits
-from .task import Task
+from .task import Task, refuse
 from .tuned import Tuned
 
 # What can be tuned: which caches, and with which fields given
 
 _NO_PART = ("memory", "max_context", "max_batch", "exact", "trace")
 """Fields that have no part in tuning."""
-_SOLVED = ("group_size", "rank", "summary_bytes", "reuse_capacity", "adapter")
-"""Those of `DiskSwapCache` that the solver decides."""
 
 
 def tunable(cache: str | type[Any]) -> type[SelectiveCache]:
     """The class of that name. Raises `ConfigError` where there is nothing that tuning could measure."""
     found = cache_class(cache) if isinstance(cache, str) else cache
-    if not issubclass(found, SelectiveCache) or not (issubclass(found, DiskSwapCache) or found.to_try({})):
+    if not issubclass(found, SelectiveCache) or not (found.solver or found.to_try({})):
         raise ConfigError(
             f"cache must be DiskSwapCache, inherit from it, or name what is to be tried, got {found.__name__}: use "
             f"{found.__name__}.for_budget, which chooses by memory alone"
@@ -42,10 +37,7 @@ def tunable(cache: str | type[Any]) -> type[SelectiveCache]:
 
 def settings_of(measured: type[SelectiveCache], fields: dict[str, Any]) -> Any:
     """The configuration of the user's `fields`. Raises `ConfigError`."""
-    solved = issubclass(measured, DiskSwapCache)
-    for name in (*_NO_PART, *(_SOLVED if solved else ())):
-        if name in fields:
-            raise ConfigError(f"{name} is not to be given: tuning decides it, or does without; leave it out")
+    refuse(_NO_PART, fields)
     for name, value in fields.items():
         try:
             json.dumps(value)
@@ -54,13 +46,7 @@ def settings_of(measured: type[SelectiveCache], fields: dict[str, Any]) -> Any:
                 f"{name} goes to the file that tuning writes, as JSON, got {type(value).__name__}: give it as text, or "
                 "to the cache that takes the file"
             ) from None
-    if not solved:
-        return measured.config_class.load(None, fields)
-    if fields.get("look_ahead") is False:
-        raise ConfigError("look_ahead=False reads nothing ahead, so there is nothing to hide: leave it out")
-    settings = measured.config_class.load(None, fields)
-    assert isinstance(settings, DiskSwapConfig)
-    return settings
+    return measured.config_class.load(None, fields)
 
 
 _SECONDS, _QUICK_SECONDS = 1500.0, 120.0
@@ -133,8 +119,9 @@ def tune(
         inner, measured, geometry, budget, max_context, max_batch, fields, texts, tokenizer, path, quick, samples,
         time_limit or (_QUICK_SECONDS if quick else _SECONDS), progress,
     )  # fmt: skip
-    if not issubclass(measured, DiskSwapCache):
+    if measured.solver is None:
         return tune_by_trial(task, settings)
-    delta = max(1, settings.num_selected // 4) if delta is None else delta
-    limits = Limits(settings.num_selected, settings.num_sinks, sigma_max=sigma_max, alpha=alpha, delta=delta)
-    return tune_by_solver(task, settings, limits, max_group_size)
+    module, _, function = measured.solver.partition(":")
+    solve = getattr(import_module(module), function)
+    tuned: Tuned = solve(task, settings, alpha, delta, sigma_max, max_group_size)
+    return tuned

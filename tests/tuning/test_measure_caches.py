@@ -110,7 +110,7 @@ def test_a_full_cache_that_memory_does_not_hold_is_left_out(
     """Others are as far from an exact cache as from it; those that together are more take no turns."""
     monkeypatch.setattr(measuring, "free_memory", lambda device: 2 * FULL - 2)
     found = measured(model, tmp_path, num_selected=16, engine="mapped")
-    assert found["reference"] == "an exact DiskSwapCache" and sparse[0]["reference"] == "DynamicCache"
+    assert found["reference"] == "an exact OffloadCache" and sparse[0]["reference"] == "DynamicCache"
     assert found["refused"] == ["DynamicCache: holds 900.0 KiB, half of this machine's free memory is 900.0 KiB"]
     assert [name for names in found["turns"] for name in names] == NAMES[1:] and len(found["turns"]) > 1
     assert [cell["cache"] for cell in found["cells"]] == NAMES[1:]

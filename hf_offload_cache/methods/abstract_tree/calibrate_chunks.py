@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..methods.abstract_tree.cache import AbstractTreeCache
-from ..methods.abstract_tree.config import SIZES, best_size, expected_judged
-from ..methods.abstract_tree.layer import AbstractTreeLayer
-from ..methods.abstract_tree.predictor import bounds, front, likely, standing
-from ..model.place import inner_model
-from ..predictors.base import Query
-from .grid import text_ids
+from ...model.place import inner_model
+from ...predictors.base import Query
+from ...tuning.sample import text_ids
+from .cache import AbstractTreeCache
+from .config import SIZES, best_size, expected_judged
+from .layer import AbstractTreeLayer
+from .predictor import bounds, front, likely, standing
 
 
 @dataclass(frozen=True)

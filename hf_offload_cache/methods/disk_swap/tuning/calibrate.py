@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-from ..core.cache import OffloadCache
-from ..core.layer import OffloadLayer
-from ..methods.disk_swap.adapter import Adapter
-from ..methods.disk_swap.coding import QUERIES_SEEN, principal_directions, query_moment, roots_of, scaled_directions
-from ..model.attention_call import AttentionCall
-from ..model.fingerprint import fingerprint
-from ..model.place import inner_model
-from .grid import text_ids
+from ....model.fingerprint import fingerprint
+from ....model.place import inner_model
+from ....tuning.fill import ObservedCache, observed
+from ....tuning.sample import text_ids
+from ..adapter import Adapter
+from ..coding import principal_directions, query_moment, roots_of, scaled_directions
 
 
 class KeyMoments:
@@ -54,35 +52,6 @@ class KeyMoments:
             kept = values.cumsum(0) / values.sum()
             shares.append(torch.stack([kept[min(rank, len(kept)) - 1] for rank in ranks]))
         return torch.stack(shares)
-
-
-class _ObservedLayer(OffloadLayer):
-    """Remembers the latest queries of the last call of several."""
-
-    seen: torch.Tensor | None = None
-    scaling = 1.0
-
-    def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self.scaling = call.scaling
-        if call.num_queries > 1:
-            self.seen = call.query[:, :, -QUERIES_SEEN:].detach().clone()
-        return super().attend(call)
-
-
-class ObservedCache(OffloadCache):
-    """An exact cache whose layers remember the latest queries: see `observed`."""
-
-    layer_class = _ObservedLayer
-
-
-def observed(layer: OffloadLayer) -> torch.Tensor | None:
-    """The latest queries (B, H, n, D) that a layer of an `ObservedCache` was asked; None: attention is not ours."""
-    return layer.seen if isinstance(layer, _ObservedLayer) else None
-
-
-def scaling_of(layer: OffloadLayer) -> float:
-    """What a layer of an `ObservedCache` was seen to multiply scores with."""
-    return layer.scaling if isinstance(layer, _ObservedLayer) else 1.0
 
 
 def calibrate(model: Any, texts: Iterable[Any], tokenizer: Any = None, rank: int | None = None) -> Adapter:

@@ -5,6 +5,7 @@ Both are measured alone: reads with nothing to overlap, the block with records t
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import statistics
@@ -17,16 +18,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import parse_size
-from ..fetch.prefetcher import Prefetcher
-from ..history.records import RecordFormat
-from ..memory.account import MemoryAccount
-from ..methods.disk_swap.cache import DiskSwapCache
-from ..methods.disk_swap.config import DiskSwapConfig
-from ..stores.base import Store, aligned_empty
-from ..stores.engines import open_store
-from .synthetic import attention_modules, fill, random_keys_and_values, two_blocks
-from .tables import IoProfile, ModelProfile
+from ....config import parse_size
+from ....errors import UnsupportedModelError
+from ....fetch.prefetcher import Prefetcher
+from ....history.records import RecordFormat
+from ....memory.account import MemoryAccount
+from ....model.config_values import config_value
+from ....model.place import decoder_blocks, inner_model
+from ....stores.base import Store, aligned_empty
+from ....stores.engines import open_store
+from ....tuning.fill import attention_modules, fill
+from ..cache import DiskSwapCache
+from ..config import DiskSwapConfig
+from .solve import IoProfile, ModelProfile
 
 OnStep = Callable[[float, str], object]
 """Gets the share of the work that is done, from 0 to 1, and what is being measured."""
@@ -237,3 +241,53 @@ def _block_time(
                 step = _LIKENESS * step + (1 - _LIKENESS**2) ** 0.5 * noise
                 twin(inputs_embeds=step.to(device, dtype), past_key_values=cache, use_cache=True)
         return float(np.quantile(clock.taken[_WARM_UP:], 0.25))
+
+
+def random_keys_and_values(
+    form: RecordFormat, tokens: int, device: torch.device, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys (1, Hk, T, Dk) and values (1, Hv, T, Dv) of one sequence, the same for the same arguments; never zeros.
+
+    Keys are a mean, a part of low rank that drifts slowly from token to token, so that neighbours are similar as in
+    text, and noise: most of their energy fits a compact copy, not all. Values are noise.
+    """
+    rank, span = 24, 64
+    of: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float32, "device": "cpu"}
+    corners = torch.randn(tokens // span + 2, rank, **of)
+    drift = torch.nn.functional.interpolate(corners.T[None], size=tokens, mode="linear", align_corners=True)[0].T
+    keys = drift @ (torch.randn(rank, form.key_width, **of) / rank**0.5)
+    keys += torch.randn(form.key_width, **of)
+    keys += 0.5 * torch.randn(tokens, form.key_width, **of)
+    values = torch.randn(tokens, form.num_value_heads * form.value_dim, **of)
+    shaped = [
+        part.view(1, tokens, heads, -1).transpose(1, 2).to(device=device, dtype=form.dtype).contiguous()
+        for part, heads in ((keys, form.num_key_heads), (values, form.num_value_heads))
+    ]
+    return shaped[0], shaped[1]
+
+
+def two_blocks(model: Any) -> Any:
+    """A model without head of the first two decoder blocks of `model`, which stays as it is; the weights are shared.
+
+    Raises `UnsupportedModelError` where the blocks are not in one list, or fewer than two.
+    """
+    backbone: Any = inner_model(model).base_model
+    blocks = [block for _, block, _ in decoder_blocks(backbone)]
+    lists = [
+        module
+        for module in backbone.modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) >= 2 and list(module) == blocks
+    ]
+    if len(lists) != 1:
+        raise UnsupportedModelError(
+            f"{type(backbone).__name__} does not keep its decoder blocks in one list of two or more: a block cannot be "
+            "timed alone, so it cannot be tuned; choose the fields by hand, or with for_budget"
+        )
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*backbone.parameters(), *backbone.buffers())}
+    memo[id(lists[0])] = torch.nn.ModuleList([copy.deepcopy(block, memo) for block in blocks[:2]])
+    twin = copy.deepcopy(backbone, memo)
+    config = twin.config.get_text_config(decoder=True)
+    config.num_hidden_layers = 2
+    if isinstance(config_value(config, "layer_types"), list):
+        config.layer_types = config.layer_types[:2]
+    return twin.eval()

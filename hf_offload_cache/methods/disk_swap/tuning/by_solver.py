@@ -7,20 +7,24 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import BudgetError
-from ..methods.disk_swap.adapter import Adapter
-from ..methods.disk_swap.cache import DiskSwapCache
-from ..methods.disk_swap.config import DiskSwapConfig
-from ..model.fingerprint import fingerprint
-from ..model.geometry import Geometry
-from ..stores.engines import choose_engine
-from .grid import Progress, coarse, group_sizes, largest_form, rows_for, sample_sizes, sizes_of
-from .lookup import Reader
+import torch
+
+from ....errors import BudgetError, ConfigError
+from ....history.records import RecordFormat
+from ....model.fingerprint import fingerprint
+from ....model.geometry import Geometry
+from ....stores.base import DEVICE_BLOCK
+from ....stores.engines import choose_engine
+from ....tuning.sample import Progress, rows_for, sample_sizes
+from ....tuning.task import Task, refuse
+from ....tuning.tuned import Tuned
+from ..adapter import Adapter
+from ..cache import DiskSwapCache
+from ..compact_keys import default_rank
+from ..config import DiskSwapConfig
+from .lookup import Reader, code_sizes
 from .profile import measure_io, measure_model
-from .solve import Limits, Solution, solve
-from .tables import CompressionTable, IoProfile, ModelProfile, ReuseTable
-from .task import Task
-from .tuned import Tuned
+from .solve import CompressionTable, IoProfile, Limits, ModelProfile, ReuseTable, Solution, solve
 
 _READING, _DISK, _MODEL = 0.5, 0.15, 0.34
 """Shares of the time."""
@@ -29,9 +33,14 @@ _ENOUGH, _LEAST = 0.998, 0.99
 keep the second neither. For SmolLM2-135M these are 24, and 16 or 12 bytes."""
 
 
-def tune_by_solver(task: Task, settings: DiskSwapConfig, limits: Limits, max_group_size: int) -> Tuned:
-    """Measure, solve, and hand back rows. `limits`: its group sizes are those of up to `max_group_size` tokens that
-    the model's records are worth.
+_SOLVED = ("group_size", "rank", "summary_bytes", "reuse_capacity", "adapter")
+"""Fields that the solver decides."""
+
+
+def tune_by_solver(
+    task: Task, settings: DiskSwapConfig, alpha: float, delta: int | None, sigma_max: float, max_group_size: int
+) -> Tuned:
+    """Measure, solve, and hand back rows; the arguments are those of `tune`.
 
     The smallest group is the largest whose record is one block of the disk (4 KiB): a smaller one reads the same bytes
     for less. Of coded keys σ lies between those of the fewest bytes that keep .998 and .99 of the attention mass that
@@ -41,10 +50,14 @@ def tune_by_solver(task: Task, settings: DiskSwapConfig, limits: Limits, max_gro
     """
     inner, measured, quick, fields = task.model, task.measured, task.quick, task.fields
     assert issubclass(measured, DiskSwapCache)
+    refuse(_SOLVED, fields)
+    if fields.get("look_ahead") is False:
+        raise ConfigError("look_ahead=False reads nothing ahead, so there is nothing to hide: leave it out")
     geometry, max_context, max_batch = task.geometry, task.max_context, task.max_batch
     engine, store = choose_engine(settings.engine, task.directory)
     sizes = group_sizes(largest_form(geometry), max_group_size)
-    limits = dataclasses.replace(limits, group_sizes=sizes)
+    delta = max(1, settings.num_selected // 4) if delta is None else delta
+    limits = Limits(settings.num_selected, settings.num_sinks, sizes, sigma_max, alpha, delta)
     kind = {**fields, "summary_dtype": settings.summaries}
     _rest(measured, geometry, task.budget, max_context, max_batch, limits, kind)  # before minutes of work
     capacities = sorted({0, *range(0, 4 * settings.num_selected + 1, max(limits.delta, 1))})
@@ -178,3 +191,39 @@ def _row(solution: Solution, rest: dict[str, Any], size_field: str) -> dict[str,
         "fields": fields,
         **{name: round(value, 9) if isinstance(value, float) else value for name, value in kept.items()},
     }
+
+
+# What is tried
+
+def coarse(values: list[int], count: int) -> list[int]:
+    """At most `count` of ascending `values`, evenly spread, the first and the last among them."""
+    if len(values) <= count:
+        return values
+    return [values[round(index * (len(values) - 1) / (count - 1))] for index in range(count)]
+
+
+def largest_form(geometry: Geometry) -> RecordFormat:
+    """How the largest entries of the model's layers lie, one a record."""
+    forms = geometry.forms(1)
+    return max(forms, key=lambda form: form.entry_bytes)
+
+
+def group_sizes(form: RecordFormat, most: int) -> tuple[int, ...]:
+    """Powers of two up to `most`, from the largest whose record is one block, or else from 1."""
+    sizes = [1 << power for power in range(most.bit_length())]
+    fits = [size for size in sizes if size * form.entry_bytes <= DEVICE_BLOCK]
+    return tuple(size for size in sizes if size >= max(fits, default=1))
+
+
+def sizes_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
+    """Sizes of compact keys to choose from, descending: all bytes of coded ones that the planner tries, or ranks."""
+    return code_sizes(form) if settings.summaries == "coded" else _ranks_of(form, settings, sigma_max)
+
+
+def _ranks_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
+    """Ranks to choose from, descending, in steps of at least 4: from the library's default down to that of σ_max."""
+    component = getattr(torch, settings.summaries).itemsize
+    most = default_rank(form.key_width)
+    least = max(1, -(-form.key_width * form.dtype.itemsize // int(sigma_max * component)))
+    least = min(least, most)
+    return sorted({*range(most, least, -max(4, (most - least) // 24)), most, least}, reverse=True)
