@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CacheUnusedError, ConfigError
-from .attention_call import Globals, all_led, put_tables, ready, replaceable, take_tables
+from .attention_call import Place, all_led, put_tables, ready, replaceable, take_tables
 from .conversation import Conversation, ModelState
 from .look_ahead import reason_against_pieces
 from .method_on_model import MethodOnModel
@@ -131,8 +131,8 @@ class _Attachment:
     """What is on one model. Holds nothing of the model but its configs, which do not hold it."""
 
     caches: dict[int, weakref.ref] = field(default_factory=dict)
-    tables: list[Globals] = field(default_factory=list)
-    """Globals of the files whose attention goes through ours."""
+    tables: list[Place] = field(default_factory=list)
+    """Where files of the model have our attention table."""
     at_death: weakref.finalize | None = None
     """Takes our tables out of these when the model dies before its caches, whose `release` finds no model then."""
     configs: list[Any] = field(default_factory=list)
@@ -281,7 +281,7 @@ def _take_tables(attachment: _Attachment) -> None:
     """Give files of models their attention tables back, unless another model with caches needs ours there."""
     with _lock():
         tables, attachment.tables = attachment.tables, []
-        take_tables(tables, [names for one in _ATTACHED.values() for names in one.tables])
+        take_tables(tables, [place for one in _ATTACHED.values() for place in one.tables])
 
 
 def _running(model: PreTrainedModel) -> list[PreTrainedModel]:

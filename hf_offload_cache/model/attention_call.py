@@ -207,9 +207,9 @@ class AttentionCall:
 # Attention that a model looks up, led to ours: in the files of its classes, while caches are on it
 
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
-"""What the code of each model calls transformers' table."""
+"""The usual name of the table in the code of a model."""
 _HOME = "transformers.modeling_utils"
-"""Where it is defined: files that are imported meanwhile take it from there."""
+"""The file that defines it. Files imported while caches are on a model take the table from there."""
 _ALWAYS = ("sdpa", "eager")
 """Implementations that every transformers has."""
 _OWN_KERNELS = ("flash", "flex", "paged")
@@ -217,6 +217,8 @@ _OWN_KERNELS = ("flash", "flex", "paged")
 
 Globals = dict[str, Any]
 """The names that functions of a file read."""
+Place = tuple[Globals, str]
+"""A name of a file under which it has the table."""
 
 
 def replaceable(implementation: str | None) -> bool:
@@ -270,41 +272,48 @@ class AttentionTable(MutableMapping[str, AttentionFunction]):
         return getattr(self.__dict__.get("table"), name)
 
 
-def put_tables(model: torch.nn.Module, tables: list[Globals]) -> None:
-    """Put our table before transformers' in the globals of each file that defines a module of `model`, once, and note
-    these in `tables` as it is done."""
-    for names in globals_of(model):
-        tables.append(names)
-        if isinstance(names[_TABLE], AttentionTable):
-            names[_TABLE].names = _replaceable_names()  # somebody may have registered one since
+def put_tables(model: torch.nn.Module, tables: list[Place]) -> None:
+    """Replace transformers' table in each file that defines a module of `model`, and note each place in `tables` as it
+    is done."""
+    for place in places_of(model):
+        tables.append(place)
+        names, name = place
+        if isinstance(names[name], AttentionTable):
+            names[name].names = _replaceable_names()  # a function may have been registered since
         else:
-            names[_TABLE] = AttentionTable(names[_TABLE])
+            names[name] = AttentionTable(names[name])
 
 
-def take_tables(tables: Iterable[Globals], others: Iterable[Globals]) -> None:
-    """Give each file its table back, but for those that `others`, of models with caches, still need."""
-    needed = {id(names) for names in others}
-    for names in tables:
-        if id(names) not in needed and isinstance(names[_TABLE], AttentionTable):
-            names[_TABLE] = names[_TABLE].table
+def take_tables(tables: Iterable[Place], others: Iterable[Place]) -> None:
+    """Give each file its table back, except those that `others`, of models with caches, still need."""
+    needed = {(id(names), name) for names, name in others}
+    for names, name in tables:
+        if (id(names), name) not in needed and isinstance(names.get(name), AttentionTable):
+            names[name] = names[name].table
 
 
-def all_led(tables: list[Globals], names: Iterable[str | None]) -> bool:
-    """Whether our table is in each of the globals, and gives functions of ours by these names."""
-    put = [one[_TABLE] for one in tables]
+def all_led(tables: list[Place], implementations: Iterable[str | None]) -> bool:
+    """Whether each of the places has our table, which leads all these implementations to us."""
+    put: list[Any] = [names.get(name) for names, name in tables]
     if not all(isinstance(table, AttentionTable) for table in put):
         return False
-    return all(name is None or all(name in table.names for table in put) for name in names)
+    return all(one is None or all(one in table.names for table in put) for one in implementations)
 
 
-def globals_of(model: torch.nn.Module) -> Iterator[Globals]:
-    """Globals, each once, that hold a table: of the classes of `model`'s modules and their bases, and of functions that
-    somebody put instead of a `forward`."""
+def places_of(model: torch.nn.Module) -> Iterator[Place]:
+    """Places of transformers' table, whatever its name there, in the files that define the classes of `model`'s
+    modules, their bases, and functions put instead of a `forward`. Each place comes once."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     seen = set[int]()
     for names in _globals_read(model):
-        if isinstance(names.get(_TABLE), MutableMapping) and names.get("__name__") != _HOME and id(names) not in seen:
-            seen.add(id(names))
-            yield names
+        if id(names) in seen or names.get("__name__") == _HOME:
+            continue
+        seen.add(id(names))
+        for name, value in list(names.items()):
+            own = name == _TABLE and isinstance(value, MutableMapping)  # a file may have made a table itself
+            if own or value is ALL_ATTENTION_FUNCTIONS or type(value) is AttentionTable:
+                yield names, name
 
 
 def _globals_read(model: torch.nn.Module) -> Iterator[Globals]:
