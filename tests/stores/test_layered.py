@@ -369,7 +369,7 @@ def test_what_is_shared_is_told_from_what_is_not(tmp_path: Path) -> None:
         assert store.tables_bytes >= tables + 64 * 8
         with closing(part.share()) as other, closing(LayeredStore([other], make)) as fork:
             assert (fork.own_disk_bytes, fork.disk_bytes) == (0, part.disk_bytes)
-        assert store.memory_bytes == sum(one.memory_bytes for one in store._stores())
+        assert store.memory_bytes == sum(one.memory_bytes for one in store._layout.stores)
 
 
 def test_records_of_parts_are_not_freed() -> None:
