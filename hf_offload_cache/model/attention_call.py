@@ -1,4 +1,4 @@
-"""One call of the attention function, carried as one value; and the function that a model would have called itself."""
+"""One call of the attention function as one value, and the tables that lead a model's calls to this library."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _UNTRACED: list[Any] = []  # what was decorated, in the order of the modules: no
 
 
 def untraced(function: Function) -> Function:
-    """`function`, which a graph that is being traced breaks at and calls as it stands, once `ready` was called.
+    """Make a graph that is being traced break at `function` and call it as it is, once `ready` was called.
 
-    `torch.compiler.disable` alone costs ten calls at each of its own even where nothing is compiled, and brings the
-    compiler in when a module is imported.
+    `torch.compiler.disable` alone costs ten calls at each of its own even if nothing is compiled, and imports the
+    compiler when a module is imported.
     """
 
     @functools.wraps(function)
@@ -47,7 +47,7 @@ def untraced(function: Function) -> Function:
 
 
 def ready() -> None:
-    """A model may be compiled from now on. Idempotent; any thread."""
+    """Prepare for models that may be compiled from now on. Idempotent; any thread."""
     for call in _UNTRACED:
         if call.outside is call.__wrapped__:
             call.outside = torch.compiler.disable(call.__wrapped__)
@@ -56,23 +56,24 @@ def ready() -> None:
 # How attention finds the layer that it is over: a tag that rides on the keys and values that `update` returned
 
 TAG = "_hf_offload_cache_tag"
-"""The attribute of a tensor that holds its `Tag`. A tensor made of a tagged one has none: then nothing is replaced."""
+"""The attribute of a tensor that holds its `Tag`. A tensor computed from a tagged one has none: then nothing is
+replaced."""
 
 
 @dataclass(eq=False)
 class Tag:
-    """One `update` of one layer; the keys and the values that it returned carry the same tag."""
+    """One `update` of one layer; the keys and values that it returned carry the same tag."""
 
     layer: Any
-    """The layer, whose `attend` is called."""
+    """The layer whose `attend` is called."""
     whole: bool
-    """The tensors are the layer's whole history, not only what the step added."""
+    """The tensors are the layer's complete history, not only what the step added."""
 
 
 _SPECIAL = frozenset(("softcap", "s_aux", "output_attentions"))
-"""Arguments that make attention more than a softmax, where they are not None."""
+"""Arguments, not None, that make attention more than a softmax."""
 _UNKNOWN = frozenset(("position_bias", "indices", "sinks"))
-"""Arguments that make attention something that we do not know, where they are not None."""
+"""Arguments, not None, that make attention unknown to us."""
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -81,7 +82,8 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """What a model's attention module asked for. The tensors are the model's: not to be changed, valid in the call."""
+    """The request of a model's attention module. The tensors are the model's: not to be changed, valid during the
+    call."""
 
     function: AttentionFunction
     """The model's own."""
@@ -93,37 +95,37 @@ class AttentionCall:
     value: torch.Tensor
     """(B, Hkv, t, Dv)."""
     mask: torch.Tensor | None
-    """(·, 1, q, T), boolean (True: visible) or additive, as a rule; None: causal, nothing padded."""
+    """(·, 1, q, T), usually boolean (True: visible) or additive; None: causal, nothing padded."""
     args: tuple[Any, ...] = ()
-    """What came by position after the mask: a call with some is not attention as we know it."""
+    """Positional arguments after the mask: a call with some is not attention as we know it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     autocast: torch.dtype | None = None
-    """What `torch.autocast` was on with where the model called; None: it was off."""
+    """The type of the caller's `torch.autocast`; None: it was off."""
 
     @property
     def num_queries(self) -> int:
-        """q: queries a row and head."""
+        """q: queries per row and head."""
         return self.query.shape[2]
 
     @property
     def scaling(self) -> float:
-        """What scores are multiplied with."""
+        """Factor of the scores."""
         return self.kwargs.get("scaling") or self.query.shape[-1] ** -0.5
 
     @property
     def softcap(self) -> float | None:
-        """What bounds scores by tanh."""
+        """Bound on scores, by tanh."""
         return self.kwargs.get("softcap")
 
     @property
     def s_aux(self) -> torch.Tensor | None:
-        """(H,): a logit a head that joins the denominator alone."""
+        """(H,): a logit per head that joins the denominator only."""
         return self.kwargs.get("s_aux")
 
     @property
     def wants_weights(self) -> bool:
         """The caller asked for the attention weights (`output_attentions`, there or in the model's config): only `run`
-        over everything gives them."""
+        over everything returns them."""
         asked = self.kwargs.get("output_attentions")
         if asked is None:
             asked = getattr(getattr(self.module, "config", None), "output_attentions", False)
@@ -136,7 +138,7 @@ class AttentionCall:
 
     def replaceable(self, length: int) -> bool:
         """Whether this call is attention as we know it: softmax over `length` columns under a mask shared by the heads,
-        of the keys and the values of one `update`."""
+        with the keys and values of one `update`."""
         kwargs, mask = self.kwargs, self.mask
         if self.args or (not _UNKNOWN.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in _UNKNOWN)):
             return False
@@ -165,10 +167,10 @@ class AttentionCall:
     def attend(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What `run` gives for one query a row over keys and values (B, Hkv, t, D) under a mask (B, 1 or H, q, t).
+        """Like `run`, for one query per row over keys and values (B, Hkv, t, D) under a mask (B, 1 or H, q, t).
 
-        Where it is a plain softmax, the query heads of one key head go in as so many queries of it: keys and values are
-        then not repeated for each, which is most of the time of a call this small. Equal up to rounding.
+        If it is a plain softmax, the query heads of one key head become that many queries. Keys and values are then not
+        repeated for each head, which is most of the time of such a small call. Equal up to rounding.
         """
         query, kwargs = self.query, self.kwargs
         batch, heads, num_queries, dim = query.shape
@@ -189,7 +191,7 @@ class AttentionCall:
         return output.reshape(batch, 1, heads, dim), None
 
     def _in_type(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in the type of the query where they were kept in another, under `torch.autocast`."""
+        """Keys and values in the query's type, if `torch.autocast` stored them in another."""
         dtype = self.query.dtype
         return (keys, values) if keys.dtype == values.dtype == dtype else (keys.to(dtype), values.to(dtype))
 
@@ -211,9 +213,9 @@ _TABLE = "ALL_ATTENTION_FUNCTIONS"
 _HOME = "transformers.modeling_utils"
 """The file that defines it. Files imported while caches are on a model take the table from there."""
 _ALWAYS = ("sdpa", "eager")
-"""Implementations that every transformers has."""
+"""Implementations in every transformers version."""
 _OWN_KERNELS = ("flash", "flex", "paged")
-"""Parts of names whose masks are of another kind, or whose names transformers treats in a way of its own."""
+"""Parts of names whose masks are of another kind, or whose names transformers treats specially."""
 
 Globals = dict[str, Any]
 """The names that functions of a file read."""
@@ -227,7 +229,7 @@ def replaceable(implementation: str | None) -> bool:
 
 
 def _replaceable_names() -> frozenset[str]:
-    """Names of attention functions whose masks we read, too."""
+    """Names of attention functions whose masks we can read."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -236,7 +238,7 @@ def _replaceable_names() -> frozenset[str]:
 
 
 class AttentionTable(MutableMapping[str, AttentionFunction]):
-    """transformers' `table`, whose functions look for our tag first. What is set goes to that table."""
+    """transformers' `table`, whose functions look for our tag first. Assignments go to that table."""
 
     def __init__(self, table: Any) -> None:
         self.table = table

@@ -47,7 +47,7 @@ class _Slot:
     module: weakref.ref[torch.nn.Module]
     name: str
     begins: Any
-    """What a new conversation finds: None, or `_ABSENT`, which stands for what others left."""
+    """The value for a new conversation: None, or `_ABSENT`, which stands for the value that others left."""
     has_rows: bool = True
 
     def get(self) -> Any:
@@ -74,7 +74,7 @@ class _Slot:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the module computes; None: it does not say."""
+        """The device of the module; None: unknown."""
         module = self.module()
         held = None if module is None else next(iter((*module.parameters(), *module.buffers())), None)
         return None if held is None or held.device.type == "meta" else held.device
@@ -96,7 +96,7 @@ class ModelState:
         self._model = weakref.ref(model)
         self._others: dict[str, Any] = {}
         self._left: dict[str, Any] | None = None
-        """What is on the model of a cache of ours; None: what is there is others'."""
+        """Our last cache's values on the model; None: the values there are others'."""
         self._ran: weakref.ref[Conversation] | None = None
 
     @property
@@ -195,8 +195,8 @@ class ModelState:
         return found
 
     def compare(self, before: dict[str, tuple[Any, ...]]) -> None:
-        """Note what has changed since `contents` was called: an object that has other tensors or numbers now, or a
-        tensor that was written to. A tensor that another one replaced does not count: tables of positions grow so."""
+        """Note changes since `contents`: an object that has other tensors or numbers now, or a tensor that was written
+        to. A tensor replaced by another does not count: tables of positions grow that way."""
         for key, now in self.contents().items():
             old = before.get(key, ())
             if isinstance(now[0], torch.Tensor):
@@ -213,11 +213,11 @@ class Conversation:
     def __init__(self, state: ModelState) -> None:
         self._state = state
         self.values: dict[str, Any] | None = None
-        """By the slots' keys: what the model's code finds, and has left; None: it begins."""
+        """By the slots' keys: the values before and after the model's code; None: a new conversation."""
         self._settled: dict[str, Any] | None = None
-        """The same after the last forward that ended: one that fails is as if it had not been."""
+        """The same after the last forward that ended: a failed forward has no effect."""
         self._prepared = False
-        """Code has prepared the coming forward."""
+        """The model's code has prepared the coming forward."""
         self._running = 0
         """Forwards under way, each within the one before."""
         self._watched = 0
@@ -334,7 +334,7 @@ def _is_followed(value: Any) -> bool:
 
 
 def _fits(value: torch.Tensor, slot: _Slot, batch: int) -> bool:
-    """Whether a tensor may stand in `slot`: what is there now has its kind, or it has rows for `batch` sequences."""
+    """Whether a tensor fits `slot`: it has the kind of the current value, or rows for `batch` sequences."""
     there = slot.get()
     if not bool(value.isfinite().all()):
         return False
@@ -347,8 +347,8 @@ def _fits(value: torch.Tensor, slot: _Slot, batch: int) -> bool:
 
 
 def _slots(model: PreTrainedModel) -> Iterator[_Slot]:
-    """Module attributes that the model's own code writes after construction, as far as they are, or may become, numbers
-    and tensors; and the rotary embeddings' memory of the longest text so far."""
+    """Module attributes that the model's own code writes after construction, if they are, or may become, numbers and
+    tensors; and the longest text that rotary embeddings remember."""
     home = type(model).__module__
     classes = {_class_of(module) for module in model.modules()}
     anywhere = frozenset().union(*(_written(one, home) for one in classes))
@@ -377,7 +377,7 @@ def _class_of(module: torch.nn.Module) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _functions(cls: Any, home: str) -> tuple[tuple[str, types.CodeType], ...]:
-    """The code of the functions that belong to a model: those of its library's classes and of transformers' models."""
+    """Code of a model's functions: those of its library's classes and of transformers' models."""
     found = []
     for one in cls.__mro__:
         place, package = one.__module__, one.__module__.partition(".")[0]
@@ -400,7 +400,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @functools.lru_cache(maxsize=1024)
 def _written(cls: type, home: str) -> frozenset[str]:
-    """Names of attributes that the class's code assigns, on whatever object, but in `__init__`."""
+    """Names of attributes that the class's code assigns on any object, except in `__init__`."""
     return frozenset(name for name, _ in _assignments(cls, home))
 
 
@@ -411,7 +411,7 @@ def _written_to_self(cls: type, home: str) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _assignments(cls: type, home: str) -> tuple[tuple[str, bool], ...]:
-    """Names of attributes that are assigned, and whether that is on `self`."""
+    """Names of assigned attributes, and whether the object is `self`."""
     found = []
     for name, code in _functions(cls, home):
         steps = list(dis.get_instructions(code)) if name != "__init__" else []
@@ -424,7 +424,7 @@ def _assignments(cls: type, home: str) -> tuple[tuple[str, bool], ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _mentioned(cls: type, home: str) -> frozenset[str]:
-    """Names that the class's code uses, but in `__init__`."""
+    """Names that the class's code uses, except in `__init__`."""
     return frozenset(used for name, code in _functions(cls, home) if name != "__init__" for used in code.co_names)
 
 
@@ -448,7 +448,7 @@ def _may_hold_tensors(value: Any) -> bool:
 
 
 def _new(now: tuple[Any, ...], old: tuple[Any, ...]) -> list[Any]:
-    """What is among `now` and was not among `old` objects."""
+    """Objects of `now` that are not in `old`."""
     if len(now) == len(old):
         return [one for one, other in zip(now, old, strict=True) if one is not other]
     known = {id(one) for one in old}
@@ -456,7 +456,7 @@ def _new(now: tuple[Any, ...], old: tuple[Any, ...]) -> list[Any]:
 
 
 def _within(value: Any, depth: int) -> Iterator[Any]:
-    """An object, what it holds, and what that holds, `depth` levels down."""
+    """An object, its contents, and their contents, down to `depth` levels."""
     yield value
     if depth and _may_hold_tensors(value):
         inner: Any = tuple(value.values()) if isinstance(value, dict) else ()

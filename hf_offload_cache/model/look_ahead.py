@@ -1,4 +1,4 @@
-"""The next layer's query, guessed one layer early from the residual stream (KVSwap, section 3.3, "Online prediction").
+"""Guesses the next layer's query one layer early, from the residual stream (KVSwap, section 3.3, "Online prediction").
 
 The recipe for a layer's query is found once, during prefill. Without a recipe there is no guess; only prefetching
 depends on it. There is also no guess while hooks of other code are on the modules that it would call, because these
@@ -27,7 +27,7 @@ _FOUND = 0.999
 
 @dataclass(frozen=True)
 class QueryRecipe:
-    """The way from a residual stream to a query. Holds names, no modules."""
+    """The steps from a residual stream to a query. Holds names, no modules."""
 
     norm: str
     """The block's norm; "" for none."""
@@ -56,8 +56,8 @@ def find_recipe(
     rotary: Any,
     query: torch.Tensor,
 ) -> QueryRecipe | None:
-    """How `query` (B, H, 1, D) was made of the stream `residual`, which went into `attention` as `normed` (both
-    (B, 1, hidden)); None where nothing that was tried makes it."""
+    """The recipe that computes `query` (B, H, 1, D) from the stream `residual`, which entered `attention` as `normed`
+    (both (B, 1, hidden)); None if no attempt does."""
     norm = next((name for name, part in _norms(block) if _scale_between(normed, part, residual) is not None), None)
     if norm is None:
         return None
@@ -69,7 +69,7 @@ def find_recipe(
 
 
 def _scale_between(target: torch.Tensor, attempt: Callable[..., Any], *arguments: Any) -> float | None:
-    """The factor that takes what `attempt` gives for `arguments` to `target` where they are parallel, else None."""
+    """The factor from the result of `attempt(*arguments)` to `target` if they are parallel, else None."""
     try:
         with torch.no_grad():
             candidate = attempt(*arguments)
@@ -105,7 +105,7 @@ class Projection:
     """normed (B, 1, hidden) through one projection, the query norm if there is one, and the rotary embedding.
 
     A fused projection has the queries first, or `interleaved`: query, key and value head by head. The rotary embedding
-    turns "all" of a head, the "part" that its cosines are wide, or "none".
+    rotates "all" of a head, the "part" as wide as its cosines, or "none".
     """
 
     linear: str
@@ -155,7 +155,7 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 def _kinds_of(module: Any) -> list[tuple[str, str]]:
-    """Kind, and type of layers that it is for ("": of all), of a module that makes rotary embeddings."""
+    """Kind, and type of its layers ("": all), of a module with rotary embeddings."""
     kind = getattr(module, "rope_type", None)
     if kind is None:
         return []
@@ -167,12 +167,12 @@ def _by_length(kind: str) -> str | None:
 
 
 def rotary_kinds(model: Any) -> set[str]:
-    """As transformers names them; none: positions are embeddings, or something else."""
+    """Kinds in transformers' words; empty if positions are encoded in another way."""
     return {kind for module in model.modules() for kind, _ in _kinds_of(module)}
 
 
 def length_dependent(model: Any) -> str | None:
-    """Why keys of one forward are not those of another of another length; None: they are."""
+    """Why keys differ between forwards of different lengths; None: they do not."""
     found = sorted(kind for kind in rotary_kinds(model) if _by_length(kind))
     return f"its rotary embedding ({found[0]}) depends on how many tokens there are" if found else None
 
@@ -188,8 +188,7 @@ def state_by_length(module: torch.nn.Module) -> set[str]:
 
 
 def stretch(model: Any) -> float:
-    """How many times as long as its configuration's positions a text may be: the factor of "dynamic" embeddings, or 1.
-    """
+    """Longest text over the configuration's positions: the factor of "dynamic" embeddings, or 1."""
     factors = [
         float(_parameters(module.config, layers).get("factor") or 1) if _by_length(kind) == "dynamic" else 1.0
         for module in model.modules()
@@ -199,7 +198,7 @@ def stretch(model: Any) -> float:
 
 
 def _parameters(config: Any, layers: str) -> dict[str, Any]:
-    """Of the rotary embedding for a type of layers."""
+    """Parameters of the rotary embedding for a type of layers."""
     given = getattr(config, "rope_parameters", None) or {}
     found: dict[str, Any] = given.get(layers, given) if layers else given
     return found
@@ -238,7 +237,7 @@ _OWNER = "look-ahead"
 
 @dataclass
 class Sight:
-    """What was last seen of one layer, and how its query is made."""
+    """The latest observations of one layer, and the recipe of its query."""
 
     block: weakref.ref[torch.nn.Module] | None = None
     attention: weakref.ref[torch.nn.Module] | None = None
@@ -247,21 +246,20 @@ class Sight:
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     """The model's own tensors, for one step."""
     rotary_from: int | None = None
-    """The layer whose rotary tensors this one's are, where that layer comes first; None: none does."""
+    """The first layer with the same rotary tensors, if it comes earlier; None: no earlier layer."""
     rotated: bool = False
     recipe: QueryRecipe | None = None
     learned: bool = False
-    """Whether a recipe was looked for."""
+    """Whether a recipe was searched for."""
     watchers: ForeignHooks | None = None
-    """Of the modules that a guess calls."""
+    """Detects foreign hooks on the modules that a guess calls."""
 
 
 class LookAhead:
-    """One a cache, used on the thread that runs the model. Holds copies of the latest token's stream for one step.
+    """One per cache, used on the thread that runs the model. Holds copies of the latest token's stream for one step.
 
     Args:
-        account: where the copies are booked, as "look-ahead". What does not fit its budget is not kept, and nothing is
-            guessed of it.
+        account: books the copies, as "look-ahead". A copy beyond its budget is not made, and that query is not guessed.
     """
 
     def __init__(self, account: MemoryAccount) -> None:
@@ -272,7 +270,7 @@ class LookAhead:
 
     @staticmethod
     def planned(num_blocks: int, hidden_size: int, itemsize: int, batch: int) -> dict[str, int]:
-        """Bytes that will be held at most: the stream before every block, and after one block's norm."""
+        """Upper bound on its bytes: the stream before every block, and after one block's norm."""
         return {_OWNER: (num_blocks + 1) * batch * hidden_size * itemsize}
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
@@ -299,7 +297,7 @@ class LookAhead:
             self._normed = None if normed is None else (layer_idx, normed)
 
     def learn(self, layer_idx: int, query: torch.Tensor) -> None:
-        """Find how this layer's query (B, H, q, D), just made, comes from what was seen on the way to it."""
+        """Find the recipe of this layer's new query (B, H, q, D) from the observations before it."""
         sight = self.sights.get(layer_idx)
         if sight is None or sight.learned or sight.attention is None:
             return
@@ -322,8 +320,8 @@ class LookAhead:
         self._drop_normed()
 
     def predict(self, layer_idx: int, attention_output: torch.Tensor) -> torch.Tensor | None:
-        """The query (B, H, 1, D) that layer `layer_idx` will probably ask with, from the layer before it, whose
-        attention has just added `attention_output` (B, 1, hidden); None where there is nothing to guess from."""
+        """The query (B, H, 1, D) that layer `layer_idx` will probably ask, guessed in the layer before it, whose
+        attention has just added `attention_output` (B, 1, hidden); None if nothing can be guessed."""
         sight, previous = self.sights.get(layer_idx), self.sights.get(layer_idx - 1)
         if sight is None or previous is None or sight.recipe is None or previous.residual is None:
             return None
@@ -350,7 +348,7 @@ class LookAhead:
             return sight.recipe.query(block, attention, hidden, rotary)
 
     def end_step(self) -> None:
-        """Let go of the step's tensors."""
+        """Release the step's tensors."""
         for sight in self.sights.values():
             sight.residual = sight.rotary = None
         self._normed = None
@@ -358,7 +356,8 @@ class LookAhead:
         self._held = 0
 
     def _copy(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The latest token alone: a view would keep a whole prompt's activations. None: there is no room."""
+        """A copy of the latest token only: a view would keep a complete prompt's activations. None: there is no
+        room."""
         latest = hidden[:, -1:].detach()
         try:
             self._account.hold(_OWNER, latest.nbytes)

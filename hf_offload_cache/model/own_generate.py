@@ -1,4 +1,4 @@
-"""`generate` of a model, through a cache where its caller names none."""
+"""Replaces `model.generate` to supply a cache if the caller passes none."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """How large what `generate` is asked for will be."""
+    """Upper bound on the size of a `generate` call."""
 
     rows: int
     """Sequences, beams included."""
     tokens: int
-    """Of a sequence: the prompt, an adapter's virtual tokens and a picture's, what is generated, and candidates that
-    may be dropped."""
+    """Tokens per sequence: the prompt, an adapter's virtual tokens, a picture's, the generated ones, and candidates
+    that may be dropped."""
 
 
 USE_CACHE_IS_FALSE = (
@@ -37,12 +37,11 @@ USE_CACHE_IS_FALSE = (
 )
 
 MakeCache = Callable[[Request], AbstractContextManager[Any]]
-"""A cache for one request, closed on leaving; None: the call is left as it is."""
+"""A cache for one request, closed on leaving; None: the call stays as it is."""
 
 
 class InRequest(threading.local):
-    """Whether this thread is within a `generate` that is already counted: calls within it are not requests of their
-    own."""
+    """Whether this thread is within a counted `generate`: calls within it are not separate requests."""
 
     now = False
 
@@ -66,7 +65,7 @@ class OwnGenerate(MethodOnModel):
     ) -> None:
         super().__init__(model, given)
         self._make = make
-        """None: all calls are left as they are."""
+        """None: all calls are left unchanged."""
         self._within = within or InRequest()
 
     def __reduce__(self) -> Any:
@@ -77,7 +76,7 @@ class OwnGenerate(MethodOnModel):
         return OwnGenerate(memo.get(id(model), model), copy.deepcopy(self.given, memo), None)
 
     def stop(self) -> None:
-        """Leave all calls as they are, also where another has put its own method over this one."""
+        """Leave all calls unchanged, even if another method was put over this one."""
         self._make = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +100,8 @@ class GivenCache(MethodOnModel):
 def every_generate(
     make: Callable[[PreTrainedModel, Request], AbstractContextManager[Any]], within: InRequest
 ) -> Iterator[None]:
-    """As `OwnGenerate`, of all models in this process; but of what a `generate` calls itself (an assistant's)."""
+    """Like `OwnGenerate`, for all models in this process, except the calls that a `generate` makes itself (an
+    assistant's)."""
     from transformers import GenerationMixin
 
     def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ def every_generate(
 def generate_with(
     cache: Attachable, model: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Result of `method`, a generation with `cache`, whatever cache the model's own configuration asks for.
+    """Result of `method`, a generation with `cache`, whatever cache the model's configuration requests.
 
     Raises `PromptError` if the caller wants no cache, before the model runs, and `CacheUnusedError` if the generation
     continued with another one.
@@ -148,7 +148,7 @@ def generate_with(
 
 
 class _Asked:
-    """What a call of `generate` asks for."""
+    """The arguments of a `generate` call."""
 
     def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._kwargs = kwargs
@@ -156,12 +156,12 @@ class _Asked:
         self._default = getattr(model, "generation_config", None)
 
     def __call__(self, name: str) -> Any:
-        """As `generate` finds it: of its arguments, of the configuration it is given, of the model's."""
+        """The value that `generate` finds: in its arguments, its configuration, or the model's."""
         found = (self._kwargs.get(name), getattr(self._given, name, None), getattr(self._default, name, None))
         return next((value for value in found if value is not None), None)
 
     def by_caller(self, name: str) -> Any:
-        """Without what the model's configuration says: a pipeline passes a copy of that."""
+        """Like a call, without the model's configuration: a pipeline passes a copy of that."""
         if (value := self._kwargs.get(name)) is not None:
             return value
         value = getattr(self._given, name, None)
@@ -176,7 +176,7 @@ def _through(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """What `method` returns, with a cache where its caller names none."""
+    """The result of `method`, with a cache if its caller names none."""
     asked = _Asked(model, args, kwargs)
     named = kwargs.get("past_key_values") is not None or asked.by_caller("cache_implementation") is not None
     before, within.now = within.now, True
@@ -218,8 +218,8 @@ def _request(
 
 
 def _picture_tokens(model: PreTrainedModel, kwargs: dict[str, Any]) -> int:
-    """What a model puts before the prompt for a picture, where no ids stand for that: as GIT's attention says of
-    itself, by which the model widens its masks."""
+    """Tokens that a model puts before the prompt for a picture without placeholder ids. GIT's attention states their
+    number, by which the model extends its masks."""
     if not isinstance(kwargs.get("pixel_values"), torch.Tensor):
         return 0
     said = (getattr(module, "image_patch_tokens", None) for module in model.modules())

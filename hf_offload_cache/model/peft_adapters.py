@@ -1,4 +1,4 @@
-"""Adapters that PEFT put into a model, as they act now: which, how strongly, merged or switched off."""
+"""PEFT's adapters in a model, as they act now: which, how strongly, merged or switched off."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def prompt_adapter(model: Any, inner: torch.nn.Module) -> Any | None:
-    """PEFT's configuration of the adapter that is a prompt (prompt tuning, prefix tuning, ...), where it acts now.
+    """PEFT's configuration of the active adapter that is a prompt (prompt tuning, prefix tuning, ...); None: there is
+    none.
 
-    `model`: PEFT's wrapper, or the model in it, which shows while the wrapper's `generate` runs. None: there is none.
+    `model`: PEFT's wrapper, or the model in it, which is visible while the wrapper's `generate` runs.
     """
     wrapper = model
     if model is inner:
@@ -36,7 +37,7 @@ def prompt_adapter(model: Any, inner: torch.nn.Module) -> Any | None:
 
 
 def is_prefix(config: Any) -> bool:
-    """Whether what `prompt_adapter` found consists of keys and values, and not of embeddings."""
+    """Whether the adapter of `prompt_adapter` consists of keys and values, not of embeddings."""
     return str(getattr(config.peft_type, "value", config.peft_type)) in _PREFIXES
 
 
@@ -68,7 +69,7 @@ def adapter_fields(model: Any, inner: torch.nn.Module) -> dict[str, str]:
 
 
 def _adapted(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every layer that PEFT put in, with what steers it."""
+    """Every layer that PEFT added, with its settings."""
     for path, module in model.named_modules():
         disabled = getattr(module, "disable_adapters", None)
         if not isinstance(disabled, bool):  # a model of transformers has a method of that name

@@ -10,42 +10,42 @@ import torch
 import xxhash
 
 SAMPLE = 64
-"""Elements of every weight in the sampled digest: evenly spaced, the first and the last among them."""
+"""Elements of every weight in the sampled digest: evenly spaced, including the first and the last."""
 
 _CHUNK = 1 << 24
-"""Elements that a full digest takes at once."""
+"""Elements that a full digest reads at once."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROWS = 32
-"""Rows that bitsandbytes interleaves when it packs a 4-bit weight anew for the CPU."""
+"""Rows that bitsandbytes interleaves when it repacks a 4-bit weight for the CPU."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor as it is in memory. Views only: it is valid while the model keeps that tensor."""
+    """A tensor as it is in memory, as a view: valid while the model keeps that tensor."""
 
     name: str
     kind: str
-    """Shape and type, and how it is packed."""
+    """Shape, type, and packing."""
     tensor: torch.Tensor
-    """On "meta" where it is not in memory and nobody who holds it was found."""
+    """On "meta" if it is not in memory and no holder was found."""
 
     @property
     def seen(self) -> bool:
-        """Whether there are elements to take, or none at all."""
+        """Whether its elements are available."""
         return self.tensor.device.type != "meta"
 
     @property
     def count(self) -> int:
-        """Elements that can be taken."""
+        """Number of available elements."""
         return self.tensor.numel() if self.seen else 0
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
-        """The bits of the elements at `positions` (n,) int64, in row-major order: (n,) integers."""
+        """Bits of the elements at `positions` (n,) int64, in row-major order: (n,) integers."""
         bits = _as_bits(self.tensor)
         return bits.view(-1)[positions] if bits.is_contiguous() else torch.take(bits, positions)
 
     def sample(self) -> list[torch.Tensor]:
-        """`SAMPLE` elements, or all where there are no more."""
+        """`SAMPLE` elements, or all if there are no more."""
         if not self.count:
             return []
         number = min(SAMPLE, self.count)
@@ -59,10 +59,10 @@ class Weight:
 
 
 class _Interleaved(Weight):
-    """4-bit codes that bitsandbytes interleaved for the CPU at the first forward: taken as they were before that.
+    """4-bit codes that bitsandbytes interleaved for the CPU at the first forward, read in their original order.
 
-    Else the first token would change who the model is. Tensor (N, K/2); within 32 rows and one column of pairs, the
-    64 codes lie in 32 bytes, the first 32 of them in the low halves.
+    Otherwise the first token would change the model's identity. Tensor (N, K/2); within 32 rows and one column of
+    pairs, the 64 codes are in 32 bytes, the first 32 of them in the low halves.
     """
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
@@ -82,13 +82,13 @@ class _Interleaved(Weight):
 
 
 def sampled_digest(model: torch.nn.Module) -> str:
-    """A digest of a sample of every weight; begins with "unseen:" where some are known by name and shape alone."""
+    """A digest of a sample of every weight; begins with "unseen:" if only name and shape of some are known."""
     found = list(weights(model))
     return _marked(found, digest((f"{weight.name} {weight.kind}", weight.sample()) for weight in found))
 
 
 def full_digest(model: torch.nn.Module) -> str:
-    """A digest of every byte of every weight; marked as `sampled_digest` is. Reads all of the model."""
+    """A digest of every byte of every weight; marked like `sampled_digest`. Reads the complete model."""
     found = list(weights(model))
     return _marked(found, digest((f"{weight.name} {weight.kind}", weight.everything()) for weight in found))
 
@@ -104,14 +104,15 @@ def digest(entries: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> str:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor's elements in order, on the host: its own memory where they lie so already."""
+    """Bytes of a tensor's elements in order, on the host; its own memory if they are there already."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def weights(model: torch.nn.Module) -> Iterator[Weight]:
-    """Parameters (tied ones under each name), persistent buffers, and what quantised layers keep beside them, by name.
+    """Parameters (tied ones under each name), persistent buffers, and the additional tensors of quantised layers, by
+    name.
 
-    Weights that accelerate offloaded are got from its hooks; those kept in files are read whole.
+    Weights that accelerate offloaded come from its hooks; those in files are read completely.
     """
     found: list[Weight] = []
     for path, module in model.named_modules():
@@ -131,7 +132,7 @@ def weights(model: torch.nn.Module) -> Iterator[Weight]:
 
 
 def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's parameters and the buffers that are saved with it: the others follow from the configuration."""
+    """A module's parameters and the buffers saved with it: the others follow from the configuration."""
     yield from module.named_parameters(recurse=False)
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:
@@ -139,7 +140,7 @@ def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _offloaded(module: torch.nn.Module, name: str, placeholder: torch.Tensor) -> torch.Tensor:
-    """The tensor that accelerate's hook would put in place of the one on "meta"; without such a hook, that one."""
+    """The tensor that accelerate's hook would put in place of the one on "meta"; that one if there is no such hook."""
     hook = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
         held = getattr(one, "weights_map", None)
@@ -149,7 +150,7 @@ def _offloaded(module: torch.nn.Module, name: str, placeholder: torch.Tensor) ->
 
 
 def _parts(name: str, tensor: Any, state: Any = None) -> Iterator[Weight]:
-    """A plain tensor, or the plain ones that one of a quantised or wrapped kind consists of."""
+    """A plain tensor, or the plain ones that a quantised or wrapped tensor consists of."""
     if state is not None:
         yield from _four_bit(name, tensor, state)
     elif hasattr(tensor, "__tensor_flatten__"):
@@ -160,9 +161,9 @@ def _parts(name: str, tensor: Any, state: Any = None) -> Iterator[Weight]:
 
 
 def _four_bit(name: str, tensor: torch.Tensor, state: Any) -> Iterator[Weight]:
-    """Codes, scales and code book of a bitsandbytes weight, the same before and after it is packed anew for the CPU.
+    """Codes, scales and code book of a bitsandbytes weight, the same before and after it is repacked for the CPU.
 
-    Packing rounds the scales to bfloat16, so they are taken so: scales closer than that are one scale.
+    Packing rounds the scales to bfloat16, so they are rounded here too.
     """
     packed = getattr(state, "packing_format_for_cpu", False)
     kind = f"{tuple(state.shape)} {state.quant_type} in blocks of {state.blocksize}"
@@ -180,7 +181,7 @@ def _four_bit(name: str, tensor: torch.Tensor, state: Any) -> Iterator[Weight]:
 
 
 def _as_bits(tensor: Any) -> torch.Tensor:
-    """Its elements as integers of their size: what is compared is what is stored, -0.0 and NaN too."""
+    """Elements as integers of their size: the stored bits are compared, including -0.0 and NaN."""
     plain = tensor.detach().as_subclass(torch.Tensor)
     if plain.element_size() not in _BITS:
         plain = torch.view_as_real(plain)  # complex128

@@ -87,7 +87,7 @@ class OrphanedReads:
     def __init__(self, descriptor: Descriptor, memory: Queues, waiter: Waiter, batches: list[Batch]) -> None:
         self.descriptor = descriptor
         self.interrupt: KeyboardInterrupt | None = None
-        """One that came while the memory was waited for, to be raised when that is given back."""
+        """An interrupt that arrived during the wait, to be raised when the memory is released."""
         self._memory = memory
         self._waiter = waiter
         self._batches = batches
