@@ -63,7 +63,7 @@ def unpacked(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpacked_plainly(rows: torch.Tensor, bits: int) -> torch.Tensor:
     """As `unpacked`, by operations that every device has: its twin."""
-    codes, sides = rows[..., :-SIDES], torch.cat([rows[..., -SIDES:-2], rows[..., -2:]], -1)  # in memory of their own
+    codes, sides = rows[..., :-SIDES], torch.cat([rows[..., -SIDES:-2], rows[..., -2:]], -1)  # a copy, which is aligned
     sides = sides.view(torch.float16).float()
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
     spread = (codes.unsqueeze(-1) >> shifts & 2**bits - 1).flatten(-2)
@@ -109,7 +109,7 @@ def weighted(shares: torch.Tensor, values: torch.Tensor, bits: int, group: int) 
         for row, head in np.ndindex(*shares.shape[:2]):
             own = shares[row, head, :, start:stop].unflatten(1, (-1, group)).transpose(0, 1)
             for into, rows in zip(total[row, head].split(channels, 1), values[row, head, :, start:stop], strict=True):
-                parts = own @ unpacked(rows, bits).unflatten(0, (-1, group))  # for threads one each
+                parts = own @ unpacked(rows, bits).unflatten(0, (-1, group))  # one product per thread
                 into += parts.sum(0)
     return total
 

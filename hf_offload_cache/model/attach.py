@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# The configs from which a model's modules read the name of their attention implementation
+# Configs with a model's attention implementation
 
 def configs_of(model: PreTrainedModel) -> list[Any]:
     """Every distinct config object that a module of `model` may read its attention implementation from."""
@@ -104,13 +104,13 @@ class PrepareInputs(MethodOnModel):
             first, some = bool(kwargs.get("is_first_iteration")), kwargs.get("next_sequence_length") is not None
             if first and some:
                 cache.check_prompt(input_ids, kwargs.get("inputs_embeds"))
-            cache.prepare_step(first=first or not some)  # transformers 5.17 does not call a prompt's pieces first
+            cache.prepare_step(first=first or not some)  # transformers 5.17 calls no piece of a prompt first
         with nullcontext() if cache is None else cache.conversing():
             prepared: dict[str, Any] = self.method()(input_ids, **kwargs)
         if cache is not None:
             name = next(name for name, value in kwargs.items() if unwrapped(value) is cache)
             theirs = prepared.get(name)
-            if theirs is None:  # Phi-3 beyond the positions of its short factors: all keys are made anew
+            if theirs is None:  # Phi-3 recomputes all keys beyond its short factors' positions
                 cache.start_over(prepared.get("input_ids"), prepared.get("inputs_embeds"))
                 prepared[name] = kwargs[name]
             elif unwrapped(theirs) is not cache:
@@ -143,8 +143,8 @@ class _Attachment:
     """State that the model's code keeps on it for each conversation."""
 
 
-# State of the process, not of a step, and it cannot lie on the model: it would be copied and saved with it. It says
-# which models carry seams, how many caches count on them, and so when the last one has gone.
+# State of the process, not of a step. On the model it would be copied and saved with it. It tells which models have
+# hooks, and which caches need them.
 _ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, _Attachment] = weakref.WeakKeyDictionary()
 _LOCKS: dict[int, threading.RLock] = {}
 
@@ -166,9 +166,9 @@ def attach(model: PreTrainedModel, cache: Attachable) -> int:
         attachment = _ATTACHED.get(model)
         if attachment is not None:
             attachment.caches[token] = weakref.ref(cache)
-        if attachment is None or _ATTACHED.get(model) is not attachment:  # a collection may just have closed the last
+        if attachment is None or _ATTACHED.get(model) is not attachment:  # a collection may have closed the last
             attachment = _Attachment({token: weakref.ref(cache)}, state=ModelState(model))
-            _ATTACHED[model] = attachment  # before: what a collection takes off meanwhile leaves what this one needs
+            _ATTACHED[model] = attachment  # first, so that a collection's removal leaves what this one needs
             try:
                 _put_on(model, attachment)
             except BaseException:

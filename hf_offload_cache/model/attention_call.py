@@ -17,11 +17,11 @@ from ..history.records import autocast_dtype
 from .place import no_backward
 from .stream_attention import Block, stream_attention
 
-# What `torch.compile` must not trace, at the price of one check where nothing is compiled
+# Functions that `torch.compile` must not trace, at the price of one check if nothing is compiled
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_UNTRACED: list[Any] = []  # what was decorated, in the order of the modules: nothing else changes it
+_UNTRACED: list[Any] = []  # decorated functions, in import order; nothing else changes it
 
 
 def untraced(function: Function) -> Function:
@@ -37,7 +37,7 @@ def untraced(function: Function) -> Function:
             return own.outside(*args, **kwargs)
         return function(*args, **kwargs)
 
-    # The compiler counts what it compiled by code object: one for all would reach its limit with any model.
+    # The compiler counts its results by code object: a shared one would reach the limit with any model.
     plain: Any = call
     code = plain.__code__.replace(co_name=function.__name__)
     own: Any = functools.wraps(function)(FunctionType(code, globals(), None, None, plain.__closure__))
@@ -53,7 +53,7 @@ def ready() -> None:
             call.outside = torch.compiler.disable(call.__wrapped__)
 
 
-# How attention finds the layer that it is over: a tag that rides on the keys and values that `update` returned
+# A tag on the keys and values returned by `update`, by which attention finds their layer
 
 TAG = "_hf_offload_cache_tag"
 """The attribute of a tensor that holds its `Tag`. A tensor computed from a tagged one has none: then nothing is
@@ -161,7 +161,7 @@ class AttentionCall:
         if self.autocast is None:
             keys, values = self._in_type(keys, values)
             return self.function(self.module, self.query, keys, values, mask, *self.args, **self.kwargs)
-        with torch.autocast(self.query.device.type, self.autocast):  # which casts all of them
+        with torch.autocast(self.query.device.type, self.autocast):  # it casts all of them
             return self.function(self.module, self.query, keys, values, mask, *self.args, **self.kwargs)
 
     def attend(
@@ -206,7 +206,7 @@ class AttentionCall:
         return no_backward(output, self.query), None
 
 
-# Attention that a model looks up, led to ours: in the files of its classes, while caches are on it
+# Attention tables in the files of a model's classes, replaced while caches are on the model
 
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
 """The usual name of the table in the code of a model."""
@@ -349,6 +349,6 @@ def _attention(
     return _attend(tag, AttentionCall(own, module, query, key, value, attention_mask, args, kwargs, autocast))
 
 
-@untraced  # whatever a method does in its layer's `attend`, it is not traced
+@untraced  # a layer's `attend` is not traced
 def _attend(tag: Tag, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     return tag.layer.attend(call)

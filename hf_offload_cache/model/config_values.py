@@ -17,7 +17,7 @@ def config_value(config: Any, name: str) -> Any:
     """A field of a configuration; None if it is absent, or differs from layer to layer."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # what transformers raises for a field that has no one value
+    except RuntimeError:  # transformers raises it for a field with several values
         return None
 
 
@@ -60,4 +60,4 @@ def plain(value: Any) -> Any:
         return sorted((plain(part) for part in value), key=str)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    return f"{type(value).__module__}.{type(value).__qualname__}"  # its own text may hold an address
+    return f"{type(value).__module__}.{type(value).__qualname__}"  # its `repr` may contain an address

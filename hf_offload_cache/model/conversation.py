@@ -169,7 +169,7 @@ class ModelState:
             f"{self.name} keeps {key!r} (a {kind}) on itself from step to step, and no cache can follow it: {why}"
         )
 
-    # --- what cannot be followed -------------------------------------------------------------------------------
+    # --- state that cannot be followed ------------------------------------------------------------------------
 
     def contents(self) -> dict[str, tuple[Any, ...]]:
         """Objects in attributes that are not followed, each with its content."""
@@ -178,7 +178,7 @@ class ModelState:
             return found
         home = type(model).__module__
         followed = {slot.key for slot in self.slots}
-        walked: dict[int, tuple[Any, ...]] = {}  # every block has the configuration
+        walked: dict[int, tuple[Any, ...]] = {}  # every block refers to the configuration
         for path, module in model.named_modules():
             names = _mentioned(_class_of(module), home)
             for name, value in vars(module).items():
@@ -329,7 +329,7 @@ class Conversation:
 
 def _is_followed(value: Any) -> bool:
     if value is None or value is _ABSENT or isinstance(value, int | float):
-        return not isinstance(value, float) or value == value  # a nan is nothing that code leaves
+        return not isinstance(value, float) or value == value  # code leaves no nan
     return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
 
 
@@ -363,7 +363,7 @@ def _slots(model: PreTrainedModel) -> Iterator[_Slot]:
             value = own.get(name, buffer)
             if name not in by_length:
                 unlike = isinstance(value, bool) or not _is_followed(value)
-                default = inspect.getattr_static(cls, name, None)  # of a class: not a method or a property
+                default = inspect.getattr_static(cls, name, None)  # of the class: excludes methods and properties
                 if held or unlike or name in _OF_MODULES or not _is_followed(default):
                     continue
             begins = None if name in _none_at_first(cls) or buffer is None else _ABSENT
@@ -416,7 +416,7 @@ def _assignments(cls: type, home: str) -> tuple[tuple[str, bool], ...]:
     for name, code in _functions(cls, home):
         steps = list(dis.get_instructions(code)) if name != "__init__" else []
         for before, one in itertools.pairwise(steps):
-            if one.opname == "STORE_ATTR":  # the object is loaded last, by itself or with the value
+            if one.opname == "STORE_ATTR":  # the object is loaded last, alone or with the value
                 loaded = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
                 found.append((one.argval, before.opname.startswith("LOAD_FAST") and loaded == "self"))
     return tuple(found)

@@ -171,7 +171,7 @@ def _attention_fields(model: torch.nn.Module) -> dict[str, str]:
             if name.endswith("attention_scaling") and isinstance(value, int | float):
                 values.setdefault(f"rope.{name}", []).append(value)
         for name, buffer in module.named_buffers(recurse=False):
-            # Their values follow from the configuration, up to the last bit that differs between devices. Their type
+            # Their values follow from the configuration, except the last bit, which differs between devices. Their type
             # does not: a model that was cast has rounded angles.
             if name.endswith("inv_freq") and "original" not in name:
                 values.setdefault(f"rope.{name}", []).append(buffer.dtype)
@@ -198,8 +198,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
     padding."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        # JSON that begins with version, truncation and padding, of which calls leave their own behind in the last two.
-        # Cut, not parsed: vocabularies are of megabytes. A quote within the part before is escaped.
+        # The JSON begins with version, truncation and padding; calls change the last two.
+        # Cut, not parsed: vocabularies have megabytes. A quote in the first part is escaped.
         head, mark, rest = backend.to_str().partition(',"added_tokens":')
         return xxhash.xxh3_128((rest if mark else head).encode()).hexdigest()
     flags = {name: value for name, value in getattr(tokenizer, "init_kwargs", {}).items() if type(value) is bool}

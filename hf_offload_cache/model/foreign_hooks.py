@@ -94,7 +94,7 @@ def _foreign_on(module: torch.nn.Module) -> Any | None:
         if not _is_known(hook):
             return hook
     own = vars(module)
-    for name in ("forward", "_old_forward"):  # accelerate keeps what it has replaced
+    for name in ("forward", "_old_forward"):  # accelerate keeps the replaced one
         forward = own.get(name)
         if forward is not None and not _is_known(forward) and not _is_of_class(forward, module):
             return forward

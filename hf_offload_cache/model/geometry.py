@@ -107,7 +107,7 @@ class Geometry:
             full = is_offloaded(layer)
             if full and shape is not None:
                 offloaded.append(shape)
-            elif shape is not None and isinstance(layer, CacheLayerMixin):  # no dummy, which keeps nothing
+            elif shape is not None and isinstance(layer, CacheLayerMixin):  # a dummy keeps nothing
                 window = getattr(layer, "sliding_window", None)
                 entry = shape.num_key_heads * shape.key_dim
                 entry += 0 if keys is not None and keys is values else shape.num_value_heads * shape.value_dim
@@ -180,7 +180,7 @@ _TOKENS = 127, 255
 their sizes is an upper bound."""
 
 
-@functools.lru_cache(maxsize=8)  # half a second for each request of a server, else
+@functools.lru_cache(maxsize=8)  # otherwise each request of a server takes half a second
 def _probe(kind: _Kind) -> tuple[Any, tuple[list[Any], ...]]:
     """The `DynamicCache` of one token in a twin on the meta device, not to be changed. If layers store more than keys,
     values and linear states, also the layers after `_TOKENS` tokens."""

@@ -19,7 +19,7 @@ from ..errors import BudgetError
 from ..memory.account import MemoryAccount
 from .foreign_hooks import ForeignHooks
 
-# How a layer makes its query of the residual stream: found by trying what its modules offer
+# The recipe of a layer's query: found by trying its modules
 
 _FOUND = 0.999
 """Cosine similarity from which a recomputed tensor counts as the model's own (bf16 rounding stays above 0.9999)."""
@@ -74,7 +74,7 @@ def _scale_between(target: torch.Tensor, attempt: Callable[..., Any], *arguments
         with torch.no_grad():
             candidate = attempt(*arguments)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-        return None  # modules tried on what they were not made for may fail in any of these ways
+        return None  # modules may fail in these ways on unsuitable input
     if not isinstance(candidate, torch.Tensor) or candidate.shape != target.shape:
         return None
     a, b = candidate.float().flatten(), target.float().flatten()
@@ -148,7 +148,7 @@ def _query_norm(attention: torch.nn.Module) -> Any:
     return getattr(attention, "q_norm", None) or getattr(attention, "q_layernorm", None)
 
 
-# Kinds of a model's rotary embeddings, and the dependence of their frequencies
+# Rotary embeddings whose frequencies depend on the length
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds whose frequencies depend on the last position of a forward; transformers finds the first in longer names."""
@@ -266,7 +266,7 @@ class LookAhead:
         self.sights: dict[int, Sight] = {}
         self._account = account
         self._held = 0
-        self._normed: tuple[int, torch.Tensor] | None = None  # of the layer under way, until its query is known
+        self._normed: tuple[int, torch.Tensor] | None = None  # of the current layer, until its query is known
 
     @staticmethod
     def planned(num_blocks: int, hidden_size: int, itemsize: int, batch: int) -> dict[str, int]:
@@ -277,7 +277,7 @@ class LookAhead:
         """Before a block, with the stream (B, q, hidden)."""
         sight = self.sights.setdefault(layer_idx, Sight())
         self._drop_normed()
-        self._release(sight.residual)  # of a step that did not end
+        self._release(sight.residual)  # left by a step that did not end
         sight.residual = None
         sight.residual = self._copy(hidden)
         if sight.block is None:
@@ -305,7 +305,7 @@ class LookAhead:
         attention = sight.attention()
         if block is not None and ForeignHooks([block]).find() is not None:
             self._drop_normed()
-            return  # what is tried would be seen
+            return  # they would see the attempts
         sight.learned = True
         normed = self._normed[1] if self._normed is not None and self._normed[0] == layer_idx else None
         if block is not None and attention is not None and sight.residual is not None and normed is not None:
@@ -334,7 +334,7 @@ class LookAhead:
             return None
         hidden, before = previous.residual, None if previous.block is None else previous.block()
         adds = None
-        if before is not None and hasattr(before, "post_feedforward_layernorm"):  # it norms what it adds
+        if before is not None and hasattr(before, "post_feedforward_layernorm"):  # it normalises its addition
             adds = before.get_submodule("post_attention_layernorm")
         if sight.watchers is None:
             called = sight.recipe.modules(block, attention)

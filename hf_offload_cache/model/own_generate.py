@@ -136,7 +136,7 @@ def generate_with(
     try:
         found = method(*args, **{**kwargs, **changed})
     except BaseException:
-        cache.fail_step()  # what was prepared for a step that does not run
+        cache.fail_step()  # forget the preparation of a step that does not run
         raise
     theirs = getattr(found, "past_key_values", None)
     if theirs is not None and unwrapped(theirs) is not cache:
@@ -181,7 +181,7 @@ def _through(
     named = kwargs.get("past_key_values") is not None or asked.by_caller("cache_implementation") is not None
     before, within.now = within.now, True
     try:
-        # what an assistant returns goes on in its next call
+        # an assistant's result continues in its next call
         if make is None or named or asked.by_caller("use_cache") is False or asked("is_assistant"):
             return method(*args, **kwargs)
         with make(_request(model, args, kwargs, asked)) as cache:
@@ -200,15 +200,15 @@ def _request(
 ) -> Request:
     given = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
     shapes = [one.shape[:2] for one in given if isinstance(one, torch.Tensor) and one.ndim > 1]
-    if not shapes:  # as `generate` counts, which begins each row with a token then
+    if not shapes:  # `generate` then begins each row with one token
         others = [one for one in kwargs.values() if isinstance(one, torch.Tensor) and one.ndim > 1]
         shapes = [torch.Size((len(others[0]) if others else 1, 1))]
     rows, prompt = (max(sizes) for sizes in zip(*shapes, strict=True))
-    if (each := rows_of_ids(model)) > 1:  # such a model's two halves of guidance are sequences of one forward
+    if (each := rows_of_ids(model)) > 1:  # both halves of its guidance are sequences of one forward
         rows = max(1, rows // each) * (2 if (asked("guidance_scale") or 1) > 1 else 1)
     rows *= max(asked("num_beams") or 1, asked("num_return_sequences") or 1)
     new, most = asked("max_new_tokens"), asked("max_length")
-    end = prompt + new if new is not None else max(prompt + 20, most or 0)  # 20: where transformers is told nothing
+    end = prompt + new if new is not None else max(prompt + 20, most or 0)  # 20 is the default of transformers
     looked_up = asked("prompt_lookup_num_tokens") or 0
     assisted = kwargs.get("assistant_model") is not None or asked("assistant_early_exit") is not None
     ahead = max(looked_up, (asked("num_assistant_tokens") or 20) if assisted or looked_up else 0)

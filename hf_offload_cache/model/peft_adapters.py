@@ -11,13 +11,13 @@ import xxhash
 from .config_values import flat, text
 from .weights import sampled_digest
 
-# Fields of an adapter's configuration that say where it comes from, or how it was made.
+# Fields of an adapter's configuration that describe its source or its training.
 _SOURCE = ("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "inference_mode")
 _MAKING = ("task_type", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
 _IGNORED = frozenset((*_SOURCE, *_MAKING, "runtime_config"))
 
 
-# Those that are put into a cache which PEFT makes, in the place of the one that a caller gave.
+# Adapters that PEFT puts into a cache of its own, instead of the caller's.
 _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
 
 
@@ -72,7 +72,7 @@ def _adapted(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every layer that PEFT added, with its settings."""
     for path, module in model.named_modules():
         disabled = getattr(module, "disable_adapters", None)
-        if not isinstance(disabled, bool):  # a model of transformers has a method of that name
+        if not isinstance(disabled, bool):  # in a transformers model it is a method
             continue
         active = getattr(module, "active_adapters", None) or getattr(module, "active_adapter", None) or []
         scaling = getattr(module, "scaling", None)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Where in a model its decoder blocks are, whatever the architecture
+# Decoder blocks of any architecture
 
 def decoder_blocks(model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Module, torch.nn.Module]]:
     """Layer index, block and its self-attention: a module with a `layer_idx`, named for attention, within the block."""
@@ -79,7 +79,7 @@ def checkpointing_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     ]
 
 
-# The transformers model under the wrappers that a user may hand over
+# Models under a user's wrappers
 
 def is_model(module: Any) -> TypeGuard[PreTrainedModel]:
     """Whether `module` is a PreTrainedModel. Planning does not import this, because it takes seconds."""
@@ -98,7 +98,7 @@ def inner_model(model: Any) -> PreTrainedModel:
     return inner
 
 
-# Whether a forward is one of the model that a cache was made for
+# The model of a cache
 
 class OwnModel:
     """The model of a cache, held weakly, with the models that are parts of it (a text model in a larger one)."""
@@ -149,7 +149,7 @@ def model_text(model: Any) -> str:
     return f"{type(model).__name__} {path!r}" if path else f"{type(model).__name__} (at {id(model):#x})"
 
 
-# Which transformers this library was tested with, and a warning under a newer one
+# The tested version of transformers, and a warning about newer ones
 
 TESTED = "5.23"
 """The newest version that the tests ran with; setup.cfg has it next to the range that installs."""
@@ -165,7 +165,7 @@ def untested() -> str | None:
     return _message(transformers.__version__)
 
 
-@functools.cache  # what was said in this process: a user with many caches reads it once
+@functools.cache  # once per process, however many caches a user has
 def _warn(version: str) -> None:
     if (message := _message(version)) is not None:
         warnings.warn(message, UserWarning, stacklevel=5)
@@ -230,7 +230,7 @@ def unoffloaded(model: Any) -> str | None:
     growing = [
         one
         for one in layers
-        if isinstance(one, CacheLayerMixin)  # and no window alone, whose size is bounded
+        if isinstance(one, CacheLayerMixin)  # a window's size is bounded
         and not (getattr(one, "is_sliding", False) and type(one).__module__ == "transformers.cache_utils")
     ]
     kept = [one for one in growing if not is_offloaded(one)]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# transformers' own cache: what an exact cache is compared with, and whose layers stay where nothing is offloaded
+# transformers' own cache: the reference of exact caches, and the source of layers that are not offloaded
 
 def dynamic_cache(model: Any) -> DynamicCache:
     """transformers' own cache, new, for `model`."""
@@ -65,7 +65,7 @@ def plain_caches(told: Callable[[PreTrainedModel, str], None], within: InRequest
     from transformers import Cache, GenerationMixin
 
     def tell(model: PreTrainedModel, why: str) -> None:
-        before, within.now = within.now, True  # whoever is told may make a cache to look at
+        before, within.now = within.now, True  # `told` may create a cache
         try:
             told(model, why)
         finally:
@@ -82,7 +82,7 @@ def plain_caches(told: Callable[[PreTrainedModel, str], None], within: InRequest
     def wrap_init(plain: Callable[..., Any]) -> Callable[..., Any]:
         def init(cache: Any, *args: Any, **kwargs: Any) -> None:
             plain(cache, *args, **kwargs)
-            if not torch.compiler.is_compiling():  # nobody sees what is compiled: it runs without this line again
+            if not torch.compiler.is_compiling():  # compiled code is not seen, and runs without this line
                 look(cache)
 
         return init

@@ -15,7 +15,7 @@ from ..report.trace import NO_TIMELINE, Timeline
 from .attention_call import untraced
 from .place import decoder_blocks
 
-# The verbs that the seams in a model call on the cache that a forward was given
+# The methods that hooks call on a forward's cache
 
 class Attachable(Protocol):
     """The methods that hooks call on a cache; all on the thread that runs the model. An object with these methods is a
@@ -112,10 +112,10 @@ class Seam:
 
     @untraced
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: Any = None, output: Any = None) -> Any:
-        if type(kwargs) is not dict:  # another thread puts it on or takes it off now: no cache there waits for it
+        if type(kwargs) is not dict:  # another thread is attaching or removing it: no cache there waits for it
             return None
         cache: Any = kwargs.get("past_key_values")
-        if not hasattr(type(cache), "prepare_step"):  # as `is_attachable`, without a call
+        if not hasattr(type(cache), "prepare_step"):  # `is_attachable`, without a call
             cache = cache_among(args, kwargs)
             if cache is None:
                 if self.turn_to_others is not None:
@@ -177,7 +177,7 @@ def hook_model(model: torch.nn.Module, hooks: Hooks, turn_to_others: Callable[[]
     """Hook `model` for the methods of steps; each hook is added to `hooks` once it is on. `turn_to_others` is called
     before a forward without a cache of this library."""
     _hook("begin_step", -1, model.register_forward_pre_hook, hooks, turn_to_others)
-    # others see what the caller will; it is told of a forward that raised, too
+    # other hooks see the caller's output; called for a forward that raised, too
     first = functools.partial(model.register_forward_hook, prepend=True, always_call=True)
     _hook("end_step", -1, first, hooks)
 

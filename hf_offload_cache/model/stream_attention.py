@@ -9,7 +9,7 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 
 from .masks import additive_mask, mask_at
 
-# Attention over one block of keys and values, with the log-sum-exp that merges it with others
+# Attention over one block of keys and values
 
 _QUERY_BLOCK = 512
 """Queries that the reference computes at a time: limits its scores to a few MiB."""
@@ -47,7 +47,7 @@ def attend_block(
         fused = _fused(query, every_key, every_value, bias, causal, scaling)
         if fused is not None:
             output, log_sum = fused
-            if bias is not None:  # kernels leave the log-sum of a row that sees nothing undefined
+            if bias is not None:  # kernels leave the log-sum undefined if a row sees nothing
                 log_sum = log_sum.masked_fill(bias.amax(-1) == float("-inf"), float("-inf"))
                 output = output.masked_fill((log_sum == float("-inf")).unsqueeze(-1), 0.0)
             return output.float(), log_sum
@@ -86,13 +86,13 @@ def _flash(
 def _efficient(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
 ) -> Attended:
-    if bias is not None:  # each of its rows has to begin at a multiple of 16 bytes
+    if bias is not None:  # each of its rows must begin at a multiple of 16 bytes
         length = keys.shape[2]
         bias = torch.nn.functional.pad(bias.to(query.dtype), (0, -length % 16))[..., :length]
         bias = bias.expand(*query.shape[:3], length)
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
     output, log_sum, *_ = kernel(query, keys, values, bias, True, 0.0, causal, scale=scale)
-    return output, log_sum[..., : query.shape[2]]  # it comes in multiples of 32 queries
+    return output, log_sum[..., : query.shape[2]]  # it has a multiple of 32 queries
 
 
 def attend_block_reference(
@@ -168,11 +168,11 @@ def stream_attention(
         part, part_log_sum = attend_block(
             query, keys, values, part_mask, causal=causal, scaling=scaling, softcap=softcap
         )
-        part_log_sum = part_log_sum.float()  # of a query in float64 the kernel's is too
+        part_log_sum = part_log_sum.float()  # the kernel returns float64 for a float64 query
         if total is None:
             total, log_sum = part.float(), part_log_sum
             return
-        share = torch.sigmoid(part_log_sum - log_sum).nan_to_num_(0.0)  # of what both have seen; nan: nothing
+        share = torch.sigmoid(part_log_sum - log_sum).nan_to_num_(0.0)  # the part's weight; nan: neither sees anything
         total.lerp_(part.float(), share.unsqueeze(-1))
         log_sum = torch.logaddexp(log_sum, part_log_sum)
 

@@ -116,7 +116,7 @@ def weights(model: torch.nn.Module) -> Iterator[Weight]:
     """
     found: list[Weight] = []
     for path, module in model.named_modules():
-        prefix = f"{path}.".replace("_orig_mod.", "").removeprefix(".")  # a part that torch.compile wrapped
+        prefix = f"{path}.".replace("_orig_mod.", "").removeprefix(".")  # of a part wrapped by torch.compile
         for name, tensor in _own(module):
             state = getattr(tensor, "quant_state", None)
             if tensor.device.type == "meta":

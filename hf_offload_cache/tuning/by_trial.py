@@ -21,7 +21,7 @@ from .sample import Progress, rows_for, sample_sizes
 from .task import Task
 from .tuned import Tuned
 
-# How far what a model says with one cache is from what it says with another: what tuning and benchmarks measure
+# Distances between the outputs of two caches, for tuning and benchmarks
 
 def divergence(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """KL(reference || logits) in nats, of each step: logits (..., V), or logarithms of probabilities, to (...)."""
@@ -46,7 +46,7 @@ def perplexity_over(reference: torch.Tensor, logits: torch.Tensor, ids: torch.Te
     return float((losses[0] - losses[1]).exp())
 
 
-# One text, what an exact cache says behind it, and how near and how fast another cache comes to that
+# Fidelity and speed of a cache on one text
 
 LEAD, RECITED = 8, 16
 """Tokens of a recital: of its beginning, which tells where it is from, and of what can be known from there."""

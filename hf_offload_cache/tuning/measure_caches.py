@@ -32,7 +32,7 @@ from .sample import Progress, sample_ids, windows
 from .task import machine_of
 from .which_cache import compare_plans, identity_of, written
 
-# Several caches decode one text, open at once and in turns: a machine that gets slower gets slower for all of them
+# Several caches decode one text in turns, so that a slower phase of the machine affects all of them
 
 TURN = 8
 """Steps of one cache before it is the next one's turn."""

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..model.config_values import config_value
 from ..report.progress import Progress as Bar
 
-# The progress bar of tuning: what is being measured, and about how long it will take yet
+# Progress
 
 class Progress:
     """The progress of parts whose shares of the whole add up to 1, and the clock that they share."""
@@ -53,7 +53,7 @@ class Progress:
         return self._deadline - time.perf_counter()
 
 
-# Text to measure on: the user's, or Python's own help texts, which are there wherever Python is
+# Sample text: the user's, or Python's help texts, which every Python has
 
 def bundled_prose() -> list[str]:
     """Paragraphs of prose from Python's help topics, in the order of their names, each once: the same for the same

@@ -18,7 +18,7 @@ from .by_trial import tune_by_trial
 from .task import Task, refuse
 from .tuned import Tuned
 
-# What can be tuned: which caches, and with which fields given
+# The caches and fields that can be tuned
 
 _NO_PART = ("memory", "max_context", "max_batch", "exact", "trace")
 """Fields that have no part in tuning."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..memory.plan import MemoryPlan
 
 
-# What each cache of the registry would hold in the same memory, side by side
+# Plans of all caches for the same memory
 
 WIDER = {"disk-swap": (800, 1600), "cluster": (800,)}
 """Tokens that a step may attend to instead of the default's: closer to `DynamicCache`, and slower."""
@@ -123,7 +123,7 @@ def _planned(
     return ComparedPlan(name, plan, config, None, tuple(notes), attended, read, num_selected, tuple(lost))
 
 
-# Which model a table of `measure_caches` is of, and whether that is another one
+# The model and the fields of a table of measurements
 
 Identity = dict[str, str]
 """Named values; "name" is for people, others are equal for equal models."""
@@ -336,7 +336,7 @@ def _side_by_side(cells: list[Cell], names: list[str], memory: float, context: i
 
     def distance(point: tuple[str, int]) -> tuple[float, float, float]:
         apart = abs(math.log(Fraction(point[0]) / memory)), abs(math.log(point[1] / context))
-        classes = {cell["cache"] for cell in found[point].values()}  # one cache's several are no reason to go far
+        classes = {cell["cache"] for cell in found[point].values()}  # several entries of one cache count once
         return -len(classes), round(apart[0], 2), apart[1]
 
     return found[min(found, key=distance)] if found else {}

@@ -59,7 +59,7 @@ def tune_by_solver(
     delta = max(1, settings.num_selected // 4) if delta is None else delta
     limits = Limits(settings.num_selected, settings.num_sinks, sizes, sigma_max, alpha, delta)
     kind = {**fields, "summary_dtype": settings.summaries}
-    _rest(measured, geometry, task.budget, max_context, max_batch, limits, kind)  # before minutes of work
+    _rest(measured, geometry, task.budget, max_context, max_batch, limits, kind)  # fails early, before minutes of work
     capacities = sorted({0, *range(0, 4 * settings.num_selected + 1, max(limits.delta, 1))})
     context, steps = sample_sizes(inner, settings.num_selected, max_context, 16 if quick else 48)
     wanted = task.samples or (3 if quick else 20)
@@ -183,7 +183,7 @@ def _row(solution: Solution, rest: dict[str, Any], size_field: str) -> dict[str,
     fields = {**rest, "group_size": found["group_size"], "reuse_capacity": found["reuse_capacity"]}
     fields[size_field] = found["size"]
     if size_field == "rank":
-        fields["adapter"] = None  # its place is known when it is saved
+        fields["adapter"] = None  # `Tuned.save` knows its file name
     kept = {name: value for name, value in found.items() if name not in decided}
     return {
         "batch": kept.pop("batch"),
@@ -193,7 +193,7 @@ def _row(solution: Solution, rest: dict[str, Any], size_field: str) -> dict[str,
     }
 
 
-# What is tried
+# Candidates
 
 def coarse(values: list[int], count: int) -> list[int]:
     """At most `count` of ascending `values`, evenly spread, the first and the last among them."""

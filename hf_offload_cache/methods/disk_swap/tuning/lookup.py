@@ -199,7 +199,7 @@ def replay(selections: Selections, capacity: int, group_size: int, num_sinks: in
     return resident / selected if selected else 0.0
 
 
-# How much of the attention mass the groups hold that coded compact keys choose, by the bytes of a code
+# The attention mass kept by coded compact keys
 
 _QUERIES, _SPACING = 4, 4
 """So many of the latest queries are asked, every fourth."""

@@ -103,7 +103,7 @@ def _scratch(prefetcher: Prefetcher, engine: str, path: Path, record_bytes: int,
         content = generator.integers(0, 256, (max(1, _PIECE_BYTES // record_bytes), record_bytes), dtype=np.uint8)
         for start in range(0, len(ids), len(content)):
             part = ids[start : start + len(content)]
-            records = aligned_empty(len(part), record_bytes)  # the prefetcher takes what it is given over
+            records = aligned_empty(len(part), record_bytes)  # the prefetcher takes it over
             records.numpy()[:] = content[: len(part)]
             prefetcher.write(store, part, records)
         prefetcher.flush(store)
@@ -155,7 +155,7 @@ def measure_model(
     contexts = _that_fit(contexts, batches[-1], form)
     middle = min(capacities, key=lambda capacity: abs(capacity - settings.num_selected))
     plan = [(b, s, r, middle) for b in batches for s in contexts for r in sizes]
-    # small differences are taken between neighbours in time: other work on the machine comes and goes
+    # small differences are measured one after the other, because other work on the machine varies
     plan += [(b, contexts[0], sizes[0], c) for b in batches for c in capacities]
     weights = [batch * context for batch, context, _, _ in plan]
     found: list[float] = []
@@ -182,7 +182,7 @@ def measure_model(
 def _that_fit(contexts: list[int], batch: int, form: RecordFormat) -> list[int]:
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # a platform that does not say
+    except (AttributeError, OSError, ValueError):  # the platform does not tell
         free = 4 << 30
     return [context for context in contexts if 2 * batch * context * form.entry_bytes <= free // 8] or contexts[:1]
 
@@ -224,7 +224,7 @@ def _block_time(
     start = time.perf_counter()
     with warnings.catch_warnings(), cache_class(twin, config=settings) as cache:
         warnings.simplefilter("ignore", UserWarning)
-        cache.weighs = False  # two blocks have less than the areas that the model's blocks share
+        cache.weighs = False  # two blocks hold less than the areas shared by all blocks
         for layer in cache.offloaded:
             keys, values = random_keys_and_values(form, context, device, layer.layer_idx)
             fill(layer, modules[layer.layer_idx], keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1))
