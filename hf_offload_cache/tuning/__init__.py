@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .sample import bundled_text as bundled_text
     from .sample import sample_ids as sample_ids
     from .sample import windows as windows
-    from .tuned import Tuned as Tuned
+    from .task import Tuned as Tuned
     from .which_cache import ComparedPlan as ComparedPlan
     from .which_cache import compare_plans as compare_plans
     from .which_cache import identity_of as identity_of
@@ -35,7 +35,7 @@ _HOME = {
     "RECITED": "by_trial",
     "TURN": "measure_caches",
     "Trial": "by_trial",
-    "Tuned": "tuned",
+    "Tuned": "task",
     "bundled_prose": "sample",
     "bundled_text": "sample",
     "compare_plans": "which_cache",

@@ -1,4 +1,4 @@
-"""Contexts put into a cache without a prefill: keys and values that are known already, or made up."""
+"""Puts known or random keys and values into a cache, without a prefill."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def fill(
     values: torch.Tensor,
     queries: torch.Tensor | None = None,
 ) -> None:
-    """Put keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) into an empty layer; `module` is its attention, `queries`
-    (B, H, n, Dk) are the latest of those that came with them, None: not known.
+    """Put keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) into an empty layer; `module` is its attention, `queries` (B,
+    H, n, Dk) are the latest queries of these tokens, None: unknown.
 
-    The way of a prefill in one piece, with an attention function that computes nothing: the layer is "tagged" then, its
-    groups are sealed and written, and its summary is made. Both tensors are copied. Nothing is told to the look-ahead.
+    Works like a prefill in one piece, with an attention function that computes nothing: the layer is then "tagged", its
+    groups are sealed and written, and its summary exists. Both tensors are copied. The look-ahead sees nothing.
     """
     config = getattr(module, "config", None)
     heads = config_value(config, "num_attention_heads") if config is not None else None
@@ -48,7 +48,7 @@ _LATEST = 512
 
 
 class _ObservedLayer(OffloadLayer):
-    """Remembers the latest queries of the last call of several."""
+    """Remembers the latest queries of the last call with several."""
 
     seen: torch.Tensor | None = None
     scaling = 1.0
@@ -67,10 +67,10 @@ class ObservedCache(OffloadCache):
 
 
 def observed(layer: OffloadLayer) -> torch.Tensor | None:
-    """The latest queries (B, H, n, D) that a layer of an `ObservedCache` was asked; None: attention is not ours."""
+    """The latest queries (B, H, n, D) of a layer of an `ObservedCache`; None: its attention is not ours."""
     return layer.seen if isinstance(layer, _ObservedLayer) else None
 
 
 def scaling_of(layer: OffloadLayer) -> float:
-    """What a layer of an `ObservedCache` was seen to multiply scores with."""
+    """The scaling of scores that a layer of an `ObservedCache` saw."""
     return layer.scaling if isinstance(layer, _ObservedLayer) else 1.0

@@ -1,4 +1,4 @@
-"""The grids that tuning measures and solves on."""
+"""Sample texts, the rows that are tuned, and tuning's progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..report.progress import Progress as Bar
 # Progress
 
 class Progress:
-    """The progress of parts whose shares of the whole add up to 1, and the clock that they share."""
+    """Progress of parts whose shares add up to 1, and their clock."""
 
     def __init__(self, seconds: float, shown: bool = True) -> None:
         self._bar = Bar("tuning", total=1.0, shown=shown)
@@ -33,23 +33,23 @@ class Progress:
         self._bar.close()
 
     def begin(self, name: str, share: float) -> None:
-        """The next part begins, which may take `share` of the time; `name` says what is measured."""
+        """Begin the next part, which may take `share` of the time; `name` says what is measured."""
         self._before += self._share
         self._name, self._share = name, share
         self._deadline = time.perf_counter() + share * self._seconds
         self.done(0.0, "")
 
     def done(self, fraction: float, detail: str) -> None:
-        """So much of the part is done, from 0 to 1, and `detail` is being measured."""
+        """Report this fraction of the part, from 0 to 1, and the `detail` being measured."""
         self._bar.update(self._before + fraction * self._share, name=f"{self._name}{detail}")
 
     def within(self, index: int, count: int) -> Callable[[float, str], None]:
-        """As `done`, of one of `count` samples."""
+        """Like `done`, for one of `count` samples."""
         return lambda fraction, detail: self.done((index + fraction) / count, f"{index + 1} of {count}, {detail}")
 
     @property
     def seconds_left(self) -> float:
-        """Of the part; negative when it took more than its share."""
+        """Seconds left for the part; negative if it took more than its share."""
         return self._deadline - time.perf_counter()
 
 
@@ -59,7 +59,7 @@ def bundled_prose() -> list[str]:
     """Paragraphs of prose from Python's help topics, in the order of their names, each once: the same for the same
     version of Python.
 
-    Grammars, code and tables are left out: a small model goes on with them instead of answering.
+    Without grammars, code and tables, which a small model continues instead of answering.
     """
     from pydoc_data import topics
 
@@ -97,10 +97,10 @@ def text_ids(text: Any, tokenizer: Any) -> torch.Tensor:
 
 
 def windows(documents: list[torch.Tensor], count: int, least: int, most: int) -> list[torch.Tensor]:
-    """`count` stretches of ids, `most` tokens long, or as long as the longest document where that is shorter.
+    """`count` stretches of ids, `most` tokens long, or as long as the longest document if that is shorter.
 
-    They begin at even distances over all documents that are long enough, and overlap where there is little text; none
-    crosses from one document to another. Raises `ConfigError` where no document has `least` tokens.
+    They begin at even distances over all documents that are long enough, overlap if there is little text, and never
+    cross from one document to another. Raises `ConfigError` if no document has `least` tokens.
     """
     longest = max((len(document) for document in documents), default=0)
     if longest < least:
@@ -117,13 +117,13 @@ LEAST_CONTEXT = 4096
 """S_min: tokens of the shortest context that is profiled and solved for."""
 _CONTEXT_STEP = 2048
 _MOST_CONTEXTS = 32
-"""Rows a batch size; the step between contexts grows, in multiples of itself, until there are no more."""
+"""Rows per batch size; the step between contexts grows in multiples of itself to stay within."""
 _MOST_BATCHES = 16
 
 
 def rows_for(max_batch: int, max_context: int) -> tuple[list[int], list[int]]:
-    """The batch sizes and contexts that are solved for: steps of 1, and of 2K from 4K (appendix A.3), or wider ones
-    where those would be too many; the largest are always among them."""
+    """Batch sizes and contexts to tune: steps of 1, and of 2K from 4K (appendix A.3), or wider ones if those would be
+    too many; the largest are always included."""
     stride = -(-max_batch // _MOST_BATCHES)
     batches = sorted({1, *range(stride, max_batch + 1, stride), max_batch})
     if max_context <= LEAST_CONTEXT:
@@ -134,7 +134,7 @@ def rows_for(max_batch: int, max_context: int) -> tuple[list[int], list[int]]:
 
 
 def sample_sizes(model: Any, selected: int, max_context: int, steps: int) -> tuple[int, int]:
-    """Tokens of a sample's context of which so many are `selected`, and `steps` that are decoded behind it."""
+    """Tokens of a sample's context for a cache that selects `selected`, and `steps` decoded after it."""
     context = min(4096, max(max_context, 4 * selected))
     positions = config_value(model.config.get_text_config(decoder=True), "max_position_embeddings")
     return (min(context, positions - steps) if isinstance(positions, int) else context), steps

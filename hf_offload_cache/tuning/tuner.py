@@ -1,4 +1,4 @@
-"""`tune`: measures, decides, and hands back a `Tuned`."""
+"""`tune`: measures, decides, and returns a `Tuned`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from ..model.geometry import Geometry
 from ..model.place import inner_model
 from ..registry import cache_class
 from .by_trial import tune_by_trial
-from .task import Task, refuse
-from .tuned import Tuned
+from .task import Task, Tuned, refuse
 
 # The caches and fields that can be tuned
 
 _NO_PART = ("memory", "max_context", "max_batch", "exact", "trace")
-"""Fields that have no part in tuning."""
+"""Fields without a part in tuning."""
 
 
 def tunable(cache: str | type[Any]) -> type[SelectiveCache]:
-    """The class of that name. Raises `ConfigError` where there is nothing that tuning could measure."""
+    """The class of that name. Raises `ConfigError` if tuning could measure nothing."""
     found = cache_class(cache) if isinstance(cache, str) else cache
     if not issubclass(found, SelectiveCache) or not (found.solver or found.to_try({})):
         raise ConfigError(
@@ -75,33 +74,33 @@ def tune(
     """Fields of a cache for each batch size and context, chosen for this model, machine and disk.
 
     `tune(model, tokenizer, memory="1/13", max_context=32768, max_batch=8).save("config.json")`, and later
-    `DiskSwapCache(model, config="config.json")`. Nothing is written but an unnamed scratch file, which is gone on
-    return and after an interruption.
+    `DiskSwapCache(model, config="config.json")`. Writes only an unnamed scratch file, which is gone on return and after
+    an interruption.
 
     Args:
         model: a decoder `PreTrainedModel` whose layers all have full attention.
         tokenizer: the model's; needed unless `texts` are token ids.
-        cache: a registered name, "module:Class", or the class. `DiskSwapCache`, or one that inherits from it, is tuned
-            by KVSwap's solver, from tables and profiles; one that names what `to_try` by trying that.
+        cache: a registered name, "module:Class", or the class. KVSwap's solver tunes `DiskSwapCache` and its
+            subclasses, from tables and profiles; a class with `to_try` is tuned by trial.
         memory: for `max_batch` sequences: bytes, "300MiB", or a fraction of the full KV of `max_context` x `max_batch`
             such as "1/13". Each row gets its share for each of its sequences.
-        max_context: the largest to tune for, tokens a sequence.
+        max_context: the largest to tune for, tokens per sequence.
         max_batch: the largest to tune for, sequences.
-        texts: what to measure on: a string, or strings, or token ids; None: Python's help texts.
+        texts: texts to measure on: a string, or strings, or token ids; None: Python's help texts.
         path: folder on the disk to tune for; None: the temporary folder.
         quick: under 3 minutes for a small model on two cores, instead of under 30: fewer samples, a coarser grid.
-        samples: stretches of text, 20 by default (quick: 3). Fewer are read when the time does not suffice; at least
-            two by the solver, if there may be as many, and one by trying.
-        alpha: of the solver alone, as the next two: share of the reads that need not be hidden.
-        delta: by how many tokens the reuse buffer grows when reads are not hidden; None: a quarter of `num_selected`.
-        sigma_max: the largest compression of keys that is tried.
-        max_group_size: of the solver alone, G_max, tokens.
-        time_limit: seconds to aim at in all, instead of the above.
+        samples: stretches of text, 20 by default (quick: 3). Fewer are read if time runs out; at least two by the
+            solver, if that many are allowed, and one by trial.
+        alpha: for the solver only, like the next two: share of the reads that need not be hidden.
+        delta: tokens by which the reuse buffer grows if reads are not hidden; None: a quarter of `num_selected`.
+        sigma_max: the largest compression of keys to try.
+        max_group_size: for the solver only, G_max, tokens.
+        time_limit: target duration in seconds, instead of the above.
         progress: show a bar on stderr; in a notebook a widget, without a terminal one line at the end.
-        **fields: fields of the configuration that every row is to have, such as `num_selected` or `engine`.
+        **fields: fields of the configuration for every row, such as `num_selected` or `engine`.
 
-    Raises `ConfigError`, `UnsupportedModelError`, `StoreError`, and `BudgetError` where the memory does not do for
-    the largest context and batch.
+    Raises `ConfigError`, `UnsupportedModelError`, `StoreError`, and `BudgetError` if the memory is too small for the
+    largest context and batch.
     """
     measured = tunable(cache)
     settings = settings_of(measured, fields)

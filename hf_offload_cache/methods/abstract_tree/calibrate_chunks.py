@@ -21,16 +21,16 @@ from .predictor import bounds, front, likely, standing
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """What `calibrate_chunks` measured, of each offloaded layer. Prints as a table."""
+    """Measurements of `calibrate_chunks` for each offloaded layer. Prints as a table."""
 
     tokens: int
-    """Tokens a text, as a mean."""
+    """Mean tokens per text."""
     density: tuple[float, ...]
     """Share of the tokens that a step attends to."""
     left_open: tuple[dict[int, float], ...]
-    """By tokens a chunk: share of the chunks that bounds leave open."""
+    """By tokens per chunk: share of the chunks that bounds leave open."""
     opened: tuple[dict[int, float], ...]
-    """By tokens a chunk: share of the chunks that are opened, which are no more than a step has room to bring."""
+    """By tokens per chunk: share of the chunks that are opened, at most as many as a step has room to read."""
     sizes: tuple[int, ...]
     """The best sizes, for `chunk_size`."""
 
@@ -52,21 +52,21 @@ class ChunkSizes:
 def calibrate_chunks(
     model: Any, texts: Iterable[Any], tokenizer: Any = None, least: int = 16, **fields: Any
 ) -> ChunkSizes:
-    """For each offloaded layer of an `AbstractTreeCache` the chunk size by which the least is judged: pass its `sizes`
+    """For each offloaded layer of an `AbstractTreeCache`, the chunk size with the fewest evaluations: pass its `sizes`
     as `chunk_size`.
 
-    The last query of each text is held against the keys of all that is before it, in chunks of every size. Bounds leave
-    open what could hold one of the tokens that are wanted. What a step opens is as many of the chunks as it has room to
-    bring, ranked as it ranks them, but for those of which it is sure.
+    The last query of each text is compared with the keys before it, in chunks of every size. Bounds leave open the
+    chunks that could hold a wanted token. A step opens as many chunks as it has room to read, in the order of its
+    ranking, except those of which it is sure.
 
     Args:
         model: a PreTrainedModel; runs forward on its own device, one text at a time.
         texts: token ids (T,) or (B, T) as tensors, or strings (then `tokenizer` is needed). As long as the contexts
             that the sizes are for.
-        least: the smallest size that is wanted, for what a read of the disk is worth: a power of two from 8 to 64.
+        least: the smallest size that a read of the disk is worth: a power of two from 8 to 64.
         **fields: further fields of that cache, e.g. num_selected, num_opened, dense_layers.
 
-    Raises `ValueError` where no text is long enough to choose from. Nothing is written.
+    Raises `ValueError` if no text is long enough to choose from. Writes nothing.
     """
     if least not in SIZES:
         raise ValueError(f"least must be one of {', '.join(map(str, SIZES))}, got {least!r}: use 16")
@@ -102,7 +102,7 @@ def _keep_last(queries: dict[int, torch.Tensor], layer_idx: int, states: torch.T
 
 
 def _shares(layer: AbstractTreeLayer, states: torch.Tensor, sizes: list[int]) -> tuple[list[float], list[float]]:
-    """By size, the shares of the chunks that bounds leave open to a query (B, H, D), and of those that are opened."""
+    """By size, the share of the chunks that bounds leave open to a query (B, H, D), and of those that are opened."""
     keys = layer.rows.fold(layer.whole()[0])
     length = keys.shape[2] // sizes[0] * sizes[0]
     keys = keys[:, :, :length]

@@ -1,5 +1,4 @@
-"""Rows by the paper's solver, of tables and profiles that are measured here (KVSwap, section 3.5, figure 4a, and
-appendix A)."""
+"""Tunes by the paper's solver, from tables and profiles measured here (KVSwap, section 3.5, figure 4a, appendix A)."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from ....model.geometry import Geometry
 from ....stores.base import DEVICE_BLOCK
 from ....stores.engines import choose_engine
 from ....tuning.sample import Progress, rows_for, sample_sizes
-from ....tuning.task import Task, refuse
-from ....tuning.tuned import Tuned
+from ....tuning.task import Task, Tuned, refuse
 from ..adapter import Adapter
 from ..cache import DiskSwapCache
 from ..compact_keys import default_rank
@@ -29,10 +27,8 @@ from .solve import CompressionTable, IoProfile, Limits, ModelProfile, ReuseTable
 _READING, _DISK, _MODEL = 0.5, 0.15, 0.34
 """Shares of the time."""
 _ENOUGH, _LEAST = 0.998, 0.99
-"""Shares of the attention mass that the largest codes keep: more bytes than keep the first are not tried, fewer than
-keep the second neither. For SmolLM2-135M these are 24, and 16 or 12 bytes."""
-
-
+"""Shares of the attention mass kept by the largest codes. The solver tries code sizes between the smallest that keep
+these shares. For SmolLM2-135M these are 24, and 16 or 12 bytes."""
 _SOLVED = ("group_size", "rank", "summary_bytes", "reuse_capacity", "adapter")
 """Fields that the solver decides."""
 
@@ -40,28 +36,27 @@ _SOLVED = ("group_size", "rank", "summary_bytes", "reuse_capacity", "adapter")
 def tune_by_solver(
     task: Task, settings: DiskSwapConfig, alpha: float, delta: int | None, sigma_max: float, max_group_size: int
 ) -> Tuned:
-    """Measure, solve, and hand back rows; the arguments are those of `tune`.
+    """Measure, and solve for each row; the arguments are those of `tune`.
 
-    The smallest group is the largest whose record is one block of the disk (4 KiB): a smaller one reads the same bytes
-    for less. Of coded keys σ lies between those of the fewest bytes that keep .998 and .99 of the attention mass that
-    the most do, measured on the sample; slots for one selection come first as far as the former fits beside them. Of
-    truncated ones (`summary_dtype`) the smallest σ is that of the library's default rank, and the search begins with
-    slots for one selection as far as σ stays within twice that: no accuracy was seen to be lost up to there.
+    The smallest group is the largest whose record is one block of the disk (4 KiB), because a smaller one reads the
+    same bytes for fewer tokens. For coded keys, σ lies between those of the smallest codes that keep .998 and .99 of
+    the attention mass on the sample; slots for one selection come first as far as the former fit next to them. For
+    truncated keys (`summary_dtype`), the smallest σ is that of the default rank, and the search begins with slots for
+    one selection while σ stays within twice that: up to there no loss of accuracy was seen.
     """
-    inner, measured, quick, fields = task.model, task.measured, task.quick, task.fields
+    inner, measured, quick = task.model, task.measured, task.quick
     assert issubclass(measured, DiskSwapCache)
-    refuse(_SOLVED, fields)
-    if fields.get("look_ahead") is False:
+    refuse(_SOLVED, task.fields)
+    if task.fields.get("look_ahead") is False:
         raise ConfigError("look_ahead=False reads nothing ahead, so there is nothing to hide: leave it out")
-    geometry, max_context, max_batch = task.geometry, task.max_context, task.max_batch
     engine, store = choose_engine(settings.engine, task.directory)
-    sizes = group_sizes(largest_form(geometry), max_group_size)
+    sizes = group_sizes(largest_form(task.geometry), max_group_size)
     delta = max(1, settings.num_selected // 4) if delta is None else delta
     limits = Limits(settings.num_selected, settings.num_sinks, sizes, sigma_max, alpha, delta)
-    kind = {**fields, "summary_dtype": settings.summaries}
-    _rest(measured, geometry, task.budget, max_context, max_batch, limits, kind)  # fails early, before minutes of work
+    task = dataclasses.replace(task, fields={**task.fields, "summary_dtype": settings.summaries})
+    _fitted(task, task.max_batch, task.max_context, limits)  # fails early, before minutes of work
     capacities = sorted({0, *range(0, 4 * settings.num_selected + 1, max(limits.delta, 1))})
-    context, steps = sample_sizes(inner, settings.num_selected, max_context, 16 if quick else 48)
+    context, steps = sample_sizes(inner, settings.num_selected, task.max_context, 16 if quick else 48)
     wanted = task.samples or (3 if quick else 20)
     stretches = task.stretches(wanted, 2 * settings.num_selected + steps, context + steps)
     with Progress(task.seconds, task.progress) as bar:
@@ -85,11 +80,11 @@ def tune_by_solver(
         limits = dataclasses.replace(limits, first_capacity=settings.num_selected, first_sigma=sigma)
         adapter = None if coded else Adapter(reader.moments.projections(tried.sizes[0]), fingerprint(inner))
         bar.begin("disk: ", _DISK)
-        reads = {size: max_batch * limits.groups(size) for size in sizes}
+        reads = {size: task.max_batch * limits.groups(size) for size in sizes}
         io = measure_io(reader.form, reads, engine, task.directory, 0.5 * _DISK * task.seconds, bar.done,
                         4 if quick else 8, settings.write_queue)  # fmt: skip
         bar.begin("decoder block: ", _MODEL)
-        batches, contexts = rows_for(max_batch, max_context)
+        batches, contexts = rows_for(task.max_batch, task.max_context)
         block = measure_model(
             inner, reader.form, coarse(batches, 2 if quick else 4), coarse(contexts, 2 if quick else 4),
             sorted({tried.sizes[0], tried.sizes[-1]}), sorted({0, settings.num_selected, capacities[-1]}), settings,
@@ -97,115 +92,96 @@ def tune_by_solver(
         )  # fmt: skip
         bar.begin("solving ", 1 - _READING - _DISK - _MODEL)
         reuse = reader.reuse_table()
-        rows, left_out = _solve_all(
-            measured, geometry, kind, task.budget, max_batch, batches, contexts, reuse, tried, io, block, limits,
-            bar.done,
-        )  # fmt: skip
-    found = {
+        pairs = [(batch, context) for batch in reversed(batches) for context in reversed(contexts)]
+        rows, left_out = _solve_all(task, limits, pairs, reuse, tried, io, block, bar.done)
+    results = {
         "limits": dataclasses.asdict(limits),
-        "tables": {"reuse": reuse.to_dict(), "compression": compression.to_dict()},
-        "profiles": {"io": io.to_dict(), "model": block.to_dict()},
+        "tables": {"reuse": dataclasses.asdict(reuse), "compression": dataclasses.asdict(compression)},
+        "profiles": {"io": dataclasses.asdict(io), "model": dataclasses.asdict(block)},
         "rows": rows,
         "left_out": left_out,
     }
     sample = {"texts": reader.samples, "context": len(stretches[0]) - steps, "steps": steps}
-    return Tuned(task.values(store, sample, found), adapter)
+    return Tuned(task.values(store, sample, results), adapter)
 
 
 def _solve_all(
-    measured: type[DiskSwapCache],
-    geometry: Geometry,
-    fields: dict[str, Any],
-    budget: int,
-    max_batch: int,
-    batches: list[int],
-    contexts: list[int],
-    reuse: ReuseTable,
-    compression: CompressionTable,
-    io: IoProfile,
-    block: ModelProfile,
-    limits: Limits,
-    on_step: Callable[[float, str], object],
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows, and the pairs that the budget is too little for; the largest pair is none of these."""
-    rest: dict[int, dict[str, Any]] = {}
+    task: Task, limits: Limits, pairs: list[tuple[int, int]], reuse: ReuseTable, compression: CompressionTable,
+    io: IoProfile, block: ModelProfile, on_step: Callable[[float, str], object],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:  # fmt: skip
+    """A row for each of `pairs` (batch, context), and the pairs whose share of the budget is too small. Both ascend.
 
-    def memory(found: dict[str, Any], context: int, batch: int) -> int:
-        config = measured.config_class.load(None, {**rest[found["group_size"]], **found})
-        return measured.plan(geometry, config, context, batch).peak_bytes
+    `pairs` descend. Raises `BudgetError` if the first does not fit.
+    """
+    fitted: dict[int, dict[str, Any]] = {}
+
+    def memory(solved: dict[str, Any], context: int, batch: int) -> int:
+        config = task.measured.config_class.load(None, {**fitted[solved["group_size"]], **solved})
+        return task.measured.plan(task.geometry, config, context, batch).peak_bytes
 
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
-    pairs = [(batch, context) for batch in reversed(batches) for context in reversed(contexts)]
     for index, (batch, context) in enumerate(pairs):
         on_step(index / len(pairs), f"{batch} x {context:,} tokens")
-        share = budget * batch // max_batch
         try:
-            rest = _rest(measured, geometry, share, context, batch, limits, fields)
-            own = dataclasses.replace(limits, group_sizes=tuple(rest))
-            solution = solve(batch, context, share, reuse, compression, io, block, memory, own)
+            fitted = _fitted(task, batch, context, limits)
+            own = dataclasses.replace(limits, group_sizes=tuple(fitted))
+            solution = solve(batch, context, task.share(batch), reuse, compression, io, block, memory, own)
         except BudgetError as error:
             if not index:
                 raise
             left_out.append({"batch": batch, "context": context, "why": str(error)})
             continue
-        rows.append(_row(solution, rest[solution.group_size], limits.size_field))
+        rows.append(_row(solution, fitted[solution.group_size], limits.size_field))
     return rows[::-1], left_out[::-1]
 
 
-def _rest(
-    measured: type[DiskSwapCache], geometry: Geometry, share: int, context: int, batch: int, limits: Limits,
-    fields: dict[str, Any],
-) -> dict[int, dict[str, Any]]:  # fmt: skip
-    """By group size that fits: the fields that the solver does not decide, the user's, and queues and buffers as large
-    as the budget allows. Raises `BudgetError` where none fits."""
-    found, refusals = {}, []
+def _fitted(task: Task, batch: int, context: int, limits: Limits) -> dict[int, dict[str, Any]]:
+    """For each group size that fits: the user's fields and those that the solver does not decide, with queues and
+    buffers as large as the budget allows. Raises `BudgetError` if none fits."""
+    fitting, refusals = {}, []
     names = ("write_queue", "block_tokens", "num_recent", "summary_dtype")
     for size in limits.group_sizes:
-        given = {"look_ahead": None, **fields}
-        given |= {"num_selected": limits.num_selected, "group_size": size}
+        given = {"look_ahead": None, **task.fields, "num_selected": limits.num_selected, "group_size": size}
         try:
-            fitted = measured.fit(geometry, share, context, batch, given)
+            config = task.measured.fit(task.geometry, task.share(batch), context, batch, given)
         except BudgetError as error:
             refusals.append(error)
         else:
-            found[size] = {**{name: getattr(fitted, name) for name in names}, **given}
-    if not found:
-        if fields.get("summary_dtype") == "coded":
+            fitting[size] = {**{name: getattr(config, name) for name in names}, **given}
+    if not fitting:
+        if task.fields["summary_dtype"] == "coded":
             refusals[0].add_note('truncated keys can be tuned for less: summary_dtype="int8"')
         raise refusals[0]
-    return found
+    return fitting
 
 
-def _row(solution: Solution, rest: dict[str, Any], size_field: str) -> dict[str, Any]:
-    found = solution.to_dict()
-    decided = ("group_size", "size", "reuse_capacity")
-    fields = {**rest, "group_size": found["group_size"], "reuse_capacity": found["reuse_capacity"]}
-    fields[size_field] = found["size"]
+def _row(solution: Solution, fitted: dict[str, Any], size_field: str) -> dict[str, Any]:
+    solved = solution.to_dict()
+    fields = {**fitted, "group_size": solved.pop("group_size"), "reuse_capacity": solved.pop("reuse_capacity")}
+    fields[size_field] = solved.pop("size")
     if size_field == "rank":
         fields["adapter"] = None  # `Tuned.save` knows its file name
-    kept = {name: value for name, value in found.items() if name not in decided}
     return {
-        "batch": kept.pop("batch"),
-        "context": kept.pop("context"),
+        "batch": solved.pop("batch"),
+        "context": solved.pop("context"),
         "fields": fields,
-        **{name: round(value, 9) if isinstance(value, float) else value for name, value in kept.items()},
+        **{name: round(value, 9) if isinstance(value, float) else value for name, value in solved.items()},
     }
 
 
 # Candidates
 
 def coarse(values: list[int], count: int) -> list[int]:
-    """At most `count` of ascending `values`, evenly spread, the first and the last among them."""
+    """At most `count` of ascending `values`, evenly spread, including the first and the last."""
     if len(values) <= count:
         return values
     return [values[round(index * (len(values) - 1) / (count - 1))] for index in range(count)]
 
 
 def largest_form(geometry: Geometry) -> RecordFormat:
-    """How the largest entries of the model's layers lie, one a record."""
-    forms = geometry.forms(1)
-    return max(forms, key=lambda form: form.entry_bytes)
+    """Record format, of one entry, of the model's largest entries."""
+    return max(geometry.forms(1), key=lambda form: form.entry_bytes)
 
 
 def group_sizes(form: RecordFormat, most: int) -> tuple[int, ...]:
@@ -216,14 +192,11 @@ def group_sizes(form: RecordFormat, most: int) -> tuple[int, ...]:
 
 
 def sizes_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
-    """Sizes of compact keys to choose from, descending: all bytes of coded ones that the planner tries, or ranks."""
-    return code_sizes(form) if settings.summaries == "coded" else _ranks_of(form, settings, sigma_max)
-
-
-def _ranks_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
-    """Ranks to choose from, descending, in steps of at least 4: from the library's default down to that of σ_max."""
+    """Candidate sizes of compact keys, descending: bytes of coded ones as the planner tries them; else ranks, in steps
+    of at least 4, from the library's default down to that of σ_max."""
+    if settings.summaries == "coded":
+        return code_sizes(form)
     component = getattr(torch, settings.summaries).itemsize
     most = default_rank(form.key_width)
-    least = max(1, -(-form.key_width * form.dtype.itemsize // int(sigma_max * component)))
-    least = min(least, most)
+    least = min(most, max(1, -(-form.key_width * form.dtype.itemsize // int(sigma_max * component))))
     return sorted({*range(most, least, -max(4, (most - least) // 24)), most, least}, reverse=True)

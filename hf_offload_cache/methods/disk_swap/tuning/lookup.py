@@ -1,7 +1,7 @@
 """The tables of appendix A.1, measured on sample text: properties of the model, the same on every machine.
 
-One run of the model a group size records what each decoding step selects. The selections do not depend on what lies in
-slots, so replaying them through a slot table gives the reuse rate of every capacity.
+One run of the model per group size records the selections of each decoding step. They do not depend on the slots, so
+replaying them through a slot table gives the reuse rate of every capacity.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Selections = dict[int, list[np.ndarray]]
 
 
 class Reader:
-    """Reads sample texts with a model and keeps what the tables need of them.
+    """Reads sample texts with a model and collects the tables' data.
 
     Args:
         model: a PreTrainedModel whose every layer is one of full attention; runs on its own device.
         group_sizes: those to record selections for.
-        capacities: of the reuse buffer, tokens a sequence and layer, ascending from 0.
-        settings: what of a configuration decides the selection, and is not tuned.
-        cache_class: whose selections are recorded.
+        capacities: of the reuse buffer, tokens per sequence and layer, ascending from 0.
+        settings: the fields that decide the selection and are not tuned.
+        cache_class: the class whose selections are recorded.
 
-    `form` is the format of the layers' records, after the first text; where layers differ, of the largest.
+    `form` is the format of the layers' records, after the first text; if layers differ, of the largest.
     """
 
     def __init__(
@@ -66,15 +66,16 @@ class Reader:
         self._modules = attention_modules(model)
         self.moments = KeyMoments()
         self.masses: dict[int, list[list[float]]] = {}
-        """By bytes of coded keys: for each text what they keep in each layer."""
+        """By bytes of coded keys: for each text, the mass kept in each layer."""
         self.rates: dict[int, list[list[float]]] = {size: [] for size in group_sizes}
         self.form: RecordFormat | None = None
 
     def read(self, ids: torch.Tensor, context: int, on_step: Callable[[float, str], object]) -> None:
-        """Take in the first `context` of token ids (T,) as the context; the rest is decoded, one by one, as it stands.
+        """Read the first `context` of token ids (T,) as the context, and decode the others one by one, whatever the
+        model predicts.
 
         The first step finds all slots empty and is not counted: T - context must be at least 2. `on_step` gets the
-        share done and what is going on. Holds the keys and values of the text in memory.
+        finished share and the current work. Holds the keys and values of the text in memory.
         """
         ids = ids[None].to(self._model.device)
         on_step(0.0, f"reading {context:,} tokens")
@@ -95,7 +96,7 @@ class Reader:
                 self.rates[size].append([replay(selections, capacity, size, sinks) for capacity in self._capacities])
 
     def _measure_codes(self, layers: list[OffloadLayer], on_step: Callable[[float, str], object]) -> None:
-        """What codes of each size keep of this text; of the first few texts, which is enough for a mean."""
+        """Mass kept by codes of each size on this text; only for the first few texts, which suffice for a mean."""
         assert self.form is not None
         sizes = code_sizes(self.form)
         if self.masses and len(self.masses[sizes[0]]) >= _TEXTS_CODED:
@@ -160,7 +161,7 @@ def code_sizes(form: RecordFormat) -> list[int]:
 
 @contextlib.contextmanager
 def recorded(cache: DiskSwapCache) -> Iterator[Selections]:
-    """What the steps within select, layer by layer, without a change to what they do."""
+    """Record the selections of steps within the `with`, by layer, without changing the steps."""
     selecting = cache.selecting
     selections: Selections = {}
     if selecting is None:
@@ -177,10 +178,10 @@ def recorded(cache: DiskSwapCache) -> Iterator[Selections]:
 
 
 def replay(selections: Selections, capacity: int, group_size: int, num_sinks: int = 4) -> float:
-    """The reuse rate that a buffer of `capacity` tokens a sequence would have had: selected groups that lay in a slot
-    before their step, over all selected, the first step of each layer left out.
+    """The reuse rate of a buffer of `capacity` tokens per sequence: selected groups that were in a slot before their
+    step, over all selected, without the first step of each layer.
 
-    Sized as the cache sizes it: whole groups, and the sinks' on top.
+    Sized as the cache sizes it: complete groups, plus the sinks'.
     """
     resident = selected = 0
     for steps in selections.values():
@@ -202,7 +203,7 @@ def replay(selections: Selections, capacity: int, group_size: int, num_sinks: in
 # The attention mass kept by coded compact keys
 
 _QUERIES, _SPACING = 4, 4
-"""So many of the latest queries are asked, every fourth."""
+"""Number of queries tested, and their spacing, from the latest on."""
 
 
 def kept_mass(
@@ -213,9 +214,9 @@ def kept_mass(
     settings: DiskSwapConfig,
     group_size: int,
 ) -> list[float]:
-    """For each of `sizes`, bytes of a code: the attention mass of what is chosen by such codes, over that of the best
-    choice; the mean over some of the latest queries, all heads together. What is always attended to counts on both
-    sides.
+    """For each of `sizes`, bytes of a code: the attention mass of the selection by such codes, over that of the best
+    selection; the mean over some of the latest queries, all heads together. Tokens that are always attended to count on
+    both sides.
 
     `keys` (1, Hk, T, D) of one layer, and the `queries` (1, H, n, D) of the last n of the same tokens.
     """
@@ -252,7 +253,7 @@ def kept_mass(
 def _asked(
     keys: torch.Tensor, queries: torch.Tensor, scaling: float, places: list[int], held: int
 ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
-    """The query (1, H, D) of the token at each place, and its exact scores (H, t) of all tokens up to it."""
+    """The query (1, H, D) of the token at each place, and its exact scores (H, t) for all tokens up to it."""
     heads = keys.shape[1]
     for place in places:
         query = queries[:, :, queries.shape[2] - (keys.shape[2] - place)]

@@ -1,6 +1,6 @@
-"""The profiles of appendix A.3, measured on this machine: what a disk's reads take, and what a decoder block takes.
+"""The profiles of appendix A.3, measured on this machine: times of a disk's reads, and of a decoder block.
 
-Both are measured alone: reads with nothing to overlap, the block with records that lie in memory.
+Both are measured separately: reads with nothing to overlap, the block with records in memory.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from ..config import DiskSwapConfig
 from .solve import IoProfile, ModelProfile
 
 OnStep = Callable[[float, str], object]
-"""Gets the share of the work that is done, from 0 to 1, and what is being measured."""
+"""Gets the finished share of the work, from 0 to 1, and the current measurement."""
 
 _PIECE_BYTES = 4 << 20
-"""Written to the scratch file at a time."""
+"""Bytes written to the scratch file at a time."""
 _LEAST_FILE, _MOST_FILE = 64 << 20, 512 << 20
-"""Bytes of a scratch file. Between them, so many times what the largest read takes that reads are scattered:"""
+"""Bounds on a scratch file's bytes. Between them, it is this many times as large as the largest read, so that reads are
+scattered:"""
 _TIMES_A_READ = 16
 _LIKENESS = 0.97
 """Correlation of one step's input with the next's: gives about the hit rate of a real model on text."""
@@ -55,18 +56,18 @@ def measure_io(
     points: int = 6,
     write_queue: int | str = "4MiB",
 ) -> IoProfile:
-    """How long cold reads take, through the prefetcher and the engine that a cache would use, each waited for at once.
+    """Time cold reads, through the prefetcher and the engine that a cache would use, each waited for at once.
 
     Args:
         form: of the records; its own group size does not count.
         most_records: the largest read of one layer in one step, by the group sizes to measure.
         engine: as `choose_engine` returned it for `path`.
-        path: folder that the scratch file goes to; it has no name there.
-        seconds: about how long to take, writing the files left out.
+        path: folder of the scratch file, which has no name there.
+        seconds: target duration, without writing the files.
         points: sizes of reads for each size of a record, from one record to the largest read.
 
-    Each figure is the median over reads of records drawn at random, anew each time, at least three.
-    Raises `StoreError`; nothing is left behind.
+    Each figure is the median over at least three reads of records drawn at random each time. Raises `StoreError`;
+    nothing is left behind.
     """
     record_bytes = {size: dataclasses.replace(form, group_size=size).record_bytes for size in most_records}
     largest: dict[int, int] = {}
@@ -94,7 +95,7 @@ def measure_io(
 
 
 def _scratch(prefetcher: Prefetcher, engine: str, path: Path, record_bytes: int, most: int) -> tuple[Store, int]:
-    """A store full of random bytes, many times as large as the largest read, and how many records it has."""
+    """A store full of random bytes, many times as large as the largest read, and its number of records."""
     file_bytes = max(2 * most * record_bytes, min(_MOST_FILE, max(_LEAST_FILE, _TIMES_A_READ * most * record_bytes)))
     store = open_store(engine, path, record_bytes, "the tuner's scratch file")
     try:
@@ -117,7 +118,7 @@ def _scratch(prefetcher: Prefetcher, engine: str, path: Path, record_bytes: int,
 def _read_time(
     prefetcher: Prefetcher, store: Store, exist: int, count: int, seconds: float, generator: np.random.Generator
 ) -> float:
-    """The median time of reading `count` of the records 0 to `exist`."""
+    """Median time of reading `count` of the records 0 to `exist`."""
     out = aligned_empty(count, store.record_bytes)
     taken: list[float] = []
     deadline = time.perf_counter() + seconds
@@ -143,12 +144,12 @@ def measure_model(
     cache_class: type[DiskSwapCache] = DiskSwapCache,
     size_field: str = "rank",
 ) -> ModelProfile:
-    """How long one decoder block takes in a decoding step, with prediction, look-ahead and reuse buffer, without I/O.
+    """Time one decoder block in a decoding step, with prediction, look-ahead and reuse buffer, without I/O.
 
-    The first two blocks of `model` run as a model of their own on made-up contexts whose records lie in host memory;
-    the time is from the entry of the first block to the entry of the second. All axes ascend. Contexts that would not
-    fit an eighth of the free memory are left out, but for the shortest. `seconds` is about how long to take. Each
-    figure is the lower quartile of at least eight steps: other work on the machine only adds to it.
+    The first two blocks of `model` run as a separate model on random contexts whose records are in host memory; the
+    time is from the entry of the first block to that of the second. All axes ascend. Contexts beyond an eighth of the
+    free memory are left out, except the shortest. `seconds` is the target duration. Each figure is the lower quartile
+    of at least eight steps, because other work on the machine only adds to it.
     """
     twin = two_blocks(model)
     device = next(twin.parameters()).device
@@ -188,7 +189,7 @@ def _that_fit(contexts: list[int], batch: int, form: RecordFormat) -> list[int]:
 
 
 class _BlockClock:
-    """The times between the entries of a model's first block and of its second."""
+    """Times between the entries of a model's first and second block."""
 
     def __init__(self, twin: Any, device: torch.device) -> None:
         self.taken: list[float] = []
@@ -248,8 +249,8 @@ def random_keys_and_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys (1, Hk, T, Dk) and values (1, Hv, T, Dv) of one sequence, the same for the same arguments; never zeros.
 
-    Keys are a mean, a part of low rank that drifts slowly from token to token, so that neighbours are similar as in
-    text, and noise: most of their energy fits a compact copy, not all. Values are noise.
+    Keys are a mean, a low-rank part that drifts slowly from token to token, so that neighbours are similar as in text,
+    and noise: a compact copy keeps most of their energy, not all. Values are noise.
     """
     rank, span = 24, 64
     of: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float32, "device": "cpu"}
@@ -267,9 +268,9 @@ def random_keys_and_values(
 
 
 def two_blocks(model: Any) -> Any:
-    """A model without head of the first two decoder blocks of `model`, which stays as it is; the weights are shared.
+    """A model without head, of the first two decoder blocks of `model`, which does not change; the weights are shared.
 
-    Raises `UnsupportedModelError` where the blocks are not in one list, or fewer than two.
+    Raises `UnsupportedModelError` if the blocks are not in one list, or fewer than two.
     """
     backbone: Any = inner_model(model).base_model
     blocks = [block for _, block, _ in decoder_blocks(backbone)]

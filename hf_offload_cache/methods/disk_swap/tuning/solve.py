@@ -16,107 +16,99 @@ from ....errors import BudgetError, ConfigError
 
 # The tables of the model (appendix A.1) and the profiles of the machine (appendix A.3)
 
-class _Plain:
-    """To JSON by field name."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able values."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload]
-
-
 @dataclass(frozen=True)
-class ReuseTable(_Plain):
+class ReuseTable:
     """Capacity of the reuse buffer to reuse rate, for each group size: a property of the model and of text.
 
-    Lists under a group size go with `capacities`. A rate is the share of a step's selected groups that lay in slots
-    before it; `mean`, `least`, `most` and `deviation` are over the samples, each the mean of its layers and steps.
+    Lists under a group size correspond to `capacities`. A rate is the share of a step's selected groups that were in
+    slots before it; `mean`, `least`, `most` and `deviation` are over the samples, each the mean of its layers and
+    steps.
     """
 
     capacities: list[int]
-    """Tokens a sequence and layer, ascending from 0."""
+    """Tokens per sequence and layer, ascending from 0."""
     mean: dict[int, list[float]]
     least: dict[int, list[float]]
     most: dict[int, list[float]]
     deviation: dict[int, list[float]]
 
     def rate(self, group_size: int, capacity: float) -> float:
-        """The mean rate at a capacity (tokens), between two measured ones in proportion; beyond the last, the last."""
+        """Mean rate at a capacity (tokens), interpolated linearly; beyond the last, the last."""
         return float(np.interp(capacity, self.capacities, self.mean[group_size]))
 
 
 @dataclass(frozen=True)
-class CompressionTable(_Plain):
-    """Size of a compact key to the compression ratio σ and to what such keys keep: truncated ones of the keys' energy,
-    coded ones of the attention mass that the best choice has."""
+class CompressionTable:
+    """Size of a compact key to the compression ratio σ and to the share kept: of the keys' energy for truncated ones,
+    of the best selection's attention mass for coded ones."""
 
     key_bytes: int
-    """Of a token's full keys in one layer, all heads."""
+    """Bytes of a token's full keys in one layer, all heads."""
     component_bytes: int
-    """Of one component of a truncated key; 1 for coded ones."""
+    """Bytes of one component of a truncated key; 1 for coded ones."""
     sizes: list[int]
     """Components of a truncated key, bytes of a coded one. Descending: σ ascends."""
     kept: list[float]
-    """Share of the keys' energy in so many columns, or of the attention mass; the mean over layers."""
+    """Share kept of the keys' energy or of the attention mass; the mean over layers."""
     least_kept: list[float]
-    """The same of the worst layer."""
+    """The same for the worst layer."""
 
     def sigma(self, size: int) -> float:
-        """Full key bytes a token over compact key bytes a token."""
+        """Full key bytes per token over compact key bytes per token."""
         return self.key_bytes / (size * self.component_bytes)
 
     def enough(self, share: float) -> int:
-        """The least size that keeps this share of what the largest keeps."""
+        """The smallest size that keeps this share of what the largest keeps."""
         return min(size for size, kept in zip(self.sizes, self.kept, strict=True) if kept >= share * self.kept[0])
 
     def up_to(self, size: int) -> CompressionTable:
-        """Without what is larger."""
+        """The table without larger sizes."""
         first = next(place for place, each in enumerate(self.sizes) if each <= size)
         parts = (self.sizes[first:], self.kept[first:], self.least_kept[first:])
         return CompressionTable(self.key_bytes, self.component_bytes, *parts)
 
 
 @dataclass(frozen=True)
-class IoProfile(_Plain):
-    """Seconds that a cold read of so many random records takes on this disk, nothing else going on.
+class IoProfile:
+    """Seconds of a cold read of random records on this disk, with nothing else going on.
 
-    A read's time depends on batch, selection and reuse only through the number of records, so it is measured over
-    that number, and serves all of T_io(b, MG, G, C).
+    A read's time depends on batch, selection and reuse only through the number of records, so it is measured over that
+    number, and serves all of T_io(b, MG, G, C).
     """
 
     counts: dict[int, list[int]]
-    """Records a read, by the size of a record in bytes; ascending."""
+    """Records per read, by the size of a record in bytes; ascending."""
     seconds: dict[int, list[float]]
-    """Goes with `counts`."""
+    """Corresponds to `counts`."""
     record_bytes: dict[int, int]
     """Bytes of one layer's record, by the tokens of a group."""
 
     def time(self, group_size: int, records: float) -> float:
-        """Seconds of one layer's reads in one step; between two measured numbers in proportion, and so on after the
-        last."""
+        """Seconds of one layer's reads in one step; interpolated linearly, and extrapolated after the last."""
         size = self.record_bytes[group_size]
         return max(0.0, along([0, *self.counts[size]], np.array([0.0, *self.seconds[size]]), records).item())
 
 
 @dataclass(frozen=True)
-class ModelProfile(_Plain):
+class ModelProfile:
     """Seconds of one decoder block in a decoding step without I/O: T_model(b, MG, C, S, σ).
 
     Attention and the feed-forward part depend on b, prediction on b, S and σ, the reuse buffer on b and C (appendix
-    A.3): so two grids, whose sum it is, stand for the full product.
+    A.3). The sum of two grids therefore replaces the full product.
     """
 
     batches: list[int]
     contexts: list[int]
     sizes: list[int]
-    """Of compact keys, as in `CompressionTable`."""
+    """Sizes of compact keys, as in `CompressionTable`."""
     seconds: list[list[list[float]]]
     """By batch, context and size, at the capacity where `reuse_seconds` is zero. All axes ascend."""
     capacities: list[int]
     reuse_seconds: list[list[float]]
-    """By batch and capacity: what is added."""
+    """By batch and capacity: seconds added."""
 
     def time(self, batch: int, context: int, size: int, capacity: int) -> float:
-        """Between grid points in proportion along each axis; beyond the last point of an axis, straight on."""
+        """Interpolated linearly along each axis; extrapolated beyond its last point."""
         block: Any = np.array(self.seconds)
         for axis, at in ((self.batches, batch), (self.contexts, context), (self.sizes, size)):
             block = along(axis, block, at)
@@ -127,8 +119,8 @@ class ModelProfile(_Plain):
 
 
 def along(axis: Sequence[float], values: np.ndarray, at: float) -> np.ndarray:
-    """`values` (n, ...) at a position of their first axis, whose n points ascend: in proportion between two points,
-    the first value before the first point, straight on after the last."""
+    """`values` (n, ...) at a position of their first axis, whose n points ascend: interpolated linearly between two
+    points, the first value before the first point, extrapolated after the last."""
     if len(axis) == 1:
         return values[0]
     right = int(np.clip(np.searchsorted(axis, at), 1, len(axis) - 1))
@@ -140,12 +132,12 @@ def along(axis: Sequence[float], values: np.ndarray, at: float) -> np.ndarray:
 # The search (appendix A.4)
 
 Memory = Callable[[dict[str, Any], int, int], int]
-"""Bytes that a cache with these fields holds at most, for a context (tokens a sequence) and a batch."""
+"""Upper bound on the bytes of a cache with these fields, for a context (tokens per sequence) and a batch."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the solver keeps within. Sizes are tokens a sequence and layer."""
+    """The solver's limits. Sizes are tokens per sequence and layer."""
 
     num_selected: int = 400
     """MG, the same in every row (appendix A.2)."""
@@ -156,17 +148,17 @@ class Limits:
     alpha: float = 0.15
     """Share of the I/O that need not be hidden. A step then waits for at most this share of its time."""
     delta: int = 100
-    """By how much the reuse buffer grows when hiding fails."""
+    """Growth of the reuse buffer if hiding fails."""
     first_capacity: int = 0
-    """Reuse capacity that the search begins with. 0 is the paper's. More than that is taken only as far as σ then stays
-    within `first_sigma`: what the look-ahead guesses wrong is read while the step waits, hidden or not, and slots
-    make that less."""
+    """Reuse capacity at which the search begins. 0 is the paper's. A larger one is used only while σ stays within
+    `first_sigma`: reads for wrong guesses of the look-ahead make the step wait, hidden or not, and slots reduce
+    them."""
     first_sigma: float = 0.0
     size_field: str = "rank"
-    """What of a configuration the size of compact keys is: "rank", or "summary_bytes" of coded ones."""
+    """Field with the size of compact keys: "rank", or "summary_bytes" for coded ones."""
     spend_rest: bool = True
-    """Give what a solution leaves of its budget to the reuse buffer, at the same σ and G. Beyond the paper: it costs
-    no quality, and saves reads."""
+    """Give the remaining budget to the reuse buffer, at the same σ and G. Beyond the paper: it costs no quality, and
+    saves reads."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha < 1:
@@ -179,13 +171,13 @@ class Limits:
             raise ConfigError(f"group_sizes must ascend, got {self.group_sizes}: use (4, 8, 16)")
 
     def groups(self, group_size: int) -> int:
-        """M: groups that a sequence reads in one layer and step at most, sinks included."""
+        """M: upper bound on the groups that a sequence reads in one layer and step, sinks included."""
         return -(-self.num_selected // group_size) + -(-self.num_sinks // group_size)
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The parameters for one (b, S), and what is expected of them. Bytes; seconds of one layer in one step."""
+    """The parameters for one (b, S), and the expected costs. Bytes; seconds of one layer in one step."""
 
     batch: int
     context: int
@@ -194,24 +186,24 @@ class Solution:
     reuse_capacity: int
     sigma: float
     record_bytes: int
-    """Of one group on the disk: the read unit."""
+    """Bytes of one group on the disk: the read unit."""
     groups: int
     """M, sinks included."""
     memory: int
     """The budget of this row."""
     planned_bytes: int
-    """What of it is used at most."""
+    """Upper bound on its use."""
     reuse_rate: float
     io_seconds: float
     model_seconds: float
     hidden_share: float
-    """Of the I/O, behind the model delay; 1 where all of it is."""
+    """Share of the I/O hidden behind the model delay."""
     hidden: bool
     """`hidden_share` is at least 1 - α."""
 
     @property
     def waiting_seconds(self) -> float:
-        """I/O that sticks out behind the model delay."""
+        """I/O beyond the model delay."""
         return max(0.0, self.io_seconds - self.model_seconds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -232,13 +224,13 @@ def solve(
 ) -> Solution:
     """The solution for `batch` sequences of `context` tokens in `budget` bytes.
 
-    From an empty reuse buffer on (or `Limits.first_capacity`): the smallest σ that fits, then the smallest group that
-    hides a share 1 - α of the I/O. Where none does, the buffer grows by δ, which takes σ up, and the groups begin with
-    the smallest again, until σ_max or the table's last capacity. Then the best that was seen is returned, with `hidden`
-    False: the largest hidden share, and of equals the first, which has the smaller σ and C.
+    Beginning with an empty reuse buffer (or `Limits.first_capacity`): the smallest σ that fits, then the smallest group
+    that hides a share 1 - α of the I/O. If none does, the buffer grows by δ, which raises σ, and the groups begin with
+    the smallest again, until σ_max or the table's last capacity. Then the best attempt is returned, with `hidden`
+    False: the largest hidden share, and among equals the first, which has the smaller σ and C.
 
-    `memory` must not fall when the size or the capacity grows. Raises `BudgetError`, with the least that would do,
-    where not even σ_max without a reuse buffer fits.
+    `memory` must not fall when the size or the capacity grows. If not even σ_max without a reuse buffer fits, raises
+    `BudgetError` with the required memory.
     """
     allowed = [size for size in compression.sizes if compression.sigma(size) <= limits.sigma_max]
     sizes = allowed or compression.sizes[:1]
