@@ -92,8 +92,8 @@ def gather(addresses: torch.Tensor, tokens: torch.Tensor, form: Any) -> tuple[to
     device reads, which is to stay until this has run. Each head of a key has its value's. Under `TRITON_INTERPRET=1` on
     a CPU, for tests. Its twin is `MemoryStore.read_parts`, by which a CPU reads the same.
     """
-    of = {"dtype": form.dtype, "device": tokens.device}
-    keys, values = (torch.empty(*tokens.shape, dim, **of) for dim in (form.key_dim, form.value_dim))
+    options = {"dtype": form.dtype, "device": tokens.device}
+    keys, values = (torch.empty(*tokens.shape, dim, **options) for dim in (form.key_dim, form.value_dim))
     gather_into(addresses, tokens.contiguous(), form, (keys, values), keeps=False)
     return keys, values
 

@@ -62,9 +62,9 @@ def quantise(layout: Int4Layout, entries: torch.Tensor, out: torch.Tensor) -> No
     Bytes after `nbytes` become zeros."""
     out[:, layout.nbytes :] = 0
     for start in range(0, len(entries), layout.at_once):
-        some = entries[start : start + layout.at_once].float()
-        rows = torch.ops.quantized.embedding_bag_4bit_prepack(some.reshape(-1, layout.group))
-        out[start : start + len(some), : layout.nbytes] = rows.view(len(some), -1)
+        elements = entries[start : start + layout.at_once].float()
+        rows = torch.ops.quantized.embedding_bag_4bit_prepack(elements.reshape(-1, layout.group))
+        out[start : start + len(elements), : layout.nbytes] = rows.view(len(elements), -1)
 
 
 def dequantise(
@@ -75,9 +75,9 @@ def dequantise(
     places, into, got = target.numpy(), out.view(torch.uint8).numpy(), rows.numpy()
     packed = replicas.numpy()
     for start in range(0, len(got), layout.at_once):
-        some = torch.from_numpy(packed[got[start : start + layout.at_once], : layout.nbytes])
-        entries = torch.ops.quantized.embedding_bag_4bit_unpack(some.view(-1, layout.row_bytes)).to(out.dtype)
-        into[places[start : start + layout.at_once]] = entries.view(len(some), -1).view(torch.uint8).numpy()
+        packed_part = torch.from_numpy(packed[got[start : start + layout.at_once], : layout.nbytes])
+        entries = torch.ops.quantized.embedding_bag_4bit_unpack(packed_part.view(-1, layout.row_bytes)).to(out.dtype)
+        into[places[start : start + layout.at_once]] = entries.view(len(packed_part), -1).view(torch.uint8).numpy()
 
 
 def dequantised(layout: Int4Layout, replicas: torch.Tensor) -> torch.Tensor:

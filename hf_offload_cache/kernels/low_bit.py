@@ -93,8 +93,8 @@ def scores(queries: torch.Tensor, keys: torch.Tensor, bits: int, out: torch.Tens
     for start, stop in _blocks(out.shape[3]):
         for row, head in np.ndindex(*queries.shape[:2]):
             groups = keys[row, head, start // group : stop // group]
-            found = queries[row, head] @ unpacked(groups, bits)  # (groups, n, tokens of a group)
-            out[row, head, :, start:stop].unflatten(1, (-1, group)).copy_(found.transpose(0, 1))
+            products = queries[row, head] @ unpacked(groups, bits)  # (groups, n, tokens of a group)
+            out[row, head, :, start:stop].unflatten(1, (-1, group)).copy_(products.transpose(0, 1))
 
 
 def weighted(shares: torch.Tensor, values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
@@ -107,9 +107,9 @@ def weighted(shares: torch.Tensor, values: torch.Tensor, bits: int, group: int) 
     total = shares.new_zeros(*shares.shape[:3], groups * channels)
     for start, stop in _blocks(shares.shape[3]):
         for row, head in np.ndindex(*shares.shape[:2]):
-            own = shares[row, head, :, start:stop].unflatten(1, (-1, group)).transpose(0, 1)
+            part = shares[row, head, :, start:stop].unflatten(1, (-1, group)).transpose(0, 1)
             for into, rows in zip(total[row, head].split(channels, 1), values[row, head, :, start:stop], strict=True):
-                parts = own @ unpacked(rows, bits).unflatten(0, (-1, group))  # one product per thread
+                parts = part @ unpacked(rows, bits).unflatten(0, (-1, group))  # one product per thread
                 into += parts.sum(0)
     return total
 

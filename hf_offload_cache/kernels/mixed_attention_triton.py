@@ -216,10 +216,10 @@ class Parts:
         self._per_part = max(1, triton.cdiv(blocks, max(1, min(blocks, _PROGRAMS // (rows * heads))))) * _ADDED
         self._of_copy = triton.cdiv(self._tokens, self._per_part)
         self._parts, self._next = self._of_copy + sources, self._of_copy
-        of: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
-        self._scores = torch.empty(rows, heads, count, self._tokens, **of)
-        self._best, self._total = torch.empty(2, rows, heads, self._parts, count, **of)
-        self._parted = torch.empty(rows, heads, self._parts, count, value_dim, **of)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
+        self._scores = torch.empty(rows, heads, count, self._tokens, **options)
+        self._best, self._total = torch.empty(2, rows, heads, self._parts, count, **options)
+        self._parted = torch.empty(rows, heads, self._parts, count, value_dim, **options)
         self._wide = wide(count)
 
     def copy(self, keys: torch.Tensor, values: torch.Tensor, bits: int) -> None:
@@ -268,9 +268,9 @@ class Parts:
         """Attention over all parts: (rows, each, query heads, Dv) float32."""
         rows, heads, count, _ = self._queries.shape
         assert self._next == self._parts
-        of: dict[str, Any] = {"dtype": torch.float32, "device": self._queries.device}
-        output = torch.empty(rows, self._each, heads * count // self._each, self._value, **of)
-        self._base = torch.empty(rows, heads, count, **of)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": self._queries.device}
+        output = torch.empty(rows, self._each, heads * count // self._each, self._value, **options)
+        self._base = torch.empty(rows, heads, count, **options)
         _merge[(rows * heads,)](
             self._parted, self._best, self._total, output, self._base, count, heads, self._parts, self._each,
             self._value, wide(self._value), self._wide,
@@ -281,8 +281,8 @@ class Parts:
         """After `merged`: what each token of the copy has of queries [first, first + number) of each head, summed over
         the heads of a key head: (number, rows, heads, tokens) float32."""
         rows, heads, count, _ = self._queries.shape
-        of: dict[str, Any] = {"dtype": torch.float32, "device": self._queries.device}
-        output = torch.empty(number, rows, heads, self._tokens, **of)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": self._queries.device}
+        output = torch.empty(number, rows, heads, self._tokens, **options)
         if output.numel():
             grid: Any = (rows * heads, triton.cdiv(self._tokens, _TOKENS), number)
             _share[grid](

@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 def configs_of(model: PreTrainedModel) -> list[Any]:
     """Every distinct config object that a module of `model` may read its attention implementation from."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
 
     def visit(config: Any) -> None:
-        if config is None or id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+        if config is None or id(config) in configs or not hasattr(config, "_attn_implementation_internal"):
             return
-        found[id(config)] = config
+        configs[id(config)] = config
         for name in getattr(config, "sub_configs", {}):
             visit(getattr(config, name, None))
 
     visit(model.config)
     for submodel in _submodels(model):
         visit(submodel.config)
-    return list(found.values())
+    return list(configs.values())
 
 
 def _submodels(model: PreTrainedModel) -> list[PreTrainedModel]:

@@ -328,8 +328,8 @@ def _globals_read(model: torch.nn.Module) -> Iterator[Globals]:
 
 
 def _of_function(function: Any) -> Globals:
-    found: Globals = getattr(inspect.unwrap(function), "__globals__", {}) if callable(function) else {}
-    return found
+    names: Globals = getattr(inspect.unwrap(function), "__globals__", {}) if callable(function) else {}
+    return names
 
 
 def _attention(

@@ -31,17 +31,17 @@ def flat(name: str, value: Any, ignored: Collection[str] = ()) -> dict[str, str]
         return {}
     if not isinstance(value, Mapping):
         return {name: text(value)}
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for key, part in value.items():
         if str(key) not in ignored and not str(key).endswith(_ONLY_IN_TRAINING):
-            found |= flat(f"{name}.{key}", part, ignored)
-    return found
+            fields |= flat(f"{name}.{key}", part, ignored)
+    return fields
 
 
 def text(value: Any) -> str:
     """A string as it is, everything else as JSON."""
-    found = plain(value)
-    return found if isinstance(found, str) else json.dumps(found, sort_keys=True)
+    json_value = plain(value)
+    return json_value if isinstance(json_value, str) else json.dumps(json_value, sort_keys=True)
 
 
 def plain(value: Any) -> Any:

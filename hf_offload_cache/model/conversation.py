@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -54,8 +54,8 @@ class _Slot:
         module = self.module()
         if module is None:
             return _ABSENT
-        own = vars(module)
-        return own[self.name] if self.name in own else own["_buffers"].get(self.name, _ABSENT)
+        attributes = vars(module)
+        return attributes[self.name] if self.name in attributes else attributes["_buffers"].get(self.name, _ABSENT)
 
     def set(self, value: Any) -> None:
         module = self.module()
@@ -127,11 +127,11 @@ class ModelState:
         """Store for `conversation` the values that the model's code has left. If another thread's conversation has
         begun since, they were stored then, and the values on the model belong to that one."""
         if self.slots and self._ran is not None and self._ran() is conversation:
-            found = {slot.key: slot.get() for slot in self.slots}
-            for key, value in found.items():
+            values = {slot.key: slot.get() for slot in self.slots}
+            for key, value in values.items():
                 if not _is_followed(value):
                     self.unfollowed.setdefault(key, type(value).__name__)
-            conversation.values, self._left = found, dict(found)
+            conversation.values, self._left = values, dict(values)
 
     def turn_to_others(self) -> None:
         """Restore the values of code that runs the model without a cache of this library."""
@@ -173,26 +173,27 @@ class ModelState:
 
     def contents(self) -> dict[str, tuple[Any, ...]]:
         """Objects in attributes that are not followed, each with its content."""
-        model, found = self._model(), dict[str, tuple[Any, ...]]()
+        model, contents = self._model(), dict[str, tuple[Any, ...]]()
         if model is None:
-            return found
+            return contents
         home = type(model).__module__
         followed = {slot.key for slot in self.slots}
         walked: dict[int, tuple[Any, ...]] = {}  # every block refers to the configuration
         for path, module in model.named_modules():
-            names = _mentioned(_class_of(module), home)
+            kind: Any = type(module)
+            names = _mentioned(kind, home)
             for name, value in vars(module).items():
                 key = f"{path}.{name}".lstrip(".")
                 if name in names and name not in _OF_MODULES and key not in followed and _may_hold_tensors(value):
                     if id(value) not in walked:
                         walked[id(value)] = tuple(itertools.islice(_within(value, _DEPTH), _MOST))
-                    found[key] = walked[id(value)]
+                    contents[key] = walked[id(value)]
             rotary = hasattr(module, "rope_type")  # "longrope" writes its frequencies at each forward
             for name, value in (*vars(module).items(), *module._buffers.items()):
                 key, tensor = f"{path}.{name}".lstrip("."), isinstance(value, torch.Tensor)
                 if tensor and name in names and key not in followed and not (rotary and value.is_floating_point()):
-                    found[key] = (value, None if value.is_inference() else value._version)
-        return found
+                    contents[key] = (value, None if value.is_inference() else value._version)
+        return contents
 
     def compare(self, before: dict[str, tuple[Any, ...]]) -> None:
         """Note changes since `contents`: an object that has other tensors or numbers now, or a tensor that was written
@@ -335,11 +336,11 @@ def _is_followed(value: Any) -> bool:
 
 def _fits(value: torch.Tensor, slot: _Slot, batch: int) -> bool:
     """Whether a tensor fits `slot`: it has the kind of the current value, or rows for `batch` sequences."""
-    there = slot.get()
+    current = slot.get()
     if not bool(value.isfinite().all()):
         return False
-    if isinstance(there, torch.Tensor) and not slot.has_rows:
-        return value.shape == there.shape and value.dtype == there.dtype
+    if isinstance(current, torch.Tensor) and not slot.has_rows:
+        return value.shape == current.shape and value.dtype == current.dtype
     return value.ndim == 0 or (len(value) > 0 and (value.is_floating_point() or batch % len(value) == 0))
 
 
@@ -350,17 +351,18 @@ def _slots(model: PreTrainedModel) -> Iterator[_Slot]:
     """Module attributes that the model's own code writes after construction, if they are, or may become, numbers and
     tensors; and the longest text that rotary embeddings remember."""
     home = type(model).__module__
-    classes = {_class_of(module) for module in model.modules()}
-    anywhere = frozenset().union(*(_written(one, home) for one in classes))
+    classes: set[Any] = {type(module) for module in model.modules()}
+    anywhere = frozenset().union(*(_assigned(one, home)[0] for one in classes))
     for path, module in model.named_modules():
-        own, cls = vars(module), _class_of(module)
+        attributes, cls = vars(module), cast(Any, type(module))
         by_length = state_by_length(module)
-        names = _written_to_self(cls, home) | (anywhere & own.keys())
+        names = _assigned(cls, home)[1] | (anywhere & attributes.keys())
         for name in sorted(names | by_length):
-            buffer = own["_buffers"].get(name, _ABSENT)
+            buffer = attributes["_buffers"].get(name, _ABSENT)
             table = buffer is not None and not (isinstance(buffer, torch.Tensor) and not buffer.is_floating_point())
-            held = name in own["_parameters"] or name in own["_modules"] or (buffer is not _ABSENT and table)
-            value = own.get(name, buffer)
+            held = name in attributes["_parameters"] or name in attributes["_modules"]
+            held = held or (buffer is not _ABSENT and table)
+            value = attributes.get(name, buffer)
             if name not in by_length:
                 unlike = isinstance(value, bool) or not _is_followed(value)
                 default = inspect.getattr_static(cls, name, None)  # of the class: excludes methods and properties
@@ -371,24 +373,20 @@ def _slots(model: PreTrainedModel) -> Iterator[_Slot]:
             yield _Slot(key, weakref.ref(module), name, begins, has_rows=name not in by_length)
 
 
-def _class_of(module: torch.nn.Module) -> Any:
-    return type(module)
-
-
 @functools.lru_cache(maxsize=1024)
 def _functions(cls: Any, home: str) -> tuple[tuple[str, types.CodeType], ...]:
     """Code of a model's functions: those of its library's classes and of transformers' models."""
-    found = []
+    codes = []
     for one in cls.__mro__:
         place, package = one.__module__, one.__module__.partition(".")[0]
-        own = package == home.partition(".")[0] and package not in ("torch", "transformers")
-        if own or place.startswith("transformers.models."):
+        of_library = package == home.partition(".")[0] and package not in ("torch", "transformers")
+        if of_library or place.startswith("transformers.models."):
             for name, value in vars(one).items():
                 plain: Any = getattr(value, "__func__", value)
                 for function in (value.fget, value.fset) if isinstance(value, property) else (plain,):
                     if isinstance(own_code := inspect.unwrap(function) if function else None, types.FunctionType):
-                        found += [(name, code) for code in _nested(own_code.__code__)]
-    return tuple(found)
+                        codes += [(name, code) for code in _nested(own_code.__code__)]
+    return tuple(codes)
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -399,27 +397,18 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _written(cls: type, home: str) -> frozenset[str]:
-    """Names of attributes that the class's code assigns on any object, except in `__init__`."""
-    return frozenset(name for name, _ in _assignments(cls, home))
-
-
-@functools.lru_cache(maxsize=1024)
-def _written_to_self(cls: type, home: str) -> frozenset[str]:
-    return frozenset(name for name, on_self in _assignments(cls, home) if on_self)
-
-
-@functools.lru_cache(maxsize=1024)
-def _assignments(cls: type, home: str) -> tuple[tuple[str, bool], ...]:
-    """Names of assigned attributes, and whether the object is `self`."""
-    found = []
+def _assigned(cls: type, home: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of attributes that the class's code assigns on any object, except in `__init__`; and those on `self`."""
+    anywhere, on_self = set[str](), set[str]()
     for name, code in _functions(cls, home):
         steps = list(dis.get_instructions(code)) if name != "__init__" else []
         for before, one in itertools.pairwise(steps):
             if one.opname == "STORE_ATTR":  # the object is loaded last, alone or with the value
                 loaded = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
-                found.append((one.argval, before.opname.startswith("LOAD_FAST") and loaded == "self"))
-    return tuple(found)
+                anywhere.add(one.argval)
+                if before.opname.startswith("LOAD_FAST") and loaded == "self":
+                    on_self.add(one.argval)
+    return frozenset(anywhere), frozenset(on_self)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -431,15 +420,15 @@ def _mentioned(cls: type, home: str) -> frozenset[str]:
 @functools.lru_cache(maxsize=1024)
 def _none_at_first(cls: type) -> frozenset[str]:
     """Names of attributes that the class's `__init__` sets to None."""
-    found = set()
+    names = set()
     for one in cls.__mro__:
         init: Any = vars(one).get("__init__")
         init = None if init is None else inspect.unwrap(init)
         code = list(dis.get_instructions(init)) if isinstance(init, types.FunctionType) else []
         for value, _, stores in zip(code, code[1:], code[2:], strict=False):
             if stores.opname == "STORE_ATTR" and value.opname == "LOAD_CONST" and value.argval is None:
-                found.add(stores.argval)
-    return frozenset(found)
+                names.add(stores.argval)
+    return frozenset(names)
 
 
 def _may_hold_tensors(value: Any) -> bool:

@@ -52,10 +52,10 @@ def fingerprint(model: Any) -> dict[str, str]:
     config = model.config.get_text_config(decoder=True)
     shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     fields = ("model_type", *shape)
-    found = {name: str(config_value(config, name)) for name in fields}
-    found["rope"] = str(config_value(config, "rope_parameters"))
-    found["weights"] = digest(_samples(model))
-    return found
+    values = {name: str(config_value(config, name)) for name in fields}
+    values["rope"] = str(config_value(config, "rope_parameters"))
+    values["weights"] = digest(_samples(model))
+    return values
 
 
 def _samples(model: torch.nn.Module) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -79,18 +79,18 @@ def full_fingerprint(model: Any, tokenizer: Any = None, *, every_byte: bool = Fa
     `TypeError` for something else than a model.
     """
     inner = inner_model(model)
-    found: dict[str, str] = {
+    fields: dict[str, str] = {
         **_config_fields(inner.config),
         **_attention_fields(inner),
         **_quantisation_fields(inner.config),
         **adapter_fields(model, inner),
     }
     if tokenizer is not None:
-        found["tokenizer"] = tokenizer_digest(tokenizer)
-    found["weights"] = sampled_digest(inner)
+        fields["tokenizer"] = tokenizer_digest(tokenizer)
+    fields["weights"] = sampled_digest(inner)
     if every_byte:
-        found[EVERY_BYTE] = full_digest(inner)
-    return dict(sorted(found.items(), key=lambda item: _rank(item[0])))
+        fields[EVERY_BYTE] = full_digest(inner)
+    return dict(sorted(fields.items(), key=lambda item: _rank(item[0])))
 
 
 def check_fingerprint(stored: dict[str, str], model: Any, tokenizer: Any = None) -> None:
@@ -146,11 +146,11 @@ def _config_fields(config: Any) -> dict[str, str]:
     """The text model's configuration, and the additions of a composite model around it (encoders of images and
     sound)."""
     decoder = config.get_text_config(decoder=True)
-    found = flat("config", _without(decoder.to_dict(), "quantization_config"), _IGNORED)
+    fields = flat("config", _without(decoder.to_dict(), "quantization_config"), _IGNORED)
     if decoder is not config:
         parts = [name for name, value in vars(config).items() if value is decoder]
-        found |= flat("outer config", _without(config.to_dict(), "quantization_config", *parts), _IGNORED)
-    return found
+        fields |= flat("outer config", _without(config.to_dict(), "quantization_config", *parts), _IGNORED)
+    return fields
 
 
 def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -162,12 +162,12 @@ def _attention_fields(model: torch.nn.Module) -> dict[str, str]:
     values: dict[str, list[Any]] = {}
     kinds: set[str] = set()
     for module in model.modules():
-        own = vars(module)
-        if "layer_idx" in own:
+        attributes = vars(module)
+        if "layer_idx" in attributes:
             for name in _OF_ATTENTION:
-                if name in own and isinstance(own[name], int | float | None):
-                    values.setdefault(f"attention.{name}", []).append(own[name])
-        for name, value in own.items():
+                if name in attributes and isinstance(attributes[name], int | float | None):
+                    values.setdefault(f"attention.{name}", []).append(attributes[name])
+        for name, value in attributes.items():
             if name.endswith("attention_scaling") and isinstance(value, int | float):
                 values.setdefault(f"rope.{name}", []).append(value)
         for name, buffer in module.named_buffers(recurse=False):
@@ -178,8 +178,8 @@ def _attention_fields(model: torch.nn.Module) -> dict[str, str]:
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point() and getattr(parameter, "quant_state", None) is None:
                 kinds.add(plain(parameter.dtype))
-    found = {name: text(each[0] if len(set(each)) == 1 else each) for name, each in values.items()}
-    return {**found, "dtype": ", ".join(sorted(kinds))}
+    texts = {name: text(each[0] if len(set(each)) == 1 else each) for name, each in values.items()}
+    return {**texts, "dtype": ", ".join(sorted(kinds))}
 
 
 def _quantisation_fields(config: Any) -> dict[str, str]:

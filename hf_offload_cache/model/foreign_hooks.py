@@ -67,7 +67,7 @@ class ForeignHooks:
     def _state(self) -> tuple[Any, ...]:
         """Number of hooks, modules with their own `forward`, their parts, and the `forward` of their classes."""
         places = [(at, vars(module)) for at, ref in enumerate(self._modules) if (module := ref()) is not None]
-        forwards = [(at, own["forward"]) for at, own in places if "forward" in own]
+        forwards = [(at, attributes["forward"]) for at, attributes in places if "forward" in attributes]
         parts = itertools.chain.from_iterable([parts.values() for parts in self._parts])
         return sum(map(len, self._hooks)), forwards, list(map(id, parts)), [one.forward for one in self._classes]
 
@@ -93,15 +93,15 @@ def _foreign_on(module: torch.nn.Module) -> Any | None:
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         if not _is_known(hook):
             return hook
-    own = vars(module)
+    attributes = vars(module)
     for name in ("forward", "_old_forward"):  # accelerate keeps the replaced one
-        forward = own.get(name)
+        forward = attributes.get(name)
         if forward is not None and not _is_known(forward) and not _is_of_class(forward, module):
             return forward
     written = next(one for one in type(module).__mro__ if "forward" in vars(one))
     if not _is_of(_place(forward := vars(written)["forward"]), written) and not _is_known(forward):
         return forward  # put on the class
-    placing = own.get("_hf_hook")
+    placing = attributes.get("_hf_hook")
     for hook in () if placing is None else getattr(placing, "hooks", (placing,)):
         if not _is_known(hook):
             return hook

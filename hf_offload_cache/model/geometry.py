@@ -276,9 +276,9 @@ def _others_kept(longer: list[Any], item: int) -> KeptLayer:
     """Upper bound on those of one sequence, from the layer after each of `_TOKENS` tokens."""
     if not longer:
         return KeptLayer()
-    (short, long), (some, many) = _TOKENS, (_bytes(_others(layer), item) for layer in longer)
-    growth = -(-max(0, many - some) // (long - short))
-    return KeptLayer(max(0, many - growth * long), growth)
+    (short, long), (fewer, more) = _TOKENS, (_bytes(_others(layer), item) for layer in longer)
+    growth = -(-max(0, more - fewer) // (long - short))
+    return KeptLayer(max(0, more - growth * long), growth)
 
 
 def _bytes(tree: Any, item: int) -> int:

@@ -173,8 +173,8 @@ def rotary_kinds(model: Any) -> set[str]:
 
 def length_dependent(model: Any) -> str | None:
     """Why keys differ between forwards of different lengths; None: they do not."""
-    found = sorted(kind for kind in rotary_kinds(model) if _by_length(kind))
-    return f"its rotary embedding ({found[0]}) depends on how many tokens there are" if found else None
+    kinds = sorted(kind for kind in rotary_kinds(model) if _by_length(kind))
+    return f"its rotary embedding ({kinds[0]}) depends on how many tokens there are" if kinds else None
 
 
 def state_by_length(module: torch.nn.Module) -> set[str]:
@@ -200,8 +200,8 @@ def stretch(model: Any) -> float:
 def _parameters(config: Any, layers: str) -> dict[str, Any]:
     """Parameters of the rotary embedding for a type of layers."""
     given = getattr(config, "rope_parameters", None) or {}
-    found: dict[str, Any] = given.get(layers, given) if layers else given
-    return found
+    parameters: dict[str, Any] = given.get(layers, given) if layers else given
+    return parameters
 
 
 def _limits(model: Any) -> Iterator[tuple[str, int]]:

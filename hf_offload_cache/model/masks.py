@@ -20,13 +20,13 @@ def seen_before(mask: torch.Tensor) -> tuple[torch.Tensor, bool] | None:
     queries, columns = mask.shape[-2:]
     if columns < queries:
         return None
-    before, own = mask.split([columns - queries, queries], -1)
+    before, latest = mask.split([columns - queries, queries], -1)
     seen = shown(before[:, :, -1:])
     parts = zip(before.split(_COLUMNS, -1), seen.split(_COLUMNS, -1), strict=True)
-    if not all(bool(((_plain(part) == some) & (shown(part) == some)).all()) for part, some in parts):
+    if not all(bool(((_plain(part) == visible) & (shown(part) == visible)).all()) for part, visible in parts):
         return None
     causal = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril_()
-    return seen, bool((shown(own) == causal).all()) and bool((_plain(own) == causal).all())
+    return seen, bool((shown(latest) == causal).all()) and bool((_plain(latest) == causal).all())
 
 
 def _plain(mask: torch.Tensor) -> torch.Tensor:

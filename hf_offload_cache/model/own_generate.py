@@ -134,17 +134,17 @@ def generate_with(
     if asked("use_cache") is False:
         changed["use_cache"] = True
     try:
-        found = method(*args, **{**kwargs, **changed})
+        result = method(*args, **{**kwargs, **changed})
     except BaseException:
         cache.fail_step()  # forget the preparation of a step that does not run
         raise
-    theirs = getattr(found, "past_key_values", None)
+    theirs = getattr(result, "past_key_values", None)
     if theirs is not None and unwrapped(theirs) is not cache:
         raise CacheUnusedError(
             f"generate of {type(model).__name__} was given this cache and went on with another, "
             f"{type(theirs).__name__}: run this model without this cache"
         )
-    return found
+    return result
 
 
 class _Asked:
@@ -157,8 +157,8 @@ class _Asked:
 
     def __call__(self, name: str) -> Any:
         """The value that `generate` finds: in its arguments, its configuration, or the model's."""
-        found = (self._kwargs.get(name), getattr(self._given, name, None), getattr(self._default, name, None))
-        return next((value for value in found if value is not None), None)
+        values = (self._kwargs.get(name), getattr(self._given, name, None), getattr(self._default, name, None))
+        return next((value for value in values if value is not None), None)
 
     def by_caller(self, name: str) -> Any:
         """Like a call, without the model's configuration: a pipeline passes a copy of that."""
@@ -187,12 +187,12 @@ def _through(
         with make(_request(model, args, kwargs, asked)) as cache:
             if cache is None:
                 return method(*args, **kwargs)
-            found = generate_with(cache, model, method, args, kwargs)
+            result = generate_with(cache, model, method, args, kwargs)
     finally:
         within.now = before
-    if getattr(found, "past_key_values", None) is not None:
-        found.past_key_values = None
-    return found
+    if getattr(result, "past_key_values", None) is not None:
+        result.past_key_values = None
+    return result
 
 
 def _request(
@@ -222,5 +222,5 @@ def _picture_tokens(model: PreTrainedModel, kwargs: dict[str, Any]) -> int:
     number, by which the model extends its masks."""
     if not isinstance(kwargs.get("pixel_values"), torch.Tensor):
         return 0
-    said = (getattr(module, "image_patch_tokens", None) for module in model.modules())
-    return max((count for count in said if isinstance(count, int)), default=0)
+    counts = (getattr(module, "image_patch_tokens", None) for module in model.modules())
+    return max((count for count in counts if isinstance(count, int)), default=0)

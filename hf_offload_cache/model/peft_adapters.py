@@ -55,17 +55,17 @@ def adapter_fields(model: Any, inner: torch.nn.Module) -> dict[str, str]:
     if not layers:
         return {"adapters": "none"}
     active = sorted({name for _, state in layers for name in state["active"]})
-    found = {
+    fields = {
         "adapters": text(active),
         "adapters.disabled": _common(state["disabled"] for _, state in layers),
         "adapters.merged": text(sorted({name for _, state in layers for name in state["merged"]})),
     }
     for name in active:
-        found |= {f"adapters.{name}.scaling": _common(state["scaling"].get(name) for _, state in layers)}
+        fields |= {f"adapters.{name}.scaling": _common(state["scaling"].get(name) for _, state in layers)}
         if name in configs:
-            found |= flat(f"adapters.{name}", configs[name].to_dict(), _IGNORED)
-    found["adapters.layers"] = xxhash.xxh3_128(text(layers).encode()).hexdigest()
-    return found
+            fields |= flat(f"adapters.{name}", configs[name].to_dict(), _IGNORED)
+    fields["adapters.layers"] = xxhash.xxh3_128(text(layers).encode()).hexdigest()
+    return fields
 
 
 def _adapted(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -35,12 +35,12 @@ def decoder_blocks(model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Modul
 
 def attention_devices(model: PreTrainedModel) -> dict[int, torch.device]:
     """By layer index, the device on which each decoder block's attention makes its keys."""
-    found: dict[int, torch.device] = {}
+    devices: dict[int, torch.device] = {}
     for layer_idx, _, attention in decoder_blocks(model):
         moved = getattr(getattr(attention, "_hf_hook", None), "execution_device", None)  # accelerate's
         held = next((p.device for p in attention.parameters() if p.device.type != "meta"), None)
-        found[layer_idx] = torch.device(moved) if moved is not None else held or model.device
-    return found
+        devices[layer_idx] = torch.device(moved) if moved is not None else held or model.device
+    return devices
 
 
 # Conflicts between training and a cache
@@ -114,8 +114,8 @@ class OwnModel:
 
     def includes(self, model: torch.nn.Module) -> bool:
         """Whether `model` is the cache's own, a part of it, or contains it: a step of one runs the other."""
-        own = self._ref()
-        return model in self._parts or (own is not None and any(module is own for module in model.modules()))
+        ours = self._ref()
+        return model in self._parts or (ours is not None and any(module is ours for module in model.modules()))
 
     def checkpoints_gradients(self) -> bool:
         """Whether some decoder block would get no cache now, because it trains and checkpoints gradients."""
@@ -131,16 +131,16 @@ class OwnModel:
         Looks through the callers' frames, because an `update` does not know its caller. None if no model is among them
         (a cache driven by hand), or if that is unknown.
         """
-        found: PreTrainedModel | None = None
+        nearest: PreTrainedModel | None = None
         frame = sys._getframe(1)
         while frame is not None:
             caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
             if isinstance(caller, torch.nn.Module) and is_model(caller):
                 if caller in self._parts:
                     return None
-                found = caller if found is None else found
+                nearest = caller if nearest is None else nearest
             frame = frame.f_back  # type: ignore[assignment]
-        return found
+        return nearest
 
 
 def model_text(model: Any) -> str:
@@ -181,8 +181,8 @@ def _message(version: str) -> str | None:
 
 
 def _minor(version: str) -> tuple[int, int]:
-    found = Version(version)  # also "6.0rc1", or "5.24.dev0" of a checkout
-    return found.major, found.minor
+    parsed = Version(version)  # also "6.0rc1", or "5.24.dev0" of a checkout
+    return parsed.major, parsed.minor
 
 
 def no_place(model: Any) -> str | None:
@@ -296,8 +296,8 @@ def _takes_a_cache(model: PreTrainedModel) -> bool:
 
 def _parameters(model: PreTrainedModel, method: str) -> set[str]:
     """Parameters of the class's method: methods on the model itself, ours or accelerate's, take anything."""
-    found = getattr(type(model), method, None)
-    return set() if found is None else set(inspect.signature(found).parameters)
+    function = getattr(type(model), method, None)
+    return set() if function is None else set(inspect.signature(function).parameters)
 
 
 def _layers(model: PreTrainedModel) -> list[Any]:

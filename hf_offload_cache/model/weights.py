@@ -69,12 +69,12 @@ class _Interleaved(Weight):
         columns = self.tensor.shape[-1]
         row, column = positions // columns, positions % columns
         start = (row // _ROWS * columns + column) * _ROWS
-        found = []
+        halves = []
         for half in (0, 1):
             code = row % _ROWS * 2 + half
             packed = self.tensor.reshape(-1)[start + code % _ROWS]
-            found.append(torch.where(code < _ROWS, packed & 15, packed >> 4))
-        return (found[0] << 4) | found[1]
+            halves.append(torch.where(code < _ROWS, packed & 15, packed >> 4))
+        return (halves[0] << 4) | halves[1]
 
     def everything(self) -> Iterator[torch.Tensor]:
         for start in range(0, self.count, _CHUNK):
@@ -83,14 +83,14 @@ class _Interleaved(Weight):
 
 def sampled_digest(model: torch.nn.Module) -> str:
     """A digest of a sample of every weight; begins with "unseen:" if only name and shape of some are known."""
-    found = list(weights(model))
-    return _marked(found, digest((f"{weight.name} {weight.kind}", weight.sample()) for weight in found))
+    all_weights = list(weights(model))
+    return _marked(all_weights, digest((f"{weight.name} {weight.kind}", weight.sample()) for weight in all_weights))
 
 
 def full_digest(model: torch.nn.Module) -> str:
     """A digest of every byte of every weight; marked like `sampled_digest`. Reads the complete model."""
-    found = list(weights(model))
-    return _marked(found, digest((f"{weight.name} {weight.kind}", weight.everything()) for weight in found))
+    all_weights = list(weights(model))
+    return _marked(all_weights, digest((f"{weight.name} {weight.kind}", weight.everything()) for weight in all_weights))
 
 
 def digest(entries: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> str:
@@ -114,21 +114,21 @@ def weights(model: torch.nn.Module) -> Iterator[Weight]:
 
     Weights that accelerate offloaded come from its hooks; those in files are read completely.
     """
-    found: list[Weight] = []
+    all_weights: list[Weight] = []
     for path, module in model.named_modules():
         prefix = f"{path}.".replace("_orig_mod.", "").removeprefix(".")  # of a part wrapped by torch.compile
         for name, tensor in _own(module):
             state = getattr(tensor, "quant_state", None)
             if tensor.device.type == "meta":
                 tensor = _offloaded(module, name, tensor)
-            found += _parts(prefix + name, tensor, state)
+            all_weights += _parts(prefix + name, tensor, state)
         # bitsandbytes moves an 8-bit weight's scales from the parameter to the layer at the first forward
         scales = getattr(getattr(module, "weight", None), "SCB", None)
         if scales is None:
             scales = getattr(getattr(module, "state", None), "SCB", None)
         if isinstance(scales, torch.Tensor):
-            found += _parts(prefix + "weight.SCB", scales)
-    yield from sorted(found, key=lambda weight: weight.name)
+            all_weights += _parts(prefix + "weight.SCB", scales)
+    yield from sorted(all_weights, key=lambda weight: weight.name)
 
 
 def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -90,8 +90,8 @@ class Blanks:
                 parts.append(_ZEROS[: (between[-1].stop - between[-1].start) * record_bytes])
             parts.append(data[run.start * record_bytes : run.stop * record_bytes])
         file.write_parts(parts, int(ids[span[0].start]) * record_bytes)
-        for some in between:
-            self.set(some, True)
+        for gap in between:
+            self.set(gap, True)
         return sum(len(part) for part in parts[1::2])
 
 
@@ -280,8 +280,8 @@ class FileStore(FreezableStore):
 
     @property
     def inode(self) -> tuple[int, int] | None:
-        there = os.fstat(self._file.fd)
-        return there.st_dev, there.st_ino
+        status = os.fstat(self._file.fd)
+        return status.st_dev, status.st_ino
 
     def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
         self._check_frozen(self._frozen, "exported")

@@ -145,11 +145,11 @@ def merge_parts(
             needed = part.written if live is None else part.written & live[first : first + part.capacity]
             wanted = np.flatnonzero(needed).astype(np.int64)
             for start in range(0, len(wanted), len(buffer)):
-                some = wanted[start : start + len(buffer)]
-                records = buffer[: len(some)]
-                part.read(some, records)
-                part.verify(some, records)  # a new tag must not vouch for an unchecked record
-                merged.write(some + first, records)
+                ids_of_part = wanted[start : start + len(buffer)]
+                records = buffer[: len(ids_of_part)]
+                part.read(ids_of_part, records)
+                part.verify(ids_of_part, records)  # a new tag must not vouch for an unchecked record
+                merged.write(ids_of_part + first, records)
             first += part.capacity
         merged.freeze()
         for part in parts:
@@ -183,9 +183,9 @@ class LayeredStore(FreezableStore):
     """Records of frozen `parts`, one after the other, and then those of an own store.
 
     Ids continue from part to part: the first record of a part follows the last of the part before, counted by
-    `capacity`. New records go to the own store, which is not frozen; `make_own` makes it when it is first needed, or
-    `own` is given, whose records then get ids behind those of the parts. All of them belong to this store, which closes
-    them. Freed records of parts stay, because others may share them.
+    `capacity`. New records go to the own store, which `make_own` makes when it is first needed, or at once if there are
+    no parts. All of them belong to this store, which closes them. Freed records of parts stay, because others may share
+    them.
 
     `record_bytes` and `name` are those of the first store. Raises `ValueError` if the stores' `record_bytes` differ.
     """
@@ -198,15 +198,9 @@ class LayeredStore(FreezableStore):
     memory_bytes = _total("memory_bytes")
     tables_bytes = _total("tables_bytes")
 
-    def __init__(
-        self,
-        parts: Sequence[FreezableStore],
-        make_own: Callable[[], FreezableStore],
-        own: FreezableStore | None = None,
-    ) -> None:
-        if own is None and not parts:
-            own = make_own()
-        stores = [*parts, *([] if own is None else [own])]
+    def __init__(self, parts: Sequence[FreezableStore], make_own: Callable[[], FreezableStore]) -> None:
+        own = None if parts else make_own()
+        stores = [*parts] if own is None else [own]
         if len({store.record_bytes for store in stores}) > 1:
             raise ValueError(f"parts must agree in record_bytes, got {[store.record_bytes for store in stores]}")
         self.record_bytes, self.name = stores[0].record_bytes, stores[0].name  # the base would set counters
@@ -261,10 +255,10 @@ class LayeredStore(FreezableStore):
         mine = (ids < 0) | (ids >= layout.base)
         if not mine.any():
             return
-        some = ids if mine.all() else ids[mine]
+        freed = ids if mine.all() else ids[mine]
         if layout.own is None:
-            raise StoreError(errno.EINVAL, f"{self.name}: {describe(some + self._first_id)} not allocated")
-        layout.own.free(some - layout.base)
+            raise StoreError(errno.EINVAL, f"{self.name}: {describe(freed + self._first_id)} not allocated")
+        layout.own.free(freed - layout.base)
 
     def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
         check_batch(ids, records, self.record_bytes)

@@ -123,9 +123,9 @@ class RecordFile:
     def doubt(self, why: str) -> None:
         """Note that damage was found in the file: it is no longer `unchanged`."""
         self._known.vouched = None
-        told, self._known.on_damage = self._known.on_damage, None
-        if told is not None:
-            told(why)
+        callback, self._known.on_damage = self._known.on_damage, None
+        if callback is not None:
+            callback(why)
 
     def on_damage(self, told: Callable[[str], object]) -> None:
         """Register `told` to be called, once, when damage is found in the file, also by others who share it. Any thread
@@ -307,8 +307,8 @@ class RecordFile:
 
 def _state_of(fd: int) -> tuple[int, int]:
     """Date and size of a file, which any write changes."""
-    there = os.fstat(fd)
-    return there.st_mtime_ns, there.st_size
+    status = os.fstat(fd)
+    return status.st_mtime_ns, status.st_size
 
 
 # A file without a name: it takes disk space while its descriptor is open, and leaves nothing behind

@@ -40,7 +40,7 @@ def perplexity_over(reference: torch.Tensor, logits: torch.Tensor, ids: torch.Te
     following = ids[0, 1:]
     if not following.numel():
         return None
-    losses = [torch.nn.functional.cross_entropy(said[:-1].float(), following) for said in (logits, reference)]
+    losses = [torch.nn.functional.cross_entropy(scores[:-1].float(), following) for scores in (logits, reference)]
     return float((losses[0] - losses[1]).exp())
 
 
@@ -79,30 +79,30 @@ class Trial:
             for layer in whole.offloaded:
                 keys, values = (part.clone() for part in layer.whole()[:2])
                 self._layers[layer.layer_idx] = keys, values, observed(layer)
-            said = model(input_ids=self._fed[None], past_key_values=whole, use_cache=True).logits[0]
-            self._exact = said.float().cpu()
+            logits = model(input_ids=self._fed[None], past_key_values=whole, use_cache=True).logits[0]
+            self._exact = logits.float().cpu()
 
     def of(self, cache: SelectiveCache) -> Nearness:
         """Measure an empty cache, which is used up by this call."""
         for layer in cache.offloaded:
             fill(layer, self._modules[layer.layer_idx], *self._layers[layer.layer_idx])
         cache.storage.prefetcher.flush()
-        said, seconds = self._decode(cache)
-        distances = divergence(self._exact, said)
+        logits, seconds = self._decode(cache)
+        distances = divergence(self._exact, logits)
         recited = distances[self._text :].unflatten(0, (-1, RECITAL))[:, LEAD:]
         text = float(distances[: self._text].mean()) if self._text else 0.0
         return Nearness(statistics.median(seconds), text, float(recited.mean()))
 
     def _decode(self, cache: Any) -> tuple[torch.Tensor, list[float]]:
         """Logits (n, V), float32, after each token, and the seconds of each step."""
-        said, seconds = [], []
+        all_logits, seconds = [], []
         with torch.no_grad():
             for token in self._fed.split(1):
                 start = time.perf_counter()
                 logits = self._model(input_ids=token[None], past_key_values=cache, use_cache=True).logits[0, -1]
-                said.append(logits.float().cpu())
+                all_logits.append(logits.float().cpu())
                 seconds.append(time.perf_counter() - start)
-        return torch.stack(said), seconds
+        return torch.stack(all_logits), seconds
 
 
 _SAMPLE = 4096
@@ -124,7 +124,7 @@ def tune_by_trial(task: Task, settings: SelectiveConfig) -> Tuned:
     context, steps = sample_sizes(inner, settings.attended(_SAMPLE), task.max_context, text + recitals * RECITAL)
     least = _least([config for _, config in tried], context)
     stretches = task.stretches(task.samples or (3 if task.quick else 20), least + text, context + text)
-    found: list[list[Nearness]] = [[] for _ in tried]
+    measured: list[list[Nearness]] = [[] for _ in tried]
     with Progress(task.seconds, task.progress) as bar:
         bar.begin("sample text: ", 1.0)
         for number, ids in enumerate(stretches):
@@ -136,17 +136,17 @@ def tune_by_trial(task: Task, settings: SelectiveConfig) -> Tuned:
                 fields, config = tried[place]
                 done((count + 1) / (len(tried) + 1), _named(fields))
                 with task.measured(inner, path=task.path, config=config) as cache:
-                    found[place].append(trial.of(cache))
+                    measured[place].append(trial.of(cache))
             if bar.seconds_left < before - bar.seconds_left:
                 break
-    trials = [(fields, _mean(each)) for (fields, _), each in zip(tried, found, strict=True)]
+    trials = [(fields, _mean(each)) for (fields, _), each in zip(tried, measured, strict=True)]
     rows, left_out = _rows(task, trials)
     results = {
         "trials": [{"fields": fields, **_rounded(mean)} for fields, mean in trials],
         "rows": rows,
         "left_out": left_out,
     }
-    sample = {"texts": len(found[0]), "context": len(stretches[0]) - text, "steps": steps}
+    sample = {"texts": len(measured[0]), "context": len(stretches[0]) - text, "steps": steps}
     return Tuned(task.values(store, sample, results), None)
 
 
@@ -165,19 +165,19 @@ def _fitted(task: Task, fields: dict[str, Any], batch: int, context: int) -> Any
 def _that_fit(task: Task) -> list[tuple[dict[str, Any], Any]]:
     """Candidate fields next to the user's, with their configuration for the largest row, without that row's limits;
     each configuration once. The first is that of `for_budget`, and names no fields."""
-    found: list[tuple[dict[str, Any], Any]] = []
+    candidates: list[tuple[dict[str, Any], Any]] = []
     for one in ({}, *task.measured.to_try(task.fields)):
         fields = {name: value for name, value in one.items() if name not in task.fields}
         try:
             config = _fitted(task, fields, task.max_batch, task.max_context)
         except BudgetError:
-            if not found:
+            if not candidates:
                 raise
             continue
         config = dataclasses.replace(config, memory=None, max_context=None, max_batch=None)
-        if not any(config == other for _, other in found):
-            found.append((fields, config))
-    return found
+        if not any(config == other for _, other in candidates):
+            candidates.append((fields, config))
+    return candidates
 
 
 def _rows(

@@ -62,16 +62,16 @@ def without_seams(model: Any) -> Any:
 def together(needs: Mapping[str, int], room: int | None) -> list[list[str]]:
     """Names in their order, grouped so that each group fits `room` bytes (None: all in one); what does not fit is
     alone."""
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     taken = 0
     for name, needed in needs.items():
-        if found and (room is None or taken + needed <= room):
-            found[-1].append(name)
+        if groups and (room is None or taken + needed <= room):
+            groups[-1].append(name)
             taken += needed
         else:
-            found.append([name])
+            groups.append([name])
             taken = needed
-    return found
+    return groups
 
 
 def follow_in_turns(
@@ -85,7 +85,7 @@ def follow_in_turns(
     Returns by name the logits (steps, V), float32 on the host, after each token, and the seconds of each step, at whose
     end the model's device has finished. `on_step` gets the finished share, from 0 to 1, and a name, in this thread.
     """
-    said: dict[str, list[torch.Tensor]] = {name: [] for name in contenders}
+    outputs: dict[str, list[torch.Tensor]] = {name: [] for name in contenders}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     with contextlib.ExitStack() as stack, torch.no_grad():
         opened = {}
@@ -100,9 +100,9 @@ def follow_in_turns(
                 for token in turn.split(1, 1):
                     start = time.perf_counter()
                     logits = model(input_ids=token, past_key_values=opened[name], use_cache=True).logits[0, -1]
-                    said[name].append(logits.float().cpu())
+                    outputs[name].append(logits.float().cpu())
                     seconds[name].append(time.perf_counter() - start)
-    return {name: (torch.stack(said[name]), seconds[name]) for name in contenders}
+    return {name: (torch.stack(outputs[name]), seconds[name]) for name in contenders}
 
 
 _DYNAMIC, _EXACT = "DynamicCache", "an exact OffloadCache"
@@ -186,7 +186,7 @@ def measure_caches(
     passes = [{name: contenders[name] for name in names} for names in turns]
     if reference == _EXACT:
         passes.insert(0, {_EXACT: Contender(inner, functools.partial(_exact_cache, inner, path, used))})
-    found: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name in contenders}
+    measurements: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name in contenders}
     with Progress(1.0, progress) as bar:
         bar.begin("sample text: ", 1.0)
         for number, ids in enumerate(stretches):
@@ -196,13 +196,13 @@ def measure_caches(
                 done = bar.within(number * len(passes) + count, len(stretches) * len(passes))
                 ran |= follow_in_turns(opened, row, steps, done)
             exact = ran[reference][0]
-            for name, measured in found.items():
+            for name, measured in measurements.items():
                 logits, seconds = ran[name]
                 worse = perplexity_over(exact, logits, ids[None, -steps:])
                 assert worse is not None
                 measured.append((distance(exact, logits)["kl"], worse, seconds[min(TURN, steps - 1) :]))
     cells = []
-    for name, measured in found.items():
+    for name, measured in measurements.items():
         distances, perplexities, times = zip(*measured, strict=True)
         cell: dict[str, Any] = {"cache": name, "tokens": held, "memory": "1"}
         if name in fitting:
@@ -219,5 +219,5 @@ def measure_caches(
 def _exact_cache(model: Any, path: str | Path | None, fields: dict[str, Any]) -> OffloadCache:
     """An exact cache with those of `fields` that all caches have; holds one layer's blocks at a time."""
     common = {field.name for field in dataclasses.fields(OffloadConfig)}
-    own = {name: value for name, value in fields.items() if name in common}
-    return OffloadCache(model, path=path, **{**own, "exact": True})
+    shared = {name: value for name, value in fields.items() if name in common}
+    return OffloadCache(model, path=path, **{**shared, "exact": True})

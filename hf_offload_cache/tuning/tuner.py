@@ -25,13 +25,13 @@ _NO_PART = ("memory", "max_context", "max_batch", "exact", "trace")
 
 def tunable(cache: str | type[Any]) -> type[SelectiveCache]:
     """The class of that name. Raises `ConfigError` if tuning could measure nothing."""
-    found = cache_class(cache) if isinstance(cache, str) else cache
-    if not issubclass(found, SelectiveCache) or not (found.solver or found.to_try({})):
+    kind = cache_class(cache) if isinstance(cache, str) else cache
+    if not issubclass(kind, SelectiveCache) or not (kind.solver or kind.to_try({})):
         raise ConfigError(
-            f"cache must be DiskSwapCache, inherit from it, or name what is to be tried, got {found.__name__}: use "
-            f"{found.__name__}.for_budget, which chooses by memory alone"
+            f"cache must be DiskSwapCache, inherit from it, or name what is to be tried, got {kind.__name__}: use "
+            f"{kind.__name__}.for_budget, which chooses by memory alone"
         )
-    return found
+    return kind
 
 
 def settings_of(measured: type[SelectiveCache], fields: dict[str, Any]) -> Any:

@@ -82,19 +82,19 @@ def compare_plans(
     """
     from ..registry import CACHES, cache_class
 
-    found = []
+    plans = []
     for name in CACHES:
         if installed and (missing := cache_class(name).missing()) is not None:
-            found.append(ComparedPlan(name, None, None, missing, (), None, None))
+            plans.append(ComparedPlan(name, None, None, missing, (), None, None))
             continue
-        own = _planned(name, geometry, memory, context, batch, fields, None)
-        found.append(own)
+        usual = _planned(name, geometry, memory, context, batch, fields, None)
+        plans.append(usual)
         free = wider and "num_selected" not in fields and not fields.get("exact")
-        for count in WIDER.get(name, ()) if free and own.plan is not None else ():
+        for count in WIDER.get(name, ()) if free and usual.plan is not None else ():
             other = _planned(name, geometry, memory, context, batch, fields, count)
-            if 2 * count <= context and other.plan is not None and set(other.shortfalls) <= set(own.shortfalls):
-                found.append(other)
-    return found
+            if 2 * count <= context and other.plan is not None and set(other.shortfalls) <= set(usual.shortfalls):
+                plans.append(other)
+    return plans
 
 
 def _planned(
@@ -293,78 +293,61 @@ def which_cache(
         refused = "; ".join(f"{plan.name}: {plan.refused}" for plan in plans)
         raise BudgetError(f"no cache fits this memory: {refused}")
     names = [plan.label for plan in fitting]
-    told, beside = _told(cells, names, memory, context, goal, hint), ""
-    if not told and (goal, hint) == ("fidelity", "long-output"):
-        hint, beside = "long-prompt", "; after a long output nothing was measured in such a memory"
-        told = _told(cells, names, memory, context, goal, hint)
-    best = min(told, key=lambda label: _rank(label, told, goal, hint)) if told else names[0]
-    first = f"the first that fits, since nothing that tells {goal} was measured of any"
-    if fitting[0].config is not None and fitting[0].config.exact:
-        first = "the first that fits: where all is attended to, every cache says the same"
-    if told:
-        first = _sentence(told[best]) + _facts_of_its_cache(told[best], told)
-    reasons = [f"{best}: {first}{beside}"]
+    compared, note = _compared(cells, names, memory, context, goal, hint), ""
+    if not compared and (goal, hint) == ("fidelity", "long-output"):
+        hint, note = "long-prompt", "; no measurement after a long output at this memory"
+        compared = _compared(cells, names, memory, context, goal, hint)
+    best = min(compared, key=lambda label: _rank(label, compared, goal, hint)) if compared else names[0]
+    if compared:
+        usual = compared.get(compared[best]["cache"], compared[best])
+        borrowed = not compared[best].get("known") and usual.get("known")
+        reason = _sentence(compared[best]) + (f", needles as of {usual['cache']}" if borrowed else "")
+    elif fitting[0].config is not None and fitting[0].config.exact:
+        reason = "the first that fits: exact caches all give the same output"
+    else:
+        reason = f"the first that fits, because none has a measurement of {goal}"
+    reasons = [f"{best}: {reason}{note}"]
     for plan in plans:
-        if plan.label in told and plan.label != best:
-            reasons.append(f"{plan.label}: {_sentence(told[plan.label])}")
+        if plan.label in compared and plan.label != best:
+            reasons.append(f"{plan.label}: {_sentence(compared[plan.label])}")
         elif plan.label != best and plan.num_selected is None:
-            unknown = "nothing was measured of it there" if plan.plan else f"left out: {plan.refused}"
-            reasons.append(f"{plan.label}: {unknown}")
+            reasons.append(f"{plan.label}: {'no measurement there' if plan.plan else f'left out: {plan.refused}'}")
     return Chosen(next(plan for plan in fitting if plan.label == best), "\n".join(reasons))
 
 
-def _told(
+def _compared(
     cells: list[Cell], names: list[str], memory: float, context: int, goal: str, hint: str
 ) -> dict[str, Cell]:
-    """By label, the cells to compare these caches by, if they have the deciding value."""
-    if goal == "speed":
-        return _side_by_side([cell for cell in cells if "seconds" in cell], names, memory, context)
-    if hint == "long-output":
-        near = [cell for cell in cells if round(abs(math.log(Fraction(cell["memory"]) / memory)), 2) <= _NEAR]
-        return _side_by_side([cell for cell in near if "long_kl" in cell], names, memory, context)
-    return _side_by_side([cell for cell in cells if "kl" in cell], names, memory, context)
-
-
-def _side_by_side(cells: list[Cell], names: list[str], memory: float, context: int) -> dict[str, Cell]:
-    """Cells of these caches by label, all of one memory and one context: of the places with most of the caches, the
-    closest in memory, then in context. They are compared in no other place."""
-    found: dict[tuple[str, int], dict[str, Cell]] = {}
+    """By label, the cells to compare these caches by: those with the deciding value, all of one memory and one context.
+    Of the places with most of the caches, the closest in memory, then in context."""
+    value = "seconds" if goal == "speed" else "long_kl" if hint == "long-output" else "kl"
+    places: dict[tuple[str, int], dict[str, Cell]] = {}
     for cell in cells:
         label = labelled(cell["cache"], cell.get("num_selected"))
-        if label in names:
-            found.setdefault((cell["memory"], cell["tokens"]), {})[label] = cell
+        far = value == "long_kl" and round(abs(math.log(Fraction(cell["memory"]) / memory)), 2) > _NEAR
+        if label in names and value in cell and not far:
+            places.setdefault((cell["memory"], cell["tokens"]), {})[label] = cell
 
-    def distance(point: tuple[str, int]) -> tuple[float, float, float]:
-        apart = abs(math.log(Fraction(point[0]) / memory)), abs(math.log(point[1] / context))
-        classes = {cell["cache"] for cell in found[point].values()}  # several entries of one cache count once
-        return -len(classes), round(apart[0], 2), apart[1]
+    def distance(place: tuple[str, int]) -> tuple[float, float, float]:
+        caches = {cell["cache"] for cell in places[place].values()}  # several entries of one cache count once
+        in_memory, in_context = abs(math.log(Fraction(place[0]) / memory)), abs(math.log(place[1] / context))
+        return -len(caches), round(in_memory, 2), in_context
 
-    return found[min(found, key=distance)] if found else {}
+    return places[min(places, key=distance)] if places else {}
 
 
-def _rank(label: str, told: dict[str, Cell], goal: str, hint: str) -> tuple[float, ...]:
-    cell = told[label]
+def _rank(label: str, compared: dict[str, Cell], goal: str, hint: str) -> tuple[float, ...]:
+    cell = compared[label]
     if goal == "speed":
         return float(cell.get("kl", math.inf) > _ENOUGH), cell["seconds"]
     if hint == "long-output":
         return (cell["long_kl"],)
-    asked = [_found(one) for one in told.values() if one.get("known")]
-    most = max(asked, default=0.0)
-    facts = cell if cell.get("known") else told.get(cell["cache"], cell)
-    if not facts.get("known"):
-        return float(bool(asked)), cell["kl"]
-    share = _found(facts)
-    return (most - share if share < most - max(_ALIKE, _ONE / facts["known"]) else 0.0), cell["kl"]
-
-
-def _facts_of_its_cache(cell: Cell, told: dict[str, Cell]) -> str:
-    """Text for a wider step that is judged by its cache's needles."""
-    usual = told.get(cell["cache"], cell)
-    return "" if cell.get("known") or not usual.get("known") else f", facts as of {cell['cache']}"
-
-
-def _found(cell: Cell) -> float:
-    return float(cell["found"] / cell["known"])
+    shares = {name: one["found"] / one["known"] for name, one in compared.items() if one.get("known")}
+    tested = label if label in shares else cell["cache"]  # a wider step has its cache's result
+    if tested not in shares:
+        return float(bool(shares)), cell["kl"]
+    best, tie = max(shares.values()), max(_ALIKE, _ONE / compared[tested]["known"])
+    return (best - shares[tested] if shares[tested] < best - tie else 0.0), cell["kl"]
 
 
 def _check(cell: Cell) -> None:
@@ -395,7 +378,7 @@ def _sentence(cell: Cell) -> str:
     if cell.get("known"):
         lengths = [f"{length:,}" for length in cell.get("fact_tokens", ())]
         of = f" in contexts of {', '.join(lengths)} tokens" if lengths else ""
-        parts.append(f"{cell['found']} of {cell['known']} facts{of}")
+        parts.append(f"{cell['found']} of {cell['known']} needles{of}")
     if "long_kl" in cell:
         parts.append(f"KL {cell['long_kl']:.3g} after a long output")
     if "seconds" in cell:

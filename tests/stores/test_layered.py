@@ -423,20 +423,6 @@ def test_errors_call_records_by_their_own_ids(tmp_path: Path) -> None:
             read(other, ids)
 
 
-def test_what_is_stored_already_may_be_taken_in() -> None:
-    """A layer's only store becomes the own one of a layered store: ids stay what they are."""
-    own = in_memory()
-    ids, records = fill(own, 6)
-    store = LayeredStore((), in_memory, own)
-    more, new = fill(store, 2, seed=5)
-    assert more.tolist() == [6, 7]
-    store.freeze()
-    assert store.parts == (own,)
-    last, newest = fill(store, 1, seed=6)
-    assert last.tolist() == [8]
-    assert torch.equal(read(store, np.r_[ids, more, last]), torch.cat([records, new, newest]))
-
-
 def test_freezing_nothing_adds_no_part(tmp_path: Path) -> None:
     before = open_descriptors()
     part, _ = frozen(3, 0)

@@ -242,7 +242,7 @@ def test_what_was_measured_with_other_fields_is_said(model: Any, tmp_path: Path)
         assert "measured without" not in cache.why
     with offload_cache(model, MEMORY, CONTEXT, exact=True, path=tmp_path) as cache:
         assert type(cache) is DiskSwapCache
-        first = "disk-swap: the first that fits: where all is attended to, every cache says the same\n"
+        first = "disk-swap: the first that fits: exact caches all give the same output\n"
         assert cache.why.startswith(first) and "KL" not in cache.why and "measured without" not in cache.why
     with offload_cache(model, MEMORY, CONTEXT, exact=False, num_sinks=4, path=tmp_path) as cache:
         assert "KL" in cache.why and "measured without" not in cache.why  # as they are by default

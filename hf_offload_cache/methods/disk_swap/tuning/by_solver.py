@@ -125,8 +125,8 @@ def _solve_all(
         on_step(index / len(pairs), f"{batch} x {context:,} tokens")
         try:
             fitted = _fitted(task, batch, context, limits)
-            own = dataclasses.replace(limits, group_sizes=tuple(fitted))
-            solution = solve(batch, context, task.share(batch), reuse, compression, io, block, memory, own)
+            fitting = dataclasses.replace(limits, group_sizes=tuple(fitted))
+            solution = solve(batch, context, task.share(batch), reuse, compression, io, block, memory, fitting)
         except BudgetError as error:
             if not index:
                 raise

@@ -34,15 +34,15 @@ class KeyMoments:
 
     def projections(self, rank: int | None) -> dict[int, torch.Tensor]:
         """(Hk D, rank) by layer, most energy first, of scores if queries were added; None: half the width."""
-        found = {}
+        projections = {}
         for index, moment in self.by_layer.items():
             columns = min(rank or max(1, moment.shape[0] // 2), moment.shape[0])
             queries = self.of_queries.get(index)
             if queries is None:
-                found[index] = principal_directions(moment, columns)
+                projections[index] = principal_directions(moment, columns)
             else:
-                found[index] = scaled_directions(moment, roots_of(queries), columns)
-        return found
+                projections[index] = scaled_directions(moment, roots_of(queries), columns)
+        return projections
 
     def energy(self, ranks: list[int]) -> torch.Tensor:
         """(layers, ranks), float64: the share of each layer's energy in the first columns."""

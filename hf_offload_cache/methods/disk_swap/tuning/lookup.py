@@ -102,13 +102,13 @@ class Reader:
         if self.masses and len(self.masses[sizes[0]]) >= _TEXTS_CODED:
             return
         on_step(0.5 / (1 + len(self._group_sizes)), "codes")
-        found = []
+        masses = []
         for layer in layers:
             queries = observed(layer)
             if queries is not None:
                 keys, group = layer.whole()[0], self._group_sizes[-1]
-                found.append(kept_mass(keys, queries, scaling_of(layer), sizes, self._settings, group))
-        for size, kept in zip(sizes, zip(*found, strict=True), strict=True):
+                masses.append(kept_mass(keys, queries, scaling_of(layer), sizes, self._settings, group))
+        for size, kept in zip(sizes, zip(*masses, strict=True), strict=True):
             self.masses.setdefault(size, []).append(list(kept))
 
     def _decode(self, layers: list[OffloadLayer], ids: torch.Tensor, context: int, group_size: int) -> Selections:
@@ -117,9 +117,9 @@ class Reader:
         with self._cache_class(
             self._model, group_size=group_size, reuse_capacity=0, look_ahead=False, engine="memory", **fields
         ) as cache:
-            own = {layer.layer_idx: layer for layer in cache.offloaded}
+            filled = {layer.layer_idx: layer for layer in cache.offloaded}
             for layer in layers:
-                fill(own[layer.layer_idx], self._modules[layer.layer_idx], *layer.whole(), observed(layer))
+                fill(filled[layer.layer_idx], self._modules[layer.layer_idx], *layer.whole(), observed(layer))
             with recorded(cache) as selections, torch.no_grad():
                 for position in range(context, ids.shape[1]):
                     step = ids[:, position : position + 1]
@@ -135,8 +135,8 @@ class Reader:
         """Capacity to reuse rate, over all texts read."""
         by_size = {size: np.array(rows) for size, rows in self.rates.items()}
         tables = [
-            {size: [round(float(value), 6) for value in of(rows, axis=0)] for size, rows in by_size.items()}
-            for of in (np.mean, np.min, np.max, np.std)
+            {size: [round(float(value), 6) for value in statistic(rows, axis=0)] for size, rows in by_size.items()}
+            for statistic in (np.mean, np.min, np.max, np.std)
         ]
         return ReuseTable(self._capacities, *tables)
 
@@ -226,9 +226,9 @@ def kept_mass(
     budget = -(-settings.num_selected // group_size) + -(-settings.num_sinks // group_size)
     if units <= budget or queries.shape[2] < _QUERIES * _SPACING:
         return [1.0] * len(sizes)
-    held, account, found = units * group_size, MemoryAccount(), []
+    held, account, masses = units * group_size, MemoryAccount(), []
     asked = list(_asked(keys, queries, scaling, places, held))
-    apart = np.arange(-(-settings.num_sinks // group_size))[None]
+    sinks = np.arange(-(-settings.num_sinks // group_size))[None]
     for size in sizes:
         coding = fit_coding([keys[:, :, :held]], held, heads, None, size, queries)
         compact = CodedKeys(coding, heads, 1, account, Workspace(account, "scores"))
@@ -236,7 +236,7 @@ def kept_mass(
         shares = []
         for query, scores in asked:
             exact = np.concatenate([scores[:, : settings.num_sinks], scores[:, held:]], 1)[None]
-            ranking = rank_units(compact, query, scaling, group_size, budget, exact=exact, apart=apart)
+            ranking = rank_units(compact, query, scaling, group_size, budget, exact=exact, apart=sinks)
             mass = _softmax(scores)
             of_units = mass[:, :held].reshape(len(mass), units, group_size).sum((0, 2))[None]
             chosen, best = (
@@ -246,8 +246,8 @@ def kept_mass(
             always = mass[:, held:].sum()
             shares.append((of_units[0, chosen].sum() + always) / (of_units[0, best].sum() + always))
         compact.close()
-        found.append(float(np.mean(shares)))
-    return found
+        masses.append(float(np.mean(shares)))
+    return masses
 
 
 def _asked(

@@ -159,7 +159,7 @@ def measure_model(
     # small differences are measured one after the other, because other work on the machine varies
     plan += [(b, contexts[0], sizes[0], c) for b in batches for c in capacities]
     weights = [batch * context for batch, context, _, _ in plan]
-    found: list[float] = []
+    times: list[float] = []
     deadline, done = time.perf_counter() + seconds, 0
     clock = _BlockClock(twin, device)
     try:
@@ -168,14 +168,14 @@ def measure_model(
             share = (deadline - time.perf_counter()) * weight / (sum(weights) - done) if sum(weights) > done else 0.0
             fields: dict[str, Any] = {"reuse_capacity": capacity, size_field: size, "group_size": group_size}
             fields |= {"engine": "memory", "look_ahead": True}
-            own = dataclasses.replace(settings, **fields)
-            found.append(_block_time(twin, clock, cache_class, own, form, batch, context, share))
+            config = dataclasses.replace(settings, **fields)
+            times.append(_block_time(twin, clock, cache_class, config, form, batch, context, share))
             done += weight
     finally:
         clock.close()
     points = len(batches) * len(contexts) * len(sizes)
-    grid = np.array(found[:points]).reshape(len(batches), len(contexts), len(sizes))
-    reuse = np.array(found[points:]).reshape(len(batches), len(capacities))
+    grid = np.array(times[:points]).reshape(len(batches), len(contexts), len(sizes))
+    reuse = np.array(times[points:]).reshape(len(batches), len(capacities))
     reuse -= reuse[:, [capacities.index(middle)]]
     return ModelProfile(batches, contexts, sizes, grid.tolist(), capacities, reuse.tolist())
 
@@ -253,13 +253,14 @@ def random_keys_and_values(
     and noise: a compact copy keeps most of their energy, not all. Values are noise.
     """
     rank, span = 24, 64
-    of: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float32, "device": "cpu"}
-    corners = torch.randn(tokens // span + 2, rank, **of)
+    generator = torch.Generator().manual_seed(seed)
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    corners = torch.randn(tokens // span + 2, rank, **options)
     drift = torch.nn.functional.interpolate(corners.T[None], size=tokens, mode="linear", align_corners=True)[0].T
-    keys = drift @ (torch.randn(rank, form.key_width, **of) / rank**0.5)
-    keys += torch.randn(form.key_width, **of)
-    keys += 0.5 * torch.randn(tokens, form.key_width, **of)
-    values = torch.randn(tokens, form.num_value_heads * form.value_dim, **of)
+    keys = drift @ (torch.randn(rank, form.key_width, **options) / rank**0.5)
+    keys += torch.randn(form.key_width, **options)
+    keys += 0.5 * torch.randn(tokens, form.key_width, **options)
+    values = torch.randn(tokens, form.num_value_heads * form.value_dim, **options)
     shaped = [
         part.view(1, tokens, heads, -1).transpose(1, 2).to(device=device, dtype=form.dtype).contiguous()
         for part, heads in ((keys, form.num_key_heads), (values, form.num_value_heads))

@@ -268,10 +268,10 @@ def solve(
             if size is None:
                 continue
             fitted = True
-            found = attempt(group_size, size, capacity)
-            if best is None or found.hidden_share > best.hidden_share:
-                best = found
-            if found.hidden:
+            tried = attempt(group_size, size, capacity)
+            if best is None or tried.hidden_share > best.hidden_share:
+                best = tried
+            if tried.hidden:
                 break
         if not fitted or (best is not None and best.hidden):
             break
