@@ -281,7 +281,7 @@ class Conversation:
     def check(self) -> None:
         """Raise `UnsupportedModelError` if the model stores state that cannot be saved or copied to a twin."""
         if self._state.unfollowed:
-            self._state.refuse("what this cache holds can be neither saved nor forked: make a new one, and prefill")
+            self._state.refuse("this cache can be neither saved nor forked: create a new one, and prefill again")
 
     def select_rows(self, rows: torch.Tensor, batch: int) -> None:
         """Make row i of the state for `batch` sequences the current row `rows[i]`.
@@ -312,12 +312,12 @@ class Conversation:
         """Continue with the state captured for `batch` sequences. Raises `ContextMismatchError` for state that this
         model does not store, and `ContextError`."""
         if not isinstance(tree, dict):
-            raise not_whole("the state", f"what the model keeps is a {type(tree).__name__}")
+            raise not_whole("the state", f"the state of the model is a {type(tree).__name__}")
         slots = {slot.key: slot for slot in self._state.slots}
         for key, value in tree.items():
             if key not in slots:
                 raise ContextMismatchError(
-                    f"the context has {key!r} of its model, and {self._state.name} keeps none: open it with a model of "
+                    f"the context has {key!r} of its model, and {self._state.name} has none: open it with a model of "
                     "the class that made it"
                 )
             if not _is_followed(value) or (isinstance(value, torch.Tensor) and not _fits(value, slots[key], batch)):

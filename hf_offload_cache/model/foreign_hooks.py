@@ -96,7 +96,8 @@ def _foreign_on(module: torch.nn.Module) -> Any | None:
     attributes = vars(module)
     for name in ("forward", "_old_forward"):  # accelerate keeps the replaced one
         forward = attributes.get(name)
-        if forward is not None and not _is_known(forward) and not _is_of_class(forward, module):
+        of_class = getattr(_plain(forward), "__func__", None) is type(module).forward
+        if forward is not None and not _is_known(forward) and not of_class:
             return forward
     written = next(one for one in type(module).__mro__ if "forward" in vars(one))
     if not _is_of(_place(forward := vars(written)["forward"]), written) and not _is_known(forward):
@@ -120,11 +121,6 @@ def _is_around(module: torch.nn.Module, model_class: Any) -> bool:
 def _is_of(place: str, one: Any) -> bool:
     """Whether a Python module named `place` belongs to the package of class `one`, or to a library."""
     return place.partition(".")[0] in (*_LIBRARIES, one.__module__.partition(".")[0])
-
-
-def _is_of_class(forward: Any, module: torch.nn.Module) -> bool:
-    """Whether a `forward` on a module is just its class's."""
-    return getattr(_plain(forward), "__func__", None) is type(module).forward
 
 
 def _plain(hook: Any) -> Any:

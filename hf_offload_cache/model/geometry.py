@@ -196,7 +196,8 @@ def _probe(kind: _Kind) -> tuple[Any, tuple[list[Any], ...]]:
             return cache
 
         short = filled(1)
-        longer = tuple(filled(tokens).layers for tokens in _TOKENS) if any(map(_has_others, short.layers)) else ()
+        others = tensors_in([_others(layer) for layer in short.layers])
+        longer = tuple(filled(tokens).layers for tokens in _TOKENS) if any(map(torch.numel, others)) else ()
     return short, longer
 
 
@@ -266,10 +267,6 @@ def _linear_states(layer: Any, item: int) -> KeptLayer:
 def _others(layer: Any) -> dict[str, Any]:
     """A layer's contents besides keys, values and linear states, e.g. an indexer's keys."""
     return {name: value for name, value in vars(layer).items() if name not in ("keys", "values", *_STATES)}
-
-
-def _has_others(layer: Any) -> bool:
-    return any(tensor.numel() for tensor in tensors_in(_others(layer)))
 
 
 def _others_kept(longer: list[Any], item: int) -> KeptLayer:

@@ -226,8 +226,8 @@ def reason_against_pieces(model: Any, first: int, total: int) -> str | None:
     for kind, limit in _limits(model):
         if total > limit and (kind == "dynamic" or first <= limit):
             return (
-                f"its rotary embedding ({kind}) depends on the length of the forward, where a text is longer than "
-                f"{limit:,} tokens, and this one has {total:,}: in pieces its keys would have several rotations"
+                f"its rotary embedding ({kind}) depends on the length of the forward if a text is longer than "
+                f"{limit:,} tokens, and this one has {total:,}: in pieces, its keys would have different rotations"
             )
     return None
 
@@ -311,8 +311,9 @@ class LookAhead:
         if block is not None and attention is not None and sight.residual is not None and normed is not None:
             sight.rotated = sight.rotary is not None
             if sight.rotary is not None:
-                earlier = [i for i, other in self.sights.items() if i < layer_idx and _same(other.rotary, sight.rotary)]
-                sight.rotary_from = min(earlier, default=None)
+                cosines = sight.rotary[0]
+                earlier = [i for i, one in self.sights.items() if one.rotary is not None and one.rotary[0] is cosines]
+                sight.rotary_from = min((i for i in earlier if i < layer_idx), default=None)
             rotary = None if sight.rotary is None else tuple(part[:, -1:] for part in sight.rotary)
             latest = query[:, :, -1:].detach()
             sight.recipe = find_recipe(block, attention, sight.residual, normed, rotary, latest)
@@ -375,7 +376,3 @@ class LookAhead:
         if self._normed is not None:
             (_, normed), self._normed = self._normed, None
             self._release(normed)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is not None and other is not None and one[0] is other[0]

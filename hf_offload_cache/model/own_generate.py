@@ -141,7 +141,7 @@ def generate_with(
     theirs = getattr(result, "past_key_values", None)
     if theirs is not None and unwrapped(theirs) is not cache:
         raise CacheUnusedError(
-            f"generate of {type(model).__name__} was given this cache and went on with another, "
+            f"generate of {type(model).__name__} was given this cache and continued with another, "
             f"{type(theirs).__name__}: run this model without this cache"
         )
     return result

@@ -99,13 +99,8 @@ def digest(entries: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> str:
     for label, tensors in entries:
         hasher.update(label.encode())
         for tensor in tensors:
-            hasher.update(raw_bytes(tensor))
+            hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Bytes of a tensor's elements in order, on the host; its own memory if they are there already."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def weights(model: torch.nn.Module) -> Iterator[Weight]:

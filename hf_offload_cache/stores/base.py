@@ -37,8 +37,8 @@ class Process:
         """Raise `ForkedProcessError`, which calls the object `what`, in a forked child."""
         if self.id != os.getpid():
             raise ForkedProcessError(
-                f"{what} belongs to the parent process {self.id} and stays as it is there: open the saved context or "
-                "make a new cache in the child"
+                f"{what} belongs to the parent process {self.id} and is unchanged there: open the saved context or "
+                "create a new cache in the child"
             )
 
 
@@ -274,7 +274,7 @@ class Store(ABC):
     def read_parts(self, ids: np.ndarray, first_bytes: np.ndarray, out: torch.Tensor) -> None:
         """Fill row i of `out` (uint8, (n, size), host memory) with bytes of record `ids[i]`, from its byte
         `first_bytes[i]` on. For stores that are `in_memory`."""
-        raise NotImplementedError(f"{self.name}: records on a disk are read whole")
+        raise NotImplementedError(f"{self.name}: records on a disk can only be read completely")
 
     def addresses(self, ids: np.ndarray) -> np.ndarray | None:
         """Addresses (n,) int64 of these records in memory that a GPU reads by itself, valid until a record is freed or
@@ -464,6 +464,6 @@ def require_freezable(store: Store) -> FreezableStore:
     if isinstance(store, FreezableStore):
         return store
     raise TypeError(
-        f"saving and forking need a store that can be frozen; {store.name} is in a {type(store).__name__}, which is no "
-        "FreezableStore: implement freeze, written, share and export, or use one of the engines of this package"
+        f"saving and forking need a store that can be frozen; {store.name} is in a {type(store).__name__}, which is not "
+        "a FreezableStore: implement freeze, written, share and export, or use one of the engines of this package"
     )

@@ -99,11 +99,11 @@ def choose_engine(engine: str, directory: str | os.PathLike[str]) -> tuple[str, 
     if engine == "uring" and not uring:
         raise StoreError(errno.ENOSYS, f'engine="uring": {refusal}; use engine="auto"')
     if engine == "mapped":
-        chosen, why = "mapped", "mapped: as asked for"
+        chosen, why = "mapped", "mapped: as requested"
     elif engine == "uring":
         chosen, why = "uring", "uring: io_uring reads" + (", O_DIRECT" if direct else f", through the cache: {reason}")
     elif engine == "direct":
-        chosen, why = "direct", "direct: O_DIRECT reads by threads, as asked for"
+        chosen, why = "direct", "direct: O_DIRECT reads by threads, as requested"
     elif direct and uring:
         chosen, why = "uring", "uring: io_uring reads, O_DIRECT"
     elif direct:
@@ -112,7 +112,7 @@ def choose_engine(engine: str, directory: str | os.PathLike[str]) -> tuple[str, 
         chosen, why = "mapped", f"mapped: {reason}"
     kept = "" if direct and chosen != "mapped" else probe_page_cache(directory)
     if kept:
-        why += f"; what is read stays in the page cache ({kept})"
+        why += f"; reads stay in the page cache ({kept})"
     kind = _file_system(os.path.realpath(directory))
     if kind in ("tmpfs", "ramfs"):
         why += f" ({os.fspath(directory)} is {kind}: this disk is memory, so nothing is saved; give another `path`)"

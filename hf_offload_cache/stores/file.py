@@ -357,7 +357,7 @@ class FileStore(FreezableStore):
         raise CorruptRecordError(
             errno.EIO,
             f"{problem} in {self._file.place!r}: the disk failed, or the file was changed by something else; other "
-            f"records are readable, and what was lost has to be computed again",
+            f"records are readable, and the lost ones must be computed again",
         )
 
     def _describe(self, ids: np.ndarray) -> str:

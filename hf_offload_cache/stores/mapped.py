@@ -42,7 +42,7 @@ class MappedTable:
             kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
             raise kind(
                 error.errno, f"{name}: no table of {size:,} bytes in {str(directory)!r} ({error.strerror}): free some "
-                f"space, raise `ulimit -n` where files are too many, or keep it in memory"
+                f"space, raise `ulimit -n` if there are too many files, or keep it in memory"
             ) from error  # fmt: skip
         self.descriptor, self.nbytes = descriptor, size
         self._name, self._fresh = name, True
@@ -66,7 +66,7 @@ class MappedTable:
                 self._failed = error.errno or 0, str(error.strerror)
         if self._failed is not None:
             raise StoreError(
-                self._failed[0], f"{self._name}: its table could not be written ({self._failed[1]}); what is cached is "
+                self._failed[0], f"{self._name}: its table could not be written ({self._failed[1]}); the records are "
                 "still on the disk: `reset` the cache, or keep the table in memory"
             )  # fmt: skip
         advise_map(self._map, "MADV_DONTNEED")

@@ -132,14 +132,12 @@ class MemoryStore(FreezableStore):
             raise ValueError(f"count must not be negative, got {count}")
         self._check_not_frozen(self._frozen)
         while self._free.available < count:
-            self._chunks.append(self._new_chunk())
+            empty = pinned_empty if self._pinned else aligned_empty
+            self._chunks.append(empty(self._chunk_records, self.record_bytes))
             self._free.grow(self._chunk_records)
             with self._tables:  # changes of another thread must not be lost
                 self._written = np.concatenate([self._written, np.zeros(self._chunk_records, dtype=bool)])
         return self._free.take(count)
-
-    def _new_chunk(self) -> torch.Tensor:
-        return (pinned_empty if self._pinned else aligned_empty)(self._chunk_records, self.record_bytes)
 
     def free(self, ids: np.ndarray) -> None:
         if not self._frozen:

@@ -387,7 +387,7 @@ _NEEDS_A_COPY = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOENT, errno.EOP
 _NOT_THERE = {
     errno.ENOENT: "",
     errno.ELOOP: "it is a symbolic link, which is not followed",
-    errno.ENXIO: "it is no regular file",  # a socket
+    errno.ENXIO: "it is not a regular file",  # a socket
 }
 """Errors of opening if our file is not there, and their meaning; empty: the system's text."""
 
@@ -413,7 +413,7 @@ class NamedFile(RecordFile):
         status = os.fstat(self.fd)
         wrong = None
         if not stat.S_ISREG(status.st_mode):
-            wrong = "it is no regular file"
+            wrong = "it is not a regular file"
         elif status.st_size != size:
             wrong = f"it has {status.st_size:,} bytes and was written with {size:,}"
         if wrong:

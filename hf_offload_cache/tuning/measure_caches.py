@@ -153,10 +153,10 @@ def measure_caches(
     inner = inner_model(model)
     at_least(max_context=max_context, samples=samples, steps=steps)
     if steps < 2:
-        raise ConfigError(f"steps must be at least 2, got {steps}: a perplexity is of tokens that follow another")
+        raise ConfigError(f"steps must be at least 2, got {steps}: perplexity needs a token that follows another")
     for name in _OF_ONE:
         if name in fields:
-            raise ConfigError(f"{name} is not to be given: caches that are open at once do not share it; leave it out")
+            raise ConfigError(f"{name} cannot be set: caches open at the same time do not share it; leave it out")
     geometry = Geometry.of(inner)
     if not geometry.layers:
         raise UnsupportedModelError(f"{type(inner).__name__} has no layer that could be offloaded: nothing to measure")
@@ -181,11 +181,14 @@ def measure_caches(
         reference, contenders, needs = _DYNAMIC, {_DYNAMIC: whole, **contenders}, {_DYNAMIC: full, **needs}
     else:
         reference = _EXACT
-        refused.append(f"{_DYNAMIC}: holds {size_text(full)}, half of this machine's free memory is {size_text(room)}")
+        refused.append(f"{_DYNAMIC}: needs {size_text(full)}, half of this machine's free memory is {size_text(room)}")
     turns = together(needs, room)
     passes = [{name: contenders[name] for name in names} for names in turns]
     if reference == _EXACT:
-        passes.insert(0, {_EXACT: Contender(inner, functools.partial(_exact_cache, inner, path, used))})
+        common = {field.name for field in dataclasses.fields(OffloadConfig)}
+        shared = {name: value for name, value in used.items() if name in common and name != "exact"}
+        make = functools.partial(OffloadCache, inner, path=path, exact=True, **shared)
+        passes.insert(0, {_EXACT: Contender(inner, make)})
     measurements: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name in contenders}
     with Progress(1.0, progress) as bar:
         bar.begin("sample text: ", 1.0)
@@ -214,10 +217,3 @@ def measure_caches(
     store = choose_engine(used["engine"], tempfile.gettempdir() if path is None else path)[1]
     return {"model": identity_of(inner), "machine": machine_of(inner, store), "fields": written(fields),
             "reference": reference, "turns": turns, "cells": cells, "refused": refused}  # fmt: skip
-
-
-def _exact_cache(model: Any, path: str | Path | None, fields: dict[str, Any]) -> OffloadCache:
-    """An exact cache with those of `fields` that all caches have; holds one layer's blocks at a time."""
-    common = {field.name for field in dataclasses.fields(OffloadConfig)}
-    shared = {name: value for name, value in fields.items() if name in common}
-    return OffloadCache(model, path=path, **{**shared, "exact": True})

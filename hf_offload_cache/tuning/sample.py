@@ -89,7 +89,7 @@ def text_ids(text: Any, tokenizer: Any) -> torch.Tensor:
     if isinstance(text, str):
         if tokenizer is None:
             raise ConfigError(
-                "tokenizer must be given where texts are strings or left out, got None: pass the model's tokenizer, or "
+                "tokenizer must be given if texts are strings or left out, got None: pass the model's tokenizer, or "
                 "token ids as texts"
             )
         text = tokenizer(text, verbose=False)["input_ids"]

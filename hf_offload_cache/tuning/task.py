@@ -83,7 +83,7 @@ def refuse(names: Iterable[str], fields: dict[str, Any]) -> None:
     """Raise `ConfigError` if the user's `fields` have one of `names`, which tuning decides or does without."""
     for name in names:
         if name in fields:
-            raise ConfigError(f"{name} is not to be given: tuning decides it, or does without; leave it out")
+            raise ConfigError(f"{name} cannot be set: tuning decides it, or does not use it; leave it out")
 
 
 def machine_of(model: Any, store: str) -> dict[str, Any]:

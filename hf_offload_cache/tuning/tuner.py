@@ -28,8 +28,8 @@ def tunable(cache: str | type[Any]) -> type[SelectiveCache]:
     kind = cache_class(cache) if isinstance(cache, str) else cache
     if not issubclass(kind, SelectiveCache) or not (kind.solver or kind.to_try({})):
         raise ConfigError(
-            f"cache must be DiskSwapCache, inherit from it, or name what is to be tried, got {kind.__name__}: use "
-            f"{kind.__name__}.for_budget, which chooses by memory alone"
+            f"cache must have a `solver`, like DiskSwapCache, or values `to_try`, got {kind.__name__}: use "
+            f"{kind.__name__}.for_budget, which needs no measurement"
         )
     return kind
 
@@ -42,8 +42,8 @@ def settings_of(measured: type[SelectiveCache], fields: dict[str, Any]) -> Any:
             json.dumps(value)
         except TypeError:
             raise ConfigError(
-                f"{name} goes to the file that tuning writes, as JSON, got {type(value).__name__}: give it as text, or "
-                "to the cache that takes the file"
+                f"{name} must fit the JSON file of the result, got {type(value).__name__}: pass it as text, or "
+                "to the cache that opens the file"
             ) from None
     return measured.config_class.load(None, fields)
 

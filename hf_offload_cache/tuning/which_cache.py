@@ -155,9 +155,9 @@ def identity_of(model: Any) -> Identity:
 def check_model(stored: Any, path: str | Path, model: Identity) -> None:
     """Raise `ConfigError` if the table at `path` is `stored` to be of another model than `model`, as far as that is
     known; the message names both, and the value that differs."""
-    anew = "measure this one with `tune --compare`, or leave measured out for the table that is shipped"
+    anew = "measure this one with `tune --compare`, or leave `measured` out to use the shipped table"
     if not isinstance(stored, dict):
-        raise ConfigError(f"measured: {str(path)!r} does not say which model it is of: {anew}")
+        raise ConfigError(f"measured: {str(path)!r} does not name its model: {anew}")
     for field, value in model.items():
         if field != "name" and stored.get(field) != value:
             raise ConfigError(

@@ -186,8 +186,8 @@ def test_interrupted_in_the_middle_of_the_sample(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 8}, "rank is not to be given"),
-        ({"summary_bytes": 8}, "summary_bytes is not to be given"),
+        ({"rank": 8}, "rank cannot be set"),
+        ({"summary_bytes": 8}, "summary_bytes cannot be set"),
         ({"max_batch": 0}, "max_batch must be a whole number of at least 1, got 0"),
         ({"max_context": 2.5}, "max_context must be a whole number"),
         ({"samples": -1}, "samples must be"),

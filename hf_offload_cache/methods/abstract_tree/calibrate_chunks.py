@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -80,25 +79,21 @@ def calibrate_chunks(
         with torch.inference_mode(), AbstractTreeCache(inner, **{"engine": "memory", **fields}) as cache:
             queries: dict[int, torch.Tensor] = {}
             for layer in cache.selective:
-                layer.watch_query = functools.partial(_keep_last, queries)
+                layer.watch_query = queries.__setitem__
             inner(input_ids=ids, past_key_values=cache, logits_to_keep=1)
             layers = [layer for layer in cache.selective if isinstance(layer, AbstractTreeLayer)]
             if ids.shape[1] >= sizes[0] and any(layer.length > layer.config.brought(layer.length) for layer in layers):
-                found.append([_shares(layer, queries[layer.layer_idx], sizes) for layer in layers])
+                found.append([_shares(layer, queries[layer.layer_idx][:, :, -1], sizes) for layer in layers])
                 densities.append([layer.config.attended(layer.length) / layer.length for layer in layers])
                 lengths.append(ids.shape[1])
     if not found:
-        raise ValueError("texts must hold at least one text of which a step attends to a part alone: give longer ones")
+        raise ValueError("texts must include one so long that a step attends to a part of it: pass longer texts")
     shares = np.mean(found, 0)  # (layers, left open and opened, sizes)
     left_open, opened = ([dict(zip(sizes, row, strict=True)) for row in shares[:, kind].tolist()] for kind in (0, 1))
     return ChunkSizes(
         int(np.mean(lengths)), tuple(np.mean(densities, 0).tolist()), tuple(left_open), tuple(opened),
         tuple(best_size(layer, sizes) for layer in opened),
     )  # fmt: skip
-
-
-def _keep_last(queries: dict[int, torch.Tensor], layer_idx: int, states: torch.Tensor) -> None:
-    queries[layer_idx] = states[:, :, -1]
 
 
 def _shares(layer: AbstractTreeLayer, states: torch.Tensor, sizes: list[int]) -> tuple[list[float], list[float]]:

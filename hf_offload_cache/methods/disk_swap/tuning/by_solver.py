@@ -11,7 +11,6 @@ import torch
 from ....errors import BudgetError, ConfigError
 from ....history.records import RecordFormat
 from ....model.fingerprint import fingerprint
-from ....model.geometry import Geometry
 from ....stores.base import DEVICE_BLOCK
 from ....stores.engines import choose_engine
 from ....tuning.sample import Progress, rows_for, sample_sizes
@@ -50,7 +49,7 @@ def tune_by_solver(
     if task.fields.get("look_ahead") is False:
         raise ConfigError("look_ahead=False reads nothing ahead, so there is nothing to hide: leave it out")
     engine, store = choose_engine(settings.engine, task.directory)
-    sizes = group_sizes(largest_form(task.geometry), max_group_size)
+    sizes = group_sizes(max(task.geometry.forms(1), key=lambda form: form.entry_bytes), max_group_size)
     delta = max(1, settings.num_selected // 4) if delta is None else delta
     limits = Limits(settings.num_selected, settings.num_sinks, sizes, sigma_max, alpha, delta)
     task = dataclasses.replace(task, fields={**task.fields, "summary_dtype": settings.summaries})
@@ -177,11 +176,6 @@ def coarse(values: list[int], count: int) -> list[int]:
     if len(values) <= count:
         return values
     return [values[round(index * (len(values) - 1) / (count - 1))] for index in range(count)]
-
-
-def largest_form(geometry: Geometry) -> RecordFormat:
-    """Record format, of one entry, of the model's largest entries."""
-    return max(geometry.forms(1), key=lambda form: form.entry_bytes)
 
 
 def group_sizes(form: RecordFormat, most: int) -> tuple[int, ...]:

@@ -237,7 +237,7 @@ def kept_mass(
         for query, scores in asked:
             exact = np.concatenate([scores[:, : settings.num_sinks], scores[:, held:]], 1)[None]
             ranking = rank_units(compact, query, scaling, group_size, budget, exact=exact, apart=sinks)
-            mass = _softmax(scores)
+            mass = torch.from_numpy(scores).softmax(1).numpy()
             of_units = mass[:, :held].reshape(len(mass), units, group_size).sum((0, 2))[None]
             chosen, best = (
                 largest(with_sinks(each.copy(), settings.num_sinks, group_size), budget)[0]
@@ -260,9 +260,3 @@ def _asked(
         seen = keys[0, :, : place + 1].float()
         scores = query[0].float().unflatten(0, (heads, -1)) @ seen.transpose(1, 2) * scaling
         yield query, scores.flatten(0, 1).numpy(force=True)
-
-
-def _softmax(scores: np.ndarray) -> np.ndarray:
-    weights = np.exp(scores - scores.max(1, keepdims=True))
-    shares: np.ndarray = weights / weights.sum(1, keepdims=True)
-    return shares
