@@ -464,6 +464,6 @@ def require_freezable(store: Store) -> FreezableStore:
     if isinstance(store, FreezableStore):
         return store
     raise TypeError(
-        f"saving and forking need a store that can be frozen; {store.name} is in a {type(store).__name__}, which is not "
-        "a FreezableStore: implement freeze, written, share and export, or use one of the engines of this package"
+        f"saving and forking need a store that can be frozen; {store.name} is in a {type(store).__name__}, which is "
+        "not a FreezableStore: implement freeze, written, share and export, or use one of the engines of this package"
     )
