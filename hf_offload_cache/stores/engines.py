@@ -98,25 +98,21 @@ def choose_engine(engine: str, directory: str | os.PathLike[str]) -> tuple[str, 
     uring, refusal = probe_uring(directory) if engine in ("auto", "uring") else (False, "")
     if engine == "uring" and not uring:
         raise StoreError(errno.ENOSYS, f'engine="uring": {refusal}; use engine="auto"')
-    if engine == "mapped":
-        chosen, why = "mapped", "mapped: as requested"
-    elif engine == "uring":
-        chosen, why = "uring", "uring: io_uring reads" + (", O_DIRECT" if direct else f", through the cache: {reason}")
-    elif engine == "direct":
-        chosen, why = "direct", "direct: O_DIRECT reads by threads, as requested"
-    elif direct and uring:
-        chosen, why = "uring", "uring: io_uring reads, O_DIRECT"
-    elif direct:
-        chosen, why = "direct", f"direct: O_DIRECT reads by threads ({refusal})"
-    else:
-        chosen, why = "mapped", f"mapped: {reason}"
+    requested = engine != "auto"
+    chosen = engine if requested else "mapped" if not direct else "uring" if uring else "direct"
+    why = {
+        "uring": "io_uring reads" + (", O_DIRECT" if direct else f", through the cache: {reason}"),
+        "direct": "O_DIRECT reads by threads" + (", as requested" if requested else f" ({refusal})"),
+        "mapped": "as requested" if requested else reason,
+    }
+    line = f"{chosen}: {why[chosen]}"
     kept = "" if direct and chosen != "mapped" else probe_page_cache(directory)
     if kept:
-        why += f"; reads stay in the page cache ({kept})"
+        line += f"; reads stay in the page cache ({kept})"
     kind = _file_system(os.path.realpath(directory))
     if kind in ("tmpfs", "ramfs"):
-        why += f" ({os.fspath(directory)} is {kind}: this disk is memory, so nothing is saved; give another `path`)"
-    return chosen, why
+        line += f" ({os.fspath(directory)} is {kind}: this disk is memory, so nothing is saved; give another `path`)"
+    return chosen, line
 
 
 def resolve_engine(fields: dict[str, Any], path: str | os.PathLike[str] | None) -> dict[str, Any]:
