@@ -248,7 +248,7 @@ def test_parts_of_records_in_memory(tmp_path: Path) -> None:
     part, _ = frozen(5, 0, lambda: open_store("mapped", tmp_path, RECORD_BYTES, "layer 3"))
     with closing(LayeredStore([part], in_memory)) as store:
         assert not store.in_memory
-        with pytest.raises(NotImplementedError, match="read whole"):
+        with pytest.raises(NotImplementedError, match="read completely"):
             store.read_parts(np.array([0]), np.array([0]), out[:1])
 
 
