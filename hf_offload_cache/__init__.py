@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from .interop.offload import offload_all as offload_all
     from .methods.abstract_tree.cache import AbstractTreeCache as AbstractTreeCache
     from .methods.abstract_tree.cache import AbstractTreeConfig as AbstractTreeConfig
+    from .methods.abstract_tree.calibrate_chunks import calibrate_chunks as calibrate_chunks
     from .methods.cluster.cache import ClusterCache as ClusterCache
     from .methods.cluster.cache import ClusterConfig as ClusterConfig
     from .methods.disk_swap.adapter import Adapter as Adapter
     from .methods.disk_swap.cache import DiskSwapCache as DiskSwapCache
     from .methods.disk_swap.cache import DiskSwapConfig as DiskSwapConfig
+    from .methods.disk_swap.tuning.calibrate import calibrate as calibrate
     from .methods.spec.cache import SpecCache as SpecCache
     from .methods.spec.cache import SpecConfig as SpecConfig
     from .model.attach import detach as detach
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from .report.report import StreamReport as StreamReport
     from .streaming.publish import publish_context as publish_context
     from .streaming.stream_context import stream_context as stream_context
-    from .tuning.calibrate import calibrate as calibrate
-    from .tuning.calibrate_chunks import calibrate_chunks as calibrate_chunks
     from .tuning.measure_caches import measure_caches as measure_caches
     from .tuning.tuner import tune as tune
 
@@ -47,8 +47,8 @@ _HOME = {
     "OffloadConfig": "config",
     "StreamReport": "report.report",
     "answer_documents": "batch.ray_data",
-    "calibrate": "tuning.calibrate",
-    "calibrate_chunks": "tuning.calibrate_chunks",
+    "calibrate": "methods.disk_swap.tuning.calibrate",
+    "calibrate_chunks": "methods.abstract_tree.calibrate_chunks",
     "detach": "model.attach",
     "measure_caches": "tuning.measure_caches",
     "offload": "interop.offload",

@@ -15,8 +15,7 @@ from ..errors import ContextError, EncryptionKeyError, StoreError
 from ..stores.base import aligned_empty
 from ..stores.encryption import KeySource, load_key, open_guard
 from ..stores.guard import RecordGuard
-from ..stores.named import NamedFile
-from ..stores.record_file import drop_pages
+from ..stores.record_file import NamedFile, drop_pages
 from .data_files import MANIFEST_NAME, survey
 from .file_system import FILE_SYSTEM
 from .folder import reading

@@ -144,6 +144,9 @@ class SelectiveCache(OffloadCache):
         that the user has `given`. None: there is nothing to tune."""
         return []
 
+    solver: ClassVar[str | None] = None
+    """The method's own way of tuning, "module:function", which `tune` imports; None: `tune` tries `to_try`."""
+
     @property
     def selective(self) -> list[SelectiveLayer]:
         """The layers that select."""

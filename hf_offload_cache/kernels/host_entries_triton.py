@@ -1,4 +1,4 @@
-"""Entries of single tokens out of records in pinned host memory, which a GPU reads over its bus by itself."""
+"""Single tokens' entries out of records in pinned host memory, which a GPU reads over its bus by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .on_a_device import on_its_device
 _ENTRIES = 16
 """Entries of a head that a program reads at a time."""
 _PROGRAMS = 264
-"""What a bus keeps busy; more would keep the device from what is computed meanwhile."""
+"""Enough to keep a bus busy; more would keep the device from other work."""
 
 
 @triton.jit
@@ -67,14 +67,14 @@ def _exchange(held, wanted, new, counts, count, width, HELD: tl.constexpr, WANTE
 
 
 MOST_EXCHANGED = 256
-"""Entries of a head that `exchange` knows at a time."""
+"""Upper bound on the entries per head of `exchange`."""
 
 
 @on_its_device
 def exchange(tokens: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let `tokens` (rows, heads, n) int64, -1: none, be those `wanted` (rows, heads, n at most), and no others; what is
-    wanted again stays where it lies. Returns those that came, (rows, heads, n), -1 elsewhere; and how many are
-    wanted, and came: (2,) int64. At most `MOST_EXCHANGED` of a head. Its twin is `ChosenEntries.take`."""
+    """Make `tokens` (rows, heads, n) int64, -1: none, exactly those `wanted` (rows, heads, n at most); tokens that stay
+    keep their place. Returns the new ones, (rows, heads, n), -1 elsewhere; and the numbers of wanted and of new tokens:
+    (2,) int64. At most `MOST_EXCHANGED` per head. Its twin is `ChosenEntries.take`."""
     rows, heads, count = tokens.shape
     new, counts = torch.empty_like(tokens), tokens.new_zeros(2)
     wide = max(16, triton.next_power_of_2(max(count, wanted.shape[2])))
@@ -88,12 +88,12 @@ def gather(addresses: torch.Tensor, tokens: torch.Tensor, form: Any) -> tuple[to
     """Keys (rows, heads, m, Dk) and values (rows, heads, m, Dv) of `tokens` (rows, heads, m), -1: zeros, in `form`'s
     type, on the device of both and its current stream.
 
-    `addresses` (rows, units) int64: where each row's units of `form.group_size` tokens begin, in host memory that the
-    device reads, which is to stay until this has run. Each head of a key has its value's. Under `TRITON_INTERPRET=1` on
-    a CPU, for tests. Its twin is `MemoryStore.read_parts`, by which a CPU reads the same.
+    `addresses` (rows, units) int64: the start of each row's units of `form.group_size` tokens, in host memory that the
+    device reads, which must stay until this has run. Each head has both a key and a value. Under `TRITON_INTERPRET=1`
+    on a CPU, for tests. Its twin is `MemoryStore.read_parts`, by which a CPU reads the same.
     """
-    of = {"dtype": form.dtype, "device": tokens.device}
-    keys, values = (torch.empty(*tokens.shape, dim, **of) for dim in (form.key_dim, form.value_dim))
+    options = {"dtype": form.dtype, "device": tokens.device}
+    keys, values = (torch.empty(*tokens.shape, dim, **options) for dim in (form.key_dim, form.value_dim))
     gather_into(addresses, tokens.contiguous(), form, (keys, values), keeps=False)
     return keys, values
 
@@ -102,7 +102,7 @@ def gather(addresses: torch.Tensor, tokens: torch.Tensor, form: Any) -> tuple[to
 def gather_into(
     addresses: torch.Tensor, tokens: torch.Tensor, form: Any, out: tuple[torch.Tensor, torch.Tensor], *, keeps: bool
 ) -> None:
-    """As `gather`, into keys and values that are there, contiguous. `keeps`: what is of no token stays as it is."""
+    """Like `gather`, into existing contiguous keys and values. `keeps`: entries without a token stay as they are."""
     rows, heads, count = tokens.shape
     if not tokens.numel():
         return

@@ -1,7 +1,7 @@
 """Keys and values in 4 bits, group-wise, and back.
 
 The rows are those of torch's own 4-bit embeddings, whose compiled code packs and unpacks them on a CPU: `group` / 2
-bytes of codes, two in a byte, the first in the low bits, and then step and least element in half precision.
+bytes of codes, two per byte, the first in the low bits, then step and least element in half precision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .low_bit import LARGEST as LARGEST
 from .low_bit import SIDES
 
 _AT_ONCE = 1 << 15
-"""Elements that are worked on at a time."""
+"""Elements processed at a time."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Int4Layout:
 
     @classmethod
     def of(cls, group: int, *widths: int) -> Int4Layout | None:
-        """Of parts of so many elements, each in groups of its own, of at most `group`, a power of two. None: some part
-        has no multiple of 4."""
+        """For parts of these widths, each in separate groups of at most `group`, a power of two. None: some part has no
+        multiple of 4."""
         own = math.gcd(group, *widths)
         return None if own % 4 else cls(sum(widths), own)
 
@@ -44,12 +44,12 @@ class Int4Layout:
 
     @cached_property
     def at_once(self) -> int:
-        """Replicas that are worked on at a time."""
+        """Replicas processed at a time."""
         return max(1, _AT_ONCE // self.width)
 
     @property
     def working_bytes(self) -> int:
-        """What packing or unpacking takes beside its arguments: elements in 32 bits, a copy in 16, and rows."""
+        """Memory of packing or unpacking besides its arguments: elements in 32 bits, a copy in 16, and rows."""
         return self.at_once * (6 * self.width + self.nbytes)
 
     def rows(self, replicas: torch.Tensor) -> torch.Tensor:
@@ -59,12 +59,12 @@ class Int4Layout:
 
 def quantise(layout: Int4Layout, entries: torch.Tensor, out: torch.Tensor) -> None:
     """Replicas of entries (n, width), none beyond `LARGEST`, into `out` (n, at least nbytes) uint8, in host memory.
-    What is behind `nbytes` becomes zeros."""
+    Bytes after `nbytes` become zeros."""
     out[:, layout.nbytes :] = 0
     for start in range(0, len(entries), layout.at_once):
-        some = entries[start : start + layout.at_once].float()
-        rows = torch.ops.quantized.embedding_bag_4bit_prepack(some.reshape(-1, layout.group))
-        out[start : start + len(some), : layout.nbytes] = rows.view(len(some), -1)
+        elements = entries[start : start + layout.at_once].float()
+        rows = torch.ops.quantized.embedding_bag_4bit_prepack(elements.reshape(-1, layout.group))
+        out[start : start + len(elements), : layout.nbytes] = rows.view(len(elements), -1)
 
 
 def dequantise(
@@ -75,13 +75,14 @@ def dequantise(
     places, into, got = target.numpy(), out.view(torch.uint8).numpy(), rows.numpy()
     packed = replicas.numpy()
     for start in range(0, len(got), layout.at_once):
-        some = torch.from_numpy(packed[got[start : start + layout.at_once], : layout.nbytes])
-        entries = torch.ops.quantized.embedding_bag_4bit_unpack(some.view(-1, layout.row_bytes)).to(out.dtype)
-        into[places[start : start + layout.at_once]] = entries.view(len(some), -1).view(torch.uint8).numpy()
+        packed_part = torch.from_numpy(packed[got[start : start + layout.at_once], : layout.nbytes])
+        entries = torch.ops.quantized.embedding_bag_4bit_unpack(packed_part.view(-1, layout.row_bytes)).to(out.dtype)
+        into[places[start : start + layout.at_once]] = entries.view(len(packed_part), -1).view(torch.uint8).numpy()
 
 
 def dequantised(layout: Int4Layout, replicas: torch.Tensor) -> torch.Tensor:
-    """What replicas (n, at least nbytes) uint8 hold, (n, width) float32, on their device: the twin of both."""
+    """Entries of replicas (n, at least nbytes) uint8: (n, width) float32, on their device. The twin of both
+    `dequantise`."""
     rows = layout.rows(replicas)
     codes, sides = rows[:, : layout.group // 2], rows[:, layout.group // 2 :].contiguous().view(torch.float16).float()
     both = torch.stack([codes & 15, codes >> 4], 2).flatten(1).float()

@@ -1,4 +1,4 @@
-"""Unpacking of 4-bit replicas into their places on a device, fused: codes in, entries out, and nothing in between."""
+"""Unpacks 4-bit replicas into their places on a device in one fused kernel."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def dequantise(
 ) -> None:
     """As `int4.dequantise`, on a CUDA device and its current stream.
 
-    Under `TRITON_INTERPRET=1` on a CPU, for tests. `replicas` and `out` are contiguous in the last dimension, and rows
-    of `replicas` begin at even bytes; so do steps, for which groups have a multiple of 4 elements.
+    Under `TRITON_INTERPRET=1` on a CPU, for tests. `replicas` and `out` are contiguous in the last dimension. Rows of
+    `replicas` begin at even bytes, and so do steps, because groups have a multiple of 4 elements.
     """
     if not len(rows):
         return

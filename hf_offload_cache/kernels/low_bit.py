@@ -14,24 +14,24 @@ import numpy as np
 import torch
 
 LARGEST = 65000.0
-"""No element stands for more: scales and zero points are in half precision."""
+"""Upper bound on elements, because scales and zero points are in half precision."""
 SIDES = 4
-"""Bytes of a row beside its codes."""
+"""Bytes of a row besides its codes."""
 BLOCK = 4096
-"""Tokens of a head that are unpacked at a time: a MB of 64 channels, which stays near the processor."""
+"""Tokens of a head unpacked at a time: a MB of 64 channels, which stays in the processor's cache."""
 _OPS = torch.ops.quantized
 
 
 def row_bytes(group: int, bits: int) -> int:
-    """Of a group, whose codes fill whole bytes."""
+    """Bytes of a group's row; its codes fill complete bytes."""
     return group * bits // 8 + SIDES
 
 
 def packed(values: torch.Tensor, bits: int, *, plain: bool = False) -> torch.Tensor:
     """Rows (n, row_bytes) uint8 of groups (n, group).
 
-    With 1 bit the zero point is the middle of the lower half of the range, and one step beyond it that of the upper
-    (equation 3); `plain`: the least and the largest element, as with more bits (equation 2).
+    With 1 bit the zero point is the middle of the lower half of the range, and one step beyond it is that of the upper
+    half (equation 3); `plain`: the smallest and the largest element, as with more bits (equation 2).
     """
     values = values.float().clamp(-LARGEST, LARGEST)
     if bits > 1 and values.device.type == "cpu":
@@ -51,7 +51,7 @@ def packed(values: torch.Tensor, bits: int, *, plain: bool = False) -> torch.Ten
 
 
 def unpacked(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """The elements (..., group) float32 that contiguous rows (..., row_bytes) stand for."""
+    """Elements (..., group) float32 of contiguous rows (..., row_bytes)."""
     if rows.device.type != "cpu":
         return unpacked_plainly(rows, bits)
     flat = rows.flatten(0, -2)
@@ -62,8 +62,8 @@ def unpacked(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpacked_plainly(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """As `unpacked`, by operations that every device has: its twin."""
-    codes, sides = rows[..., :-SIDES], torch.cat([rows[..., -SIDES:-2], rows[..., -2:]], -1)  # in memory of their own
+    """The twin of `unpacked`, in operations that every device has."""
+    codes, sides = rows[..., :-SIDES], torch.cat([rows[..., -SIDES:-2], rows[..., -2:]], -1)  # a copy, which is aligned
     sides = sides.view(torch.float16).float()
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
     spread = (codes.unsqueeze(-1) >> shifts & 2**bits - 1).flatten(-2)
@@ -78,7 +78,7 @@ def _in_two_bits(rows: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _spread_bits() -> np.ndarray:
-    """Of each byte its bits, each in two: (256,) uint16, little-endian."""
+    """Bits of each byte, spread to two bits each: (256,) uint16, little-endian."""
     bits = np.arange(256)[:, None] >> np.arange(8) & 1
     return (bits << 2 * np.arange(8)).sum(1).astype("<u2")
 
@@ -86,30 +86,30 @@ def _spread_bits() -> np.ndarray:
 def scores(queries: torch.Tensor, keys: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     """Products of queries (rows, heads, n, D) float32 with keys, into `out` (rows, heads, n, tokens) float32.
 
-    A row of `keys` (rows, heads, groups, D, row_bytes) has a channel of a group of tokens. Unpacked block by block;
+    A row of `keys` (rows, heads, groups, D, row_bytes) has one channel of a group of tokens. Unpacked block by block;
     `low_bit_triton.scores` does it on a device that has its kernels.
     """
     group = out.shape[3] // keys.shape[2] if keys.shape[2] else 1
     for start, stop in _blocks(out.shape[3]):
         for row, head in np.ndindex(*queries.shape[:2]):
             groups = keys[row, head, start // group : stop // group]
-            found = queries[row, head] @ unpacked(groups, bits)  # (groups, n, tokens of a group)
-            out[row, head, :, start:stop].unflatten(1, (-1, group)).copy_(found.transpose(0, 1))
+            products = queries[row, head] @ unpacked(groups, bits)  # (groups, n, tokens of a group)
+            out[row, head, :, start:stop].unflatten(1, (-1, group)).copy_(products.transpose(0, 1))
 
 
 def weighted(shares: torch.Tensor, values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Sums of values by `shares` (rows, heads, n, tokens) float32: (rows, heads, n, D) float32.
+    """Sums of values weighted by `shares` (rows, heads, n, tokens) float32: (rows, heads, n, D) float32.
 
-    A row of `values` (rows, heads, groups, tokens, row_bytes) has a group of channels of a token. `group`: of tokens,
-    which divides their number; what is summed at a time. As `scores`; `low_bit_triton.weighted` does it on a device.
+    A row of `values` (rows, heads, groups, tokens, row_bytes) has one group of channels of a token. `group`: tokens
+    summed at a time, a divisor of their number. Like `scores`; `low_bit_triton.weighted` does it on a device.
     """
     groups, channels = values.shape[2], (values.shape[4] - SIDES) * 8 // bits
     total = shares.new_zeros(*shares.shape[:3], groups * channels)
     for start, stop in _blocks(shares.shape[3]):
         for row, head in np.ndindex(*shares.shape[:2]):
-            own = shares[row, head, :, start:stop].unflatten(1, (-1, group)).transpose(0, 1)
+            part = shares[row, head, :, start:stop].unflatten(1, (-1, group)).transpose(0, 1)
             for into, rows in zip(total[row, head].split(channels, 1), values[row, head, :, start:stop], strict=True):
-                parts = own @ unpacked(rows, bits).unflatten(0, (-1, group))  # for threads one each
+                parts = part @ unpacked(rows, bits).unflatten(0, (-1, group))  # one product per thread
                 into += parts.sum(0)
     return total
 

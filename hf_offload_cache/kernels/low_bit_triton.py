@@ -1,4 +1,4 @@
-"""Attention over elements in a few bits on a device: they are unpacked in registers, and nowhere else."""
+"""Attention over low-bit elements on a device, unpacked in registers only."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .low_bit import SIDES
 from .on_a_device import on_its_device
 
 _GROUPS = 4
-"""Groups of tokens that a program makes scores for."""
+"""Groups of tokens per program of scores."""
 _TOKENS = 64
 """Tokens whose values a program adds at a time."""
 _PROGRAMS = 1024
-"""As many as keep a device busy: where rows and heads are fewer, the sum over the tokens is parted."""
+"""Enough to keep a device busy: with fewer rows and heads, the sum over the tokens is split."""
 _QUERIES = 16
-"""Of a key head, at a time: the least that tensor cores take."""
+"""Queries of a key head at a time: the fewest that tensor cores take."""
 
 
 @triton.jit
@@ -90,8 +90,8 @@ def _weighted(  # type: ignore[no-untyped-def]
 
 @on_its_device
 def scores(queries: torch.Tensor, keys: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """As `low_bit.scores`, on a CUDA device and its current stream; under `TRITON_INTERPRET=1` on a CPU, for tests.
-    The rows of a head of `keys` lie behind each other; so do the scores of a query in `out`."""
+    """As `low_bit.scores`, on a CUDA device and its current stream; under `TRITON_INTERPRET=1` on a CPU, for tests. The
+    rows of a head of `keys` are contiguous, and so are the scores of a query in `out`."""
     (rows, heads, count, dim), (groups, row) = queries.shape, (keys.shape[2], keys.shape[4])
     if not groups or not rows:
         return
@@ -106,24 +106,24 @@ def scores(queries: torch.Tensor, keys: torch.Tensor, bits: int, out: torch.Tens
 @on_its_device
 def weighted(shares: torch.Tensor, values: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """As `low_bit.weighted`, on a CUDA device and its current stream; under `TRITON_INTERPRET=1` on a CPU, for tests.
-    The rows of a group of channels of `values` lie behind each other, and so do the shares of a query; `group` does not
-    matter here."""
+    The rows of a channel group of `values` are contiguous, and so are the shares of a query; `group` has no effect
+    here."""
     (rows, heads, count, tokens), (groups, row) = shares.shape, (values.shape[2], values.shape[4])
     channels = (row - SIDES) * 8 // bits
     blocks = triton.cdiv(tokens, _TOKENS)
     parts = max(1, min(blocks, _PROGRAMS // max(1, rows * heads * groups)))
     per_part = triton.cdiv(blocks, parts) * _TOKENS
-    found = shares.new_zeros(parts, rows, heads, count, groups * channels)
+    sums = shares.new_zeros(parts, rows, heads, count, groups * channels)
     if tokens and rows:
         grid: Any = (rows * heads, groups * parts, triton.cdiv(count, _QUERIES))
         _weighted[grid](
-            shares, values, found, count, tokens, per_part, shares.stride(1), shares.stride(2), values.stride(1),
-            values.stride(2), found.stride(0), found.stride(2), groups, channels, bits, row, wide(channels), _QUERIES,
+            shares, values, sums, count, tokens, per_part, shares.stride(1), shares.stride(2), values.stride(1),
+            values.stride(2), sums.stride(0), sums.stride(2), groups, channels, bits, row, wide(channels), _QUERIES,
             _TOKENS,
         )  # fmt: skip
-    return found[0] if parts == 1 else found.sum(0)
+    return sums[0] if parts == 1 else sums.sum(0)
 
 
 def wide(size: int) -> int:
-    """At least the least that tensor cores take."""
+    """At least the width that tensor cores need."""
     return max(16, triton.next_power_of_2(size))

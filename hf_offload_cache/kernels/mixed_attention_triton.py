@@ -1,5 +1,5 @@
-"""Attention over a copy in a few bits, some entries of which are replaced by stored ones, on a device: parts of it,
-each in a softmax of its own, which are merged, and what of it each token has (SpeCache, section 3.3)."""
+"""Split-K attention with log-sum-exp merge over a low-bit copy, some entries of which are replaced by stored ones;
+optionally returns each token's share (SpeCache, section 3.3)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .low_bit import SIDES
 from .low_bit_triton import _half, wide
 
 _GROUPS = 4
-"""Groups of tokens of the copy whose scores a program makes."""
+"""Groups of the copy's tokens per program of scores."""
 _ADDED = 64
 """Tokens of the copy whose values a program adds at a time."""
 _ENTRIES = 32
 """Stored entries at a time."""
 _TOKENS = 1024
-"""Tokens whose shares a program makes."""
+"""Tokens per program of shares."""
 _PROGRAMS = 1056
-"""As many as keep a device busy: where rows and heads are fewer, the copy is parted."""
+"""Enough to keep a device busy: with fewer rows and heads, the copy is split."""
 MOST_QUERIES = 64
-"""Of a key head."""
+"""Upper bound per key head."""
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -196,13 +196,13 @@ def _share(  # type: ignore[no-untyped-def]
 
 
 class Parts:
-    """One attention, part by part: of queries (rows, heads, n, Dk), `each` of every query head of a key head, over a
-    copy of `tokens` tokens and stored entries. On a CUDA device and its current stream; under `TRITON_INTERPRET=1` on a
-    CPU, for tests. Scores are float32.
+    """One attention in parts: of queries (rows, heads, n, Dk), `each` of every query head of a key head, over a copy of
+    `tokens` tokens and stored entries. On a CUDA device and its current stream; under `TRITON_INTERPRET=1` on a CPU,
+    for tests. Scores are float32.
 
     Args:
-        hidden: (rows, heads, tokens + 1) uint8: not 0 are tokens that are not attended to as the copy has them.
-        sources: how many times `stored` and `latest` will be called.
+        hidden: (rows, heads, tokens + 1) uint8: tokens whose copy is not attended to are not 0.
+        sources: number of calls of `stored` and `latest`.
     """
 
     def __init__(
@@ -216,14 +216,14 @@ class Parts:
         self._per_part = max(1, triton.cdiv(blocks, max(1, min(blocks, _PROGRAMS // (rows * heads))))) * _ADDED
         self._of_copy = triton.cdiv(self._tokens, self._per_part)
         self._parts, self._next = self._of_copy + sources, self._of_copy
-        of: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
-        self._scores = torch.empty(rows, heads, count, self._tokens, **of)
-        self._best, self._total = torch.empty(2, rows, heads, self._parts, count, **of)
-        self._parted = torch.empty(rows, heads, self._parts, count, value_dim, **of)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
+        self._scores = torch.empty(rows, heads, count, self._tokens, **options)
+        self._best, self._total = torch.empty(2, rows, heads, self._parts, count, **options)
+        self._parted = torch.empty(rows, heads, self._parts, count, value_dim, **options)
         self._wide = wide(count)
 
     def copy(self, keys: torch.Tensor, values: torch.Tensor, bits: int) -> None:
-        """Over what `LowBitForm.layout` has of keys and of values; before any other."""
+        """Add the copy's keys and values in `LowBitForm.layout`; before any other part."""
         (rows, heads, count, key), group = self._queries.shape, (keys.shape[4] - SIDES) * 8 // bits
         if not self._of_copy:
             return
@@ -241,12 +241,12 @@ class Parts:
         )  # fmt: skip
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Over keys (rows, heads, m, Dk) and values of these tokens (rows, heads, m) of the copy, -1: none."""
+        """Add keys (rows, heads, m, Dk) and values of these tokens (rows, heads, m) of the copy, -1: none."""
         self._stored(keys, values, tokens.contiguous(), None, 0)
 
     def latest(self, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None, after: int = 0) -> None:
-        """Over those of tokens behind the copy's, `after` of which come later, each query up to its own; `seen`: (rows,
-        m) uint8, or all."""
+        """Add the entries after the copy's tokens, `after` of which come later, each query up to its own; `seen`:
+        (rows, m) uint8, or all."""
         self._stored(keys, values, None, seen, after)
 
     def _stored(
@@ -268,9 +268,9 @@ class Parts:
         """Attention over all parts: (rows, each, query heads, Dv) float32."""
         rows, heads, count, _ = self._queries.shape
         assert self._next == self._parts
-        of: dict[str, Any] = {"dtype": torch.float32, "device": self._queries.device}
-        output = torch.empty(rows, self._each, heads * count // self._each, self._value, **of)
-        self._base = torch.empty(rows, heads, count, **of)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": self._queries.device}
+        output = torch.empty(rows, self._each, heads * count // self._each, self._value, **options)
+        self._base = torch.empty(rows, heads, count, **options)
         _merge[(rows * heads,)](
             self._parted, self._best, self._total, output, self._base, count, heads, self._parts, self._each,
             self._value, wide(self._value), self._wide,
@@ -278,11 +278,11 @@ class Parts:
         return output
 
     def shares(self, first: int, number: int) -> torch.Tensor:
-        """After `merged`: what each token of the copy has of queries [first, first + number) of each head, summed over
-        the heads of a key head: (number, rows, heads, tokens) float32."""
+        """After `merged`: each copied token's share in queries [first, first + number) of each head, summed over the
+        heads of a key head: (number, rows, heads, tokens) float32."""
         rows, heads, count, _ = self._queries.shape
-        of: dict[str, Any] = {"dtype": torch.float32, "device": self._queries.device}
-        output = torch.empty(number, rows, heads, self._tokens, **of)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": self._queries.device}
+        output = torch.empty(number, rows, heads, self._tokens, **options)
         if output.numel():
             grid: Any = (rows * heads, triton.cdiv(self._tokens, _TOKENS), number)
             _share[grid](

@@ -1,4 +1,4 @@
-"""Where kernels run: on which devices, and on that of what they are given."""
+"""The devices that kernels run on."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MOST_CHANNELS = 256
-"""Of a head that kernels hold in registers."""
+"""Channels of a head that kernels can hold in registers."""
 
 
 @functools.cache
 def _triton() -> bool:
-    """Torch for CUDA brings it along; not on every system."""
+    """Whether Triton is installed; torch for CUDA includes it on some systems."""
     return importlib.util.find_spec("triton") is not None
 
 
 def has_kernels(device: torch.device, *dims: int) -> bool:
-    """Whether kernels of Triton run on `device`, over heads of so many channels."""
+    """Whether Triton's kernels run on `device`, over heads of so many channels."""
     return device.type == "cuda" and max(dims, default=0) <= MOST_CHANNELS and _triton()
 
 
 def on_its_device(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` with the device of the first tensor it is given as the current one: a kernel is launched there, and a
-    model may lie on several."""
+    """Run `function` with the device of its first tensor as the current one: a kernel is launched there, and a model
+    may span several."""
 
     @functools.wraps(function)
     def launched(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,9 +1,7 @@
-"""Seams of a model, attached with its first cache and removed with its last: hooks, attention tables, and methods.
+"""Hooks, attention tables and methods on a model, attached with its first cache and removed with its last.
 
-The hooks of its blocks are on only while some cache needs block events.
-
-This package knows a cache only by the methods of `Attachable`. Everything put on a model is inert for every other
-cache.
+The hooks of its blocks are on only while some cache needs block events. This room knows a cache only by the methods of
+`Attachable`. Everything on a model is inert for every other cache.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CacheUnusedError, ConfigError
-from .attention_call import Globals, all_led, put_tables, ready, replaceable, take_tables
+from .attention_call import Place, all_led, put_tables, ready, replaceable, take_tables
 from .conversation import Conversation, ModelState
 from .look_ahead import reason_against_pieces
 from .method_on_model import MethodOnModel
@@ -30,23 +28,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# The configs from which a model's modules read the name of their attention implementation
+# Configs with a model's attention implementation
 
 def configs_of(model: PreTrainedModel) -> list[Any]:
-    """Every distinct config object that a module of `model` may read its implementation from."""
-    found: dict[int, Any] = {}
+    """Every distinct config object that a module of `model` may read its attention implementation from."""
+    configs: dict[int, Any] = {}
 
     def visit(config: Any) -> None:
-        if config is None or id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+        if config is None or id(config) in configs or not hasattr(config, "_attn_implementation_internal"):
             return
-        found[id(config)] = config
+        configs[id(config)] = config
         for name in getattr(config, "sub_configs", {}):
             visit(getattr(config, name, None))
 
     visit(model.config)
     for submodel in _submodels(model):
         visit(submodel.config)
-    return list(found.values())
+    return list(configs.values())
 
 
 def _submodels(model: PreTrainedModel) -> list[PreTrainedModel]:
@@ -106,13 +104,13 @@ class PrepareInputs(MethodOnModel):
             first, some = bool(kwargs.get("is_first_iteration")), kwargs.get("next_sequence_length") is not None
             if first and some:
                 cache.check_prompt(input_ids, kwargs.get("inputs_embeds"))
-            cache.prepare_step(first=first or not some)  # transformers 5.17 does not call a prompt's pieces first
+            cache.prepare_step(first=first or not some)  # transformers 5.17 calls no piece of a prompt first
         with nullcontext() if cache is None else cache.conversing():
             prepared: dict[str, Any] = self.method()(input_ids, **kwargs)
         if cache is not None:
             name = next(name for name, value in kwargs.items() if unwrapped(value) is cache)
             theirs = prepared.get(name)
-            if theirs is None:  # Phi-3 beyond the positions of its short factors: all keys are made anew
+            if theirs is None:  # Phi-3 recomputes all keys beyond its short factors' positions
                 cache.start_over(prepared.get("input_ids"), prepared.get("inputs_embeds"))
                 prepared[name] = kwargs[name]
             elif unwrapped(theirs) is not cache:
@@ -128,38 +126,38 @@ _METHODS: tuple[type[MethodOnModel], ...] = (PreparePositions, PrepareInputs, Pr
 
 @dataclass
 class _Attachment:
-    """What is on one model. Holds nothing of the model but its configs, which do not hold it."""
+    """Attachments on one model. Holds only the model's configs, which do not hold the model."""
 
     caches: dict[int, weakref.ref] = field(default_factory=dict)
-    tables: list[Globals] = field(default_factory=list)
-    """Globals of the files whose attention goes through ours."""
+    tables: list[Place] = field(default_factory=list)
+    """Where files of the model have our attention table."""
     at_death: weakref.finalize | None = None
-    """Takes our tables out of these when the model dies before its caches, whose `release` finds no model then."""
+    """Removes our tables if the model dies before its caches, whose `release` finds no model then."""
     configs: list[Any] = field(default_factory=list)
-    """Those whose attention could go through ours when the seams went on."""
+    """Configs whose attention could go through ours when the hooks were attached."""
     hooks: Hooks = field(default_factory=list)
     watching: set[int] = field(default_factory=set)
-    """The caches that want the verbs of blocks: as long as there is one, the hooks of blocks are on."""
+    """Caches that want block events: while there is one, the hooks of blocks are on."""
     block_hooks: Hooks = field(default_factory=list)
     state: ModelState | None = None
-    """What the model's code keeps on it for each conversation."""
+    """State that the model's code keeps on it for each conversation."""
 
 
-# State of the process, not of a step, and it cannot lie on the model: it would be copied and saved with it. It says
-# which models carry seams, how many caches count on them, and so when the last one has gone.
+# State of the process, not of a step. On the model it would be copied and saved with it. It tells which models have
+# hooks, and which caches need them.
 _ATTACHED: weakref.WeakKeyDictionary[PreTrainedModel, _Attachment] = weakref.WeakKeyDictionary()
 _LOCKS: dict[int, threading.RLock] = {}
 
 
 def _lock() -> threading.RLock:
-    """Over what is attached in this process: a forked child does not wait for a thread that only its parent has."""
+    """Lock for this process's attachments: a forked child does not wait for a thread of its parent."""
     return _LOCKS.setdefault(os.getpid(), threading.RLock())
 
 
 def attach(model: PreTrainedModel, cache: Attachable) -> int:
-    """Put the seams on `model` (once, however many caches) and count `cache`; returns the token for `release`.
+    """Attach to `model` (once, however many caches) and count `cache`; returns the token for `release`.
 
-    Those of blocks are put on where the cache `watches_blocks`; see `watch_blocks` for one that changes that.
+    Hooks of blocks are attached if the cache `watches_blocks`; `watch_blocks` tells about a change.
     """
     warn_if_untested()
     ready()
@@ -168,9 +166,9 @@ def attach(model: PreTrainedModel, cache: Attachable) -> int:
         attachment = _ATTACHED.get(model)
         if attachment is not None:
             attachment.caches[token] = weakref.ref(cache)
-        if attachment is None or _ATTACHED.get(model) is not attachment:  # a collection may just have closed the last
+        if attachment is None or _ATTACHED.get(model) is not attachment:  # a collection may have closed the last
             attachment = _Attachment({token: weakref.ref(cache)}, state=ModelState(model))
-            _ATTACHED[model] = attachment  # before: what a collection takes off meanwhile leaves what this one needs
+            _ATTACHED[model] = attachment  # first, so that a collection's removal leaves what this one needs
             try:
                 _put_on(model, attachment)
             except BaseException:
@@ -187,11 +185,11 @@ def attach(model: PreTrainedModel, cache: Attachable) -> int:
 
 
 def watch_blocks(model: PreTrainedModel, cache: Attachable) -> None:
-    """What `cache`, which is on `model`, says by `watches_blocks` has changed: the hooks of blocks are on as long as
-    some cache wants them, for every one costs each block's call, inert or not.
+    """Apply a change of the `watches_blocks` of `cache`, which is on `model`. The hooks of blocks are on while some
+    cache wants them, because each costs every block's call, inert or not.
 
-    What `torch.compile` has made of a block keeps the hooks that the block had then: those that are off by now find
-    nobody who watches, and those that came later are not called.
+    A block compiled by `torch.compile` keeps the hooks that it had then: hooks that are off by now find nobody who
+    watches, and later ones are not called.
     """
     with _lock():
         attachment = _ATTACHED.get(model)
@@ -227,13 +225,13 @@ def conversation(model: PreTrainedModel) -> Conversation:
 
 
 def replaced(model: PreTrainedModel) -> bool:
-    """Whether the model's attention goes through ours while the seams are on."""
+    """Whether the model's attention goes through ours now."""
     attachment = _ATTACHED.get(model)
     return attachment is not None and bool(attachment.tables and attachment.configs)
 
 
 def intact(model: torch.nn.Module) -> bool:
-    """Whether every config whose attention went through ours when the seams went on still names one that does."""
+    """Whether every config whose attention went through ours at attachment still names such an implementation."""
     attachment = _ATTACHED.get(model) if is_model(model) else None
     if attachment is None or not attachment.tables:
         return True
@@ -278,20 +276,20 @@ def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
 
 
 def _take_tables(attachment: _Attachment) -> None:
-    """Give files of models their attention tables back, unless another model with caches needs ours there."""
+    """Return attention tables to files of models, unless another model with caches needs ours there."""
     with _lock():
         tables, attachment.tables = attachment.tables, []
-        take_tables(tables, [names for one in _ATTACHED.values() for names in one.tables])
+        take_tables(tables, [place for one in _ATTACHED.values() for place in one.tables])
 
 
 def _running(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The models whose forward is a step: `model`, and those within it that its own `generate` may call in its place
-    (Kosmos-2's). Where one runs within the other, the inner one's begins in the place of the outer one's."""
+    """The models whose forward is a step: `model`, and those within it that its own `generate` may call instead
+    (Kosmos-2's). If one runs within the other, the inner one's step replaces the outer one's."""
     return [model, *generating_parts(model).values()] if has_own_generate(model) else [model]
 
 
 def _hook_blocks(model: PreTrainedModel, attachment: _Attachment) -> None:
-    """Put the hooks of blocks on or take them off, as the caches want them now."""
+    """Attach or remove the hooks of blocks, as the caches want them now."""
     if not attachment.watching:
         unhook(attachment.block_hooks)
     elif not attachment.block_hooks:
@@ -303,7 +301,7 @@ def _hook_blocks(model: PreTrainedModel, attachment: _Attachment) -> None:
 
 
 def _strip_copied(model: PreTrainedModel) -> None:
-    """Take off what a copy or a pickle of an attached model brought along: nobody counts it."""
+    """Remove hooks and methods that came with a copy or a pickle of an attached model: nobody counts them."""
     counted = {id(seam) for one in _ATTACHED.values() for seam, _ in (*one.hooks, *one.block_hooks)}
     strip_hooks(model, counted)
     for one in _running(model):

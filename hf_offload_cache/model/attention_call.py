@@ -1,4 +1,4 @@
-"""One call of the attention function, carried as one value; and the function that a model would have called itself."""
+"""One call of the attention function as one value, and the tables that lead a model's calls to this library."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..history.records import autocast_dtype
 from .place import no_backward
 from .stream_attention import Block, stream_attention
 
-# What `torch.compile` must not trace, at the price of one check where nothing is compiled
+# Functions that `torch.compile` must not trace, at the price of one check if nothing is compiled
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_UNTRACED: list[Any] = []  # what was decorated, in the order of the modules: nothing else changes it
+_UNTRACED: list[Any] = []  # decorated functions, in import order; nothing else changes it
 
 
 def untraced(function: Function) -> Function:
-    """`function`, which a graph that is being traced breaks at and calls as it stands, once `ready` was called.
+    """Make a graph that is being traced break at `function` and call it as it is, once `ready` was called.
 
-    `torch.compiler.disable` alone costs ten calls at each of its own even where nothing is compiled, and brings the
-    compiler in when a module is imported.
+    `torch.compiler.disable` alone costs ten calls at each of its own even if nothing is compiled, and imports the
+    compiler when a module is imported.
     """
 
     @functools.wraps(function)
@@ -37,7 +37,7 @@ def untraced(function: Function) -> Function:
             return own.outside(*args, **kwargs)
         return function(*args, **kwargs)
 
-    # The compiler counts what it compiled by code object: one for all would reach its limit with any model.
+    # The compiler counts its results by code object: a shared one would reach the limit with any model.
     plain: Any = call
     code = plain.__code__.replace(co_name=function.__name__)
     own: Any = functools.wraps(function)(FunctionType(code, globals(), None, None, plain.__closure__))
@@ -47,32 +47,33 @@ def untraced(function: Function) -> Function:
 
 
 def ready() -> None:
-    """A model may be compiled from now on. Idempotent; any thread."""
+    """Prepare for models that may be compiled from now on. Idempotent; any thread."""
     for call in _UNTRACED:
         if call.outside is call.__wrapped__:
             call.outside = torch.compiler.disable(call.__wrapped__)
 
 
-# How attention finds the layer that it is over: a tag that rides on the keys and values that `update` returned
+# A tag on the keys and values returned by `update`, by which attention finds their layer
 
 TAG = "_hf_offload_cache_tag"
-"""The attribute of a tensor that holds its `Tag`. A tensor made of a tagged one has none: then nothing is replaced."""
+"""The attribute of a tensor that holds its `Tag`. A tensor computed from a tagged one has none: then nothing is
+replaced."""
 
 
 @dataclass(eq=False)
 class Tag:
-    """One `update` of one layer; the keys and the values that it returned carry the same tag."""
+    """One `update` of one layer; the keys and values that it returned carry the same tag."""
 
     layer: Any
-    """The layer, whose `attend` is called."""
+    """The layer whose `attend` is called."""
     whole: bool
-    """The tensors are the layer's whole history, not only what the step added."""
+    """The tensors are the layer's complete history, not only what the step added."""
 
 
 _SPECIAL = frozenset(("softcap", "s_aux", "output_attentions"))
-"""Arguments that make attention more than a softmax, where they are not None."""
+"""Arguments, not None, that make attention more than a softmax."""
 _UNKNOWN = frozenset(("position_bias", "indices", "sinks"))
-"""Arguments that make attention something that we do not know, where they are not None."""
+"""Arguments, not None, that make attention unknown to us."""
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -81,7 +82,8 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """What a model's attention module asked for. The tensors are the model's: not to be changed, valid in the call."""
+    """The request of a model's attention module. The tensors are the model's: not to be changed, valid during the
+    call."""
 
     function: AttentionFunction
     """The model's own."""
@@ -93,37 +95,37 @@ class AttentionCall:
     value: torch.Tensor
     """(B, Hkv, t, Dv)."""
     mask: torch.Tensor | None
-    """(·, 1, q, T), boolean (True: visible) or additive, as a rule; None: causal, nothing padded."""
+    """(·, 1, q, T), usually boolean (True: visible) or additive; None: causal, nothing padded."""
     args: tuple[Any, ...] = ()
-    """What came by position after the mask: a call with some is not attention as we know it."""
+    """Positional arguments after the mask: a call with some is not attention as we know it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     autocast: torch.dtype | None = None
-    """What `torch.autocast` was on with where the model called; None: it was off."""
+    """The type of the caller's `torch.autocast`; None: it was off."""
 
     @property
     def num_queries(self) -> int:
-        """q: queries a row and head."""
+        """q: queries per row and head."""
         return self.query.shape[2]
 
     @property
     def scaling(self) -> float:
-        """What scores are multiplied with."""
+        """Factor of the scores."""
         return self.kwargs.get("scaling") or self.query.shape[-1] ** -0.5
 
     @property
     def softcap(self) -> float | None:
-        """What bounds scores by tanh."""
+        """Bound on scores, by tanh."""
         return self.kwargs.get("softcap")
 
     @property
     def s_aux(self) -> torch.Tensor | None:
-        """(H,): a logit a head that joins the denominator alone."""
+        """(H,): a logit per head that joins the denominator only."""
         return self.kwargs.get("s_aux")
 
     @property
     def wants_weights(self) -> bool:
         """The caller asked for the attention weights (`output_attentions`, there or in the model's config): only `run`
-        over everything gives them."""
+        over everything returns them."""
         asked = self.kwargs.get("output_attentions")
         if asked is None:
             asked = getattr(getattr(self.module, "config", None), "output_attentions", False)
@@ -136,7 +138,7 @@ class AttentionCall:
 
     def replaceable(self, length: int) -> bool:
         """Whether this call is attention as we know it: softmax over `length` columns under a mask shared by the heads,
-        of the keys and the values of one `update`."""
+        with the keys and values of one `update`."""
         kwargs, mask = self.kwargs, self.mask
         if self.args or (not _UNKNOWN.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in _UNKNOWN)):
             return False
@@ -159,16 +161,16 @@ class AttentionCall:
         if self.autocast is None:
             keys, values = self._in_type(keys, values)
             return self.function(self.module, self.query, keys, values, mask, *self.args, **self.kwargs)
-        with torch.autocast(self.query.device.type, self.autocast):  # which casts all of them
+        with torch.autocast(self.query.device.type, self.autocast):  # it casts all of them
             return self.function(self.module, self.query, keys, values, mask, *self.args, **self.kwargs)
 
     def attend(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What `run` gives for one query a row over keys and values (B, Hkv, t, D) under a mask (B, 1 or H, q, t).
+        """Like `run`, for one query per row over keys and values (B, Hkv, t, D) under a mask (B, 1 or H, q, t).
 
-        Where it is a plain softmax, the query heads of one key head go in as so many queries of it: keys and values are
-        then not repeated for each, which is most of the time of a call this small. Equal up to rounding.
+        If it is a plain softmax, the query heads of one key head become that many queries. Keys and values are then not
+        repeated for each head, which is most of the time of such a small call. Equal up to rounding.
         """
         query, kwargs = self.query, self.kwargs
         batch, heads, num_queries, dim = query.shape
@@ -189,7 +191,7 @@ class AttentionCall:
         return output.reshape(batch, 1, heads, dim), None
 
     def _in_type(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in the type of the query where they were kept in another, under `torch.autocast`."""
+        """Keys and values in the query's type, if `torch.autocast` stored them in another."""
         dtype = self.query.dtype
         return (keys, values) if keys.dtype == values.dtype == dtype else (keys.to(dtype), values.to(dtype))
 
@@ -204,19 +206,21 @@ class AttentionCall:
         return no_backward(output, self.query), None
 
 
-# Attention that a model looks up, led to ours: in the files of its classes, while caches are on it
+# Attention tables in the files of a model's classes, replaced while caches are on the model
 
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
-"""What the code of each model calls transformers' table."""
+"""The usual name of the table in the code of a model."""
 _HOME = "transformers.modeling_utils"
-"""Where it is defined: files that are imported meanwhile take it from there."""
+"""The file that defines it. Files imported while caches are on a model take the table from there."""
 _ALWAYS = ("sdpa", "eager")
-"""Implementations that every transformers has."""
+"""Implementations in every transformers version."""
 _OWN_KERNELS = ("flash", "flex", "paged")
-"""Parts of names whose masks are of another kind, or whose names transformers treats in a way of its own."""
+"""Parts of names whose masks are of another kind, or whose names transformers treats specially."""
 
 Globals = dict[str, Any]
 """The names that functions of a file read."""
+Place = tuple[Globals, str]
+"""A name of a file under which it has the table."""
 
 
 def replaceable(implementation: str | None) -> bool:
@@ -225,7 +229,7 @@ def replaceable(implementation: str | None) -> bool:
 
 
 def _replaceable_names() -> frozenset[str]:
-    """Names of attention functions whose masks we read, too."""
+    """Names of attention functions whose masks we can read."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -234,7 +238,7 @@ def _replaceable_names() -> frozenset[str]:
 
 
 class AttentionTable(MutableMapping[str, AttentionFunction]):
-    """transformers' `table`, whose functions look for our tag first. What is set goes to that table."""
+    """transformers' `table`, whose functions look for our tag first. Assignments go to that table."""
 
     def __init__(self, table: Any) -> None:
         self.table = table
@@ -270,41 +274,48 @@ class AttentionTable(MutableMapping[str, AttentionFunction]):
         return getattr(self.__dict__.get("table"), name)
 
 
-def put_tables(model: torch.nn.Module, tables: list[Globals]) -> None:
-    """Put our table before transformers' in the globals of each file that defines a module of `model`, once, and note
-    these in `tables` as it is done."""
-    for names in globals_of(model):
-        tables.append(names)
-        if isinstance(names[_TABLE], AttentionTable):
-            names[_TABLE].names = _replaceable_names()  # somebody may have registered one since
+def put_tables(model: torch.nn.Module, tables: list[Place]) -> None:
+    """Replace transformers' table in each file that defines a module of `model`, and note each place in `tables` as it
+    is done."""
+    for place in places_of(model):
+        tables.append(place)
+        names, name = place
+        if isinstance(names[name], AttentionTable):
+            names[name].names = _replaceable_names()  # a function may have been registered since
         else:
-            names[_TABLE] = AttentionTable(names[_TABLE])
+            names[name] = AttentionTable(names[name])
 
 
-def take_tables(tables: Iterable[Globals], others: Iterable[Globals]) -> None:
-    """Give each file its table back, but for those that `others`, of models with caches, still need."""
-    needed = {id(names) for names in others}
-    for names in tables:
-        if id(names) not in needed and isinstance(names[_TABLE], AttentionTable):
-            names[_TABLE] = names[_TABLE].table
+def take_tables(tables: Iterable[Place], others: Iterable[Place]) -> None:
+    """Give each file its table back, except those that `others`, of models with caches, still need."""
+    needed = {(id(names), name) for names, name in others}
+    for names, name in tables:
+        if (id(names), name) not in needed and isinstance(names.get(name), AttentionTable):
+            names[name] = names[name].table
 
 
-def all_led(tables: list[Globals], names: Iterable[str | None]) -> bool:
-    """Whether our table is in each of the globals, and gives functions of ours by these names."""
-    put = [one[_TABLE] for one in tables]
+def all_led(tables: list[Place], implementations: Iterable[str | None]) -> bool:
+    """Whether each of the places has our table, which leads all these implementations to us."""
+    put: list[Any] = [names.get(name) for names, name in tables]
     if not all(isinstance(table, AttentionTable) for table in put):
         return False
-    return all(name is None or all(name in table.names for table in put) for name in names)
+    return all(one is None or all(one in table.names for table in put) for one in implementations)
 
 
-def globals_of(model: torch.nn.Module) -> Iterator[Globals]:
-    """Globals, each once, that hold a table: of the classes of `model`'s modules and their bases, and of functions that
-    somebody put instead of a `forward`."""
+def places_of(model: torch.nn.Module) -> Iterator[Place]:
+    """Places of transformers' table, whatever its name there, in the files that define the classes of `model`'s
+    modules, their bases, and functions put instead of a `forward`. Each place comes once."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     seen = set[int]()
     for names in _globals_read(model):
-        if isinstance(names.get(_TABLE), MutableMapping) and names.get("__name__") != _HOME and id(names) not in seen:
-            seen.add(id(names))
-            yield names
+        if id(names) in seen or names.get("__name__") == _HOME:
+            continue
+        seen.add(id(names))
+        for name, value in list(names.items()):
+            own = name == _TABLE and isinstance(value, MutableMapping)  # a file may have made a table itself
+            if own or value is ALL_ATTENTION_FUNCTIONS or type(value) is AttentionTable:
+                yield names, name
 
 
 def _globals_read(model: torch.nn.Module) -> Iterator[Globals]:
@@ -317,8 +328,8 @@ def _globals_read(model: torch.nn.Module) -> Iterator[Globals]:
 
 
 def _of_function(function: Any) -> Globals:
-    found: Globals = getattr(inspect.unwrap(function), "__globals__", {}) if callable(function) else {}
-    return found
+    names: Globals = getattr(inspect.unwrap(function), "__globals__", {}) if callable(function) else {}
+    return names
 
 
 def _attention(
@@ -338,6 +349,6 @@ def _attention(
     return _attend(tag, AttentionCall(own, module, query, key, value, attention_mask, args, kwargs, autocast))
 
 
-@untraced  # whatever a method does in its layer's `attend`, it is not traced
+@untraced  # a layer's `attend` is not traced
 def _attend(tag: Tag, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
     return tag.layer.attend(call)

@@ -1,4 +1,4 @@
-"""Fields of configurations: their values, and as text that is the same in any process for what is equal."""
+"""Fields of configurations as values, and as text that is the same in every process for equal values."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from typing import Any
 import torch
 
 _ONLY_IN_TRAINING = ("dropout", "pdrop", "layerdrop")
-"""Endings of fields that are off outside of training."""
+"""Endings of fields that only training uses."""
 
 
 def config_value(config: Any, name: str) -> Any:
-    """A field of a configuration; None where it has none, or one that differs from layer to layer."""
+    """A field of a configuration; None if it is absent, or differs from layer to layer."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # what transformers raises for a field that has no one value
+    except RuntimeError:  # transformers raises it for a field with several values
         return None
 
 
 def flat(name: str, value: Any, ignored: Collection[str] = ()) -> dict[str, str]:
-    """A value as text under its name; for a mapping, one entry a field, recursively.
+    """A value as text under its name; for a mapping, one entry per field, recursively.
 
-    What is None is left out: a later version may add a field that nobody has set yet. So are the fields of `ignored`
-    at any depth, and what has an effect in training only.
+    Drops None, because a later version may add a field that nobody has set yet, fields in `ignored` at any depth, and
+    those that only training uses.
     """
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         return {name: text(value)}
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for key, part in value.items():
         if str(key) not in ignored and not str(key).endswith(_ONLY_IN_TRAINING):
-            found |= flat(f"{name}.{key}", part, ignored)
-    return found
+            fields |= flat(f"{name}.{key}", part, ignored)
+    return fields
 
 
 def text(value: Any) -> str:
     """A string as it is, everything else as JSON."""
-    found = plain(value)
-    return found if isinstance(found, str) else json.dumps(found, sort_keys=True)
+    json_value = plain(value)
+    return json_value if isinstance(json_value, str) else json.dumps(json_value, sort_keys=True)
 
 
 def plain(value: Any) -> Any:
-    """The value in terms of JSON; the same text for what is equal, in any process."""
+    """The value as JSON types, the same for equal values in every process."""
     if isinstance(value, enum.Enum):
         return plain(value.value)
     if value is None or isinstance(value, bool | int | str):
@@ -60,4 +60,4 @@ def plain(value: Any) -> Any:
         return sorted((plain(part) for part in value), key=str)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    return f"{type(value).__module__}.{type(value).__qualname__}"  # its own text may hold an address
+    return f"{type(value).__module__}.{type(value).__qualname__}"  # its `repr` may contain an address

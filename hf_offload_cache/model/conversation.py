@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -47,15 +47,15 @@ class _Slot:
     module: weakref.ref[torch.nn.Module]
     name: str
     begins: Any
-    """What a new conversation finds: None, or `_ABSENT`, which stands for what others left."""
+    """The value for a new conversation: None, or `_ABSENT`, which stands for the value that others left."""
     has_rows: bool = True
 
     def get(self) -> Any:
         module = self.module()
         if module is None:
             return _ABSENT
-        own = vars(module)
-        return own[self.name] if self.name in own else own["_buffers"].get(self.name, _ABSENT)
+        attributes = vars(module)
+        return attributes[self.name] if self.name in attributes else attributes["_buffers"].get(self.name, _ABSENT)
 
     def set(self, value: Any) -> None:
         module = self.module()
@@ -74,7 +74,7 @@ class _Slot:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the module computes; None: it does not say."""
+        """The device of the module; None: unknown."""
         module = self.module()
         held = None if module is None else next(iter((*module.parameters(), *module.buffers())), None)
         return None if held is None or held.device.type == "meta" else held.device
@@ -96,7 +96,7 @@ class ModelState:
         self._model = weakref.ref(model)
         self._others: dict[str, Any] = {}
         self._left: dict[str, Any] | None = None
-        """What is on the model of a cache of ours; None: what is there is others'."""
+        """Our last cache's values on the model; None: the values there are others'."""
         self._ran: weakref.ref[Conversation] | None = None
 
     @property
@@ -127,11 +127,11 @@ class ModelState:
         """Store for `conversation` the values that the model's code has left. If another thread's conversation has
         begun since, they were stored then, and the values on the model belong to that one."""
         if self.slots and self._ran is not None and self._ran() is conversation:
-            found = {slot.key: slot.get() for slot in self.slots}
-            for key, value in found.items():
+            values = {slot.key: slot.get() for slot in self.slots}
+            for key, value in values.items():
                 if not _is_followed(value):
                     self.unfollowed.setdefault(key, type(value).__name__)
-            conversation.values, self._left = found, dict(found)
+            conversation.values, self._left = values, dict(values)
 
     def turn_to_others(self) -> None:
         """Restore the values of code that runs the model without a cache of this library."""
@@ -169,34 +169,35 @@ class ModelState:
             f"{self.name} keeps {key!r} (a {kind}) on itself from step to step, and no cache can follow it: {why}"
         )
 
-    # --- what cannot be followed -------------------------------------------------------------------------------
+    # --- state that cannot be followed ------------------------------------------------------------------------
 
     def contents(self) -> dict[str, tuple[Any, ...]]:
         """Objects in attributes that are not followed, each with its content."""
-        model, found = self._model(), dict[str, tuple[Any, ...]]()
+        model, contents = self._model(), dict[str, tuple[Any, ...]]()
         if model is None:
-            return found
+            return contents
         home = type(model).__module__
         followed = {slot.key for slot in self.slots}
-        walked: dict[int, tuple[Any, ...]] = {}  # every block has the configuration
+        walked: dict[int, tuple[Any, ...]] = {}  # every block refers to the configuration
         for path, module in model.named_modules():
-            names = _mentioned(_class_of(module), home)
+            kind: Any = type(module)
+            names = _mentioned(kind, home)
             for name, value in vars(module).items():
                 key = f"{path}.{name}".lstrip(".")
                 if name in names and name not in _OF_MODULES and key not in followed and _may_hold_tensors(value):
                     if id(value) not in walked:
                         walked[id(value)] = tuple(itertools.islice(_within(value, _DEPTH), _MOST))
-                    found[key] = walked[id(value)]
+                    contents[key] = walked[id(value)]
             rotary = hasattr(module, "rope_type")  # "longrope" writes its frequencies at each forward
             for name, value in (*vars(module).items(), *module._buffers.items()):
                 key, tensor = f"{path}.{name}".lstrip("."), isinstance(value, torch.Tensor)
                 if tensor and name in names and key not in followed and not (rotary and value.is_floating_point()):
-                    found[key] = (value, None if value.is_inference() else value._version)
-        return found
+                    contents[key] = (value, None if value.is_inference() else value._version)
+        return contents
 
     def compare(self, before: dict[str, tuple[Any, ...]]) -> None:
-        """Note what has changed since `contents` was called: an object that has other tensors or numbers now, or a
-        tensor that was written to. A tensor that another one replaced does not count: tables of positions grow so."""
+        """Note changes since `contents`: an object that has other tensors or numbers now, or a tensor that was written
+        to. A tensor replaced by another does not count: tables of positions grow that way."""
         for key, now in self.contents().items():
             old = before.get(key, ())
             if isinstance(now[0], torch.Tensor):
@@ -213,11 +214,11 @@ class Conversation:
     def __init__(self, state: ModelState) -> None:
         self._state = state
         self.values: dict[str, Any] | None = None
-        """By the slots' keys: what the model's code finds, and has left; None: it begins."""
+        """By the slots' keys: the values before and after the model's code; None: a new conversation."""
         self._settled: dict[str, Any] | None = None
-        """The same after the last forward that ended: one that fails is as if it had not been."""
+        """The same after the last forward that ended: a failed forward has no effect."""
         self._prepared = False
-        """Code has prepared the coming forward."""
+        """The model's code has prepared the coming forward."""
         self._running = 0
         """Forwards under way, each within the one before."""
         self._watched = 0
@@ -280,7 +281,7 @@ class Conversation:
     def check(self) -> None:
         """Raise `UnsupportedModelError` if the model stores state that cannot be saved or copied to a twin."""
         if self._state.unfollowed:
-            self._state.refuse("what this cache holds can be neither saved nor forked: make a new one, and prefill")
+            self._state.refuse("this cache can be neither saved nor forked: create a new one, and prefill again")
 
     def select_rows(self, rows: torch.Tensor, batch: int) -> None:
         """Make row i of the state for `batch` sequences the current row `rows[i]`.
@@ -311,12 +312,12 @@ class Conversation:
         """Continue with the state captured for `batch` sequences. Raises `ContextMismatchError` for state that this
         model does not store, and `ContextError`."""
         if not isinstance(tree, dict):
-            raise not_whole("the state", f"what the model keeps is a {type(tree).__name__}")
+            raise not_whole("the state", f"the state of the model is a {type(tree).__name__}")
         slots = {slot.key: slot for slot in self._state.slots}
         for key, value in tree.items():
             if key not in slots:
                 raise ContextMismatchError(
-                    f"the context has {key!r} of its model, and {self._state.name} keeps none: open it with a model of "
+                    f"the context has {key!r} of its model, and {self._state.name} has none: open it with a model of "
                     "the class that made it"
                 )
             if not _is_followed(value) or (isinstance(value, torch.Tensor) and not _fits(value, slots[key], batch)):
@@ -329,17 +330,17 @@ class Conversation:
 
 def _is_followed(value: Any) -> bool:
     if value is None or value is _ABSENT or isinstance(value, int | float):
-        return not isinstance(value, float) or value == value  # a nan is nothing that code leaves
+        return not isinstance(value, float) or value == value  # code leaves no nan
     return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
 
 
 def _fits(value: torch.Tensor, slot: _Slot, batch: int) -> bool:
-    """Whether a tensor may stand in `slot`: what is there now has its kind, or it has rows for `batch` sequences."""
-    there = slot.get()
+    """Whether a tensor fits `slot`: it has the kind of the current value, or rows for `batch` sequences."""
+    current = slot.get()
     if not bool(value.isfinite().all()):
         return False
-    if isinstance(there, torch.Tensor) and not slot.has_rows:
-        return value.shape == there.shape and value.dtype == there.dtype
+    if isinstance(current, torch.Tensor) and not slot.has_rows:
+        return value.shape == current.shape and value.dtype == current.dtype
     return value.ndim == 0 or (len(value) > 0 and (value.is_floating_point() or batch % len(value) == 0))
 
 
@@ -347,23 +348,24 @@ def _fits(value: torch.Tensor, slot: _Slot, batch: int) -> bool:
 
 
 def _slots(model: PreTrainedModel) -> Iterator[_Slot]:
-    """Module attributes that the model's own code writes after construction, as far as they are, or may become, numbers
-    and tensors; and the rotary embeddings' memory of the longest text so far."""
+    """Module attributes that the model's own code writes after construction, if they are, or may become, numbers and
+    tensors; and the longest text that rotary embeddings remember."""
     home = type(model).__module__
-    classes = {_class_of(module) for module in model.modules()}
-    anywhere = frozenset().union(*(_written(one, home) for one in classes))
+    classes: set[Any] = {type(module) for module in model.modules()}
+    anywhere = frozenset().union(*(_assigned(one, home)[0] for one in classes))
     for path, module in model.named_modules():
-        own, cls = vars(module), _class_of(module)
+        attributes, cls = vars(module), cast(Any, type(module))
         by_length = state_by_length(module)
-        names = _written_to_self(cls, home) | (anywhere & own.keys())
+        names = _assigned(cls, home)[1] | (anywhere & attributes.keys())
         for name in sorted(names | by_length):
-            buffer = own["_buffers"].get(name, _ABSENT)
+            buffer = attributes["_buffers"].get(name, _ABSENT)
             table = buffer is not None and not (isinstance(buffer, torch.Tensor) and not buffer.is_floating_point())
-            held = name in own["_parameters"] or name in own["_modules"] or (buffer is not _ABSENT and table)
-            value = own.get(name, buffer)
+            held = name in attributes["_parameters"] or name in attributes["_modules"]
+            held = held or (buffer is not _ABSENT and table)
+            value = attributes.get(name, buffer)
             if name not in by_length:
                 unlike = isinstance(value, bool) or not _is_followed(value)
-                default = inspect.getattr_static(cls, name, None)  # of a class: not a method or a property
+                default = inspect.getattr_static(cls, name, None)  # of the class: excludes methods and properties
                 if held or unlike or name in _OF_MODULES or not _is_followed(default):
                     continue
             begins = None if name in _none_at_first(cls) or buffer is None else _ABSENT
@@ -371,24 +373,20 @@ def _slots(model: PreTrainedModel) -> Iterator[_Slot]:
             yield _Slot(key, weakref.ref(module), name, begins, has_rows=name not in by_length)
 
 
-def _class_of(module: torch.nn.Module) -> Any:
-    return type(module)
-
-
 @functools.lru_cache(maxsize=1024)
 def _functions(cls: Any, home: str) -> tuple[tuple[str, types.CodeType], ...]:
-    """The code of the functions that belong to a model: those of its library's classes and of transformers' models."""
-    found = []
+    """Code of a model's functions: those of its library's classes and of transformers' models."""
+    codes = []
     for one in cls.__mro__:
         place, package = one.__module__, one.__module__.partition(".")[0]
-        own = package == home.partition(".")[0] and package not in ("torch", "transformers")
-        if own or place.startswith("transformers.models."):
+        of_library = package == home.partition(".")[0] and package not in ("torch", "transformers")
+        if of_library or place.startswith("transformers.models."):
             for name, value in vars(one).items():
                 plain: Any = getattr(value, "__func__", value)
                 for function in (value.fget, value.fset) if isinstance(value, property) else (plain,):
                     if isinstance(own_code := inspect.unwrap(function) if function else None, types.FunctionType):
-                        found += [(name, code) for code in _nested(own_code.__code__)]
-    return tuple(found)
+                        codes += [(name, code) for code in _nested(own_code.__code__)]
+    return tuple(codes)
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -399,47 +397,38 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _written(cls: type, home: str) -> frozenset[str]:
-    """Names of attributes that the class's code assigns, on whatever object, but in `__init__`."""
-    return frozenset(name for name, _ in _assignments(cls, home))
-
-
-@functools.lru_cache(maxsize=1024)
-def _written_to_self(cls: type, home: str) -> frozenset[str]:
-    return frozenset(name for name, on_self in _assignments(cls, home) if on_self)
-
-
-@functools.lru_cache(maxsize=1024)
-def _assignments(cls: type, home: str) -> tuple[tuple[str, bool], ...]:
-    """Names of attributes that are assigned, and whether that is on `self`."""
-    found = []
+def _assigned(cls: type, home: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of attributes that the class's code assigns on any object, except in `__init__`; and those on `self`."""
+    anywhere, on_self = set[str](), set[str]()
     for name, code in _functions(cls, home):
         steps = list(dis.get_instructions(code)) if name != "__init__" else []
         for before, one in itertools.pairwise(steps):
-            if one.opname == "STORE_ATTR":  # the object is loaded last, by itself or with the value
+            if one.opname == "STORE_ATTR":  # the object is loaded last, alone or with the value
                 loaded = before.argval[-1] if isinstance(before.argval, tuple) else before.argval
-                found.append((one.argval, before.opname.startswith("LOAD_FAST") and loaded == "self"))
-    return tuple(found)
+                anywhere.add(one.argval)
+                if before.opname.startswith("LOAD_FAST") and loaded == "self":
+                    on_self.add(one.argval)
+    return frozenset(anywhere), frozenset(on_self)
 
 
 @functools.lru_cache(maxsize=1024)
 def _mentioned(cls: type, home: str) -> frozenset[str]:
-    """Names that the class's code uses, but in `__init__`."""
+    """Names that the class's code uses, except in `__init__`."""
     return frozenset(used for name, code in _functions(cls, home) if name != "__init__" for used in code.co_names)
 
 
 @functools.lru_cache(maxsize=1024)
 def _none_at_first(cls: type) -> frozenset[str]:
     """Names of attributes that the class's `__init__` sets to None."""
-    found = set()
+    names = set()
     for one in cls.__mro__:
         init: Any = vars(one).get("__init__")
         init = None if init is None else inspect.unwrap(init)
         code = list(dis.get_instructions(init)) if isinstance(init, types.FunctionType) else []
         for value, _, stores in zip(code, code[1:], code[2:], strict=False):
             if stores.opname == "STORE_ATTR" and value.opname == "LOAD_CONST" and value.argval is None:
-                found.add(stores.argval)
-    return frozenset(found)
+                names.add(stores.argval)
+    return frozenset(names)
 
 
 def _may_hold_tensors(value: Any) -> bool:
@@ -448,7 +437,7 @@ def _may_hold_tensors(value: Any) -> bool:
 
 
 def _new(now: tuple[Any, ...], old: tuple[Any, ...]) -> list[Any]:
-    """What is among `now` and was not among `old` objects."""
+    """Objects of `now` that are not in `old`."""
     if len(now) == len(old):
         return [one for one, other in zip(now, old, strict=True) if one is not other]
     known = {id(one) for one in old}
@@ -456,7 +445,7 @@ def _new(now: tuple[Any, ...], old: tuple[Any, ...]) -> list[Any]:
 
 
 def _within(value: Any, depth: int) -> Iterator[Any]:
-    """An object, what it holds, and what that holds, `depth` levels down."""
+    """An object, its contents, and their contents, down to `depth` levels."""
     yield value
     if depth and _may_hold_tensors(value):
         inner: Any = tuple(value.values()) if isinstance(value, dict) else ()

@@ -24,18 +24,18 @@ _KNOWN = (
     "transformers.modeling_utils",
     "transformers.utils.output_capturing",
 )
-"""Modules whose hooks place weights, adapt them or record outputs. A token more in a forward changes nothing for them;
-those that record outputs do it for the caller, who gets the output without that token."""
+"""Modules whose hooks place weights, adapt them or record outputs. An additional token in a forward changes nothing for
+them; those that record outputs do it for the caller, who gets the output without that token."""
 _LIBRARIES = ("torch", "transformers", "liger_kernel", "kernels")
-"""Packages that may give a class another `forward`, and modules others around them: faster ones, or compiled ones."""
+"""Packages that may give a class another `forward`, and wrap modules: faster or compiled ones."""
 
 
 class ForeignHooks:
-    """Detects whether other code watches the forwards of some modules, or of modules within these.
+    """Detects other code that watches the forwards of some modules, or of modules within these.
 
-    Counted are forward hooks and pre-hooks, hooks for all modules of the process, a `forward` that was put on a module
-    or on its class, and a module of another package around one of the model's. Hooks of accelerate and PEFT are not
-    counted. Holds the modules weakly; for one thread.
+    Counts forward hooks and pre-hooks, hooks for all modules of the process, a `forward` that was put on a module or
+    its class, and a module of another package around one of the model's; not hooks of accelerate and PEFT. Holds the
+    modules weakly; for one thread.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -51,8 +51,8 @@ class ForeignHooks:
     def find(self) -> str | None:
         """Name of one hook that is on now, for a message; None: there is none.
 
-        The last result stays valid as long as no hook was registered in the process, and no module has more or fewer
-        hooks, other parts or another `forward`.
+        The last result stays valid until a hook is registered in the process, or a module gets other hooks, other parts
+        or another `forward`.
         """
         for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
             for hook in getattr(torch_module, name, {}).values():
@@ -65,10 +65,9 @@ class ForeignHooks:
         return self._found
 
     def _state(self) -> tuple[Any, ...]:
-        """How many hooks there are, which modules have a `forward` of their own, what their parts are, and the
-        `forward` of their classes."""
+        """Number of hooks, modules with their own `forward`, their parts, and the `forward` of their classes."""
         places = [(at, vars(module)) for at, ref in enumerate(self._modules) if (module := ref()) is not None]
-        forwards = [(at, own["forward"]) for at, own in places if "forward" in own]
+        forwards = [(at, attributes["forward"]) for at, attributes in places if "forward" in attributes]
         parts = itertools.chain.from_iterable([parts.values() for parts in self._parts])
         return sum(map(len, self._hooks)), forwards, list(map(id, parts)), [one.forward for one in self._classes]
 
@@ -90,19 +89,20 @@ class ForeignHooks:
 
 
 def _foreign_on(module: torch.nn.Module) -> Any | None:
-    """A hook of others on this one module, or a `forward` of theirs."""
+    """Another code's hook or `forward` on this one module."""
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         if not _is_known(hook):
             return hook
-    own = vars(module)
-    for name in ("forward", "_old_forward"):  # accelerate keeps what it has replaced
-        forward = own.get(name)
-        if forward is not None and not _is_known(forward) and not _is_of_class(forward, module):
+    attributes = vars(module)
+    for name in ("forward", "_old_forward"):  # accelerate keeps the replaced one
+        forward = attributes.get(name)
+        of_class = getattr(_plain(forward), "__func__", None) is type(module).forward
+        if forward is not None and not _is_known(forward) and not of_class:
             return forward
     written = next(one for one in type(module).__mro__ if "forward" in vars(one))
     if not _is_of(_place(forward := vars(written)["forward"]), written) and not _is_known(forward):
         return forward  # put on the class
-    placing = own.get("_hf_hook")
+    placing = attributes.get("_hf_hook")
     for hook in () if placing is None else getattr(placing, "hooks", (placing,)):
         if not _is_known(hook):
             return hook
@@ -110,8 +110,7 @@ def _foreign_on(module: torch.nn.Module) -> Any | None:
 
 
 def _is_around(module: torch.nn.Module, model_class: Any) -> bool:
-    """Whether `module`, of a package that is neither the model's nor known, has taken the place of one of the model's,
-    which is a part of it."""
+    """Whether `module`, of a package that is neither the model's nor known, wraps one of the model's modules."""
     place = type(module).__module__
     if _is_of(place, model_class) or any(place.startswith(f"{known}.") for known in _KNOWN):
         return False
@@ -120,17 +119,12 @@ def _is_around(module: torch.nn.Module, model_class: Any) -> bool:
 
 
 def _is_of(place: str, one: Any) -> bool:
-    """Whether a module of Python named `place` is of the package of class `one`, or of a library's."""
+    """Whether a Python module named `place` belongs to the package of class `one`, or to a library."""
     return place.partition(".")[0] in (*_LIBRARIES, one.__module__.partition(".")[0])
 
 
-def _is_of_class(forward: Any, module: torch.nn.Module) -> bool:
-    """Whether a `forward` on a module itself is no more than its class's."""
-    return getattr(_plain(forward), "__func__", None) is type(module).forward
-
-
 def _plain(hook: Any) -> Any:
-    """What is called in the end, under partial arguments and `torch.compile`."""
+    """The function under partial arguments and `torch.compile`."""
     while True:
         inner = hook.func if isinstance(hook, functools.partial) else getattr(hook, "_torchdynamo_orig_callable", None)
         if inner is None:
@@ -139,7 +133,7 @@ def _plain(hook: Any) -> Any:
 
 
 def _place(hook: Any) -> str:
-    """The module of Python where a function was written: `functools.wraps` gives it the name of another's."""
+    """The Python module where a function was written: `functools.wraps` gives it the name of another's."""
     plain = _plain(hook)
     function: Any = getattr(plain, "__func__", plain)
     written = getattr(function, "__globals__", None)

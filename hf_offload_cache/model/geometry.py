@@ -1,4 +1,4 @@
-"""What of a model decides how much memory a cache needs: the shapes of its layers' keys and values."""
+"""The shapes of a model's keys and values, which determine how much memory a cache needs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .config_values import config_value
 from .place import inner_model, is_offloaded
 
 _STATES = ("conv_states", "recurrent_states")
-"""Where transformers' layers have linear states."""
+"""Attributes of transformers' layers with linear states."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One offloaded layer: heads and their widths, as its keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) come."""
+    """One offloaded layer: heads and widths of its keys (B, Hk, T, Dk) and values (B, Hv, T, Dv)."""
 
     num_heads: int
     """Query heads, H."""
@@ -33,8 +33,8 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class KeptLayer:
-    """One layer that stays in memory: `fixed_bytes` a sequence, and `token_bytes` for each of the latest `most_tokens`
-    tokens (None: of all)."""
+    """One layer that stays in memory: `fixed_bytes` per sequence, and `token_bytes` for each of the latest
+    `most_tokens` tokens (None: all)."""
 
     fixed_bytes: int = 0
     token_bytes: int = 0
@@ -48,7 +48,7 @@ class KeptLayer:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What of a model decides memory: `Geometry.of(model)`, `Geometry.uniform(...)`, or made by hand."""
+    """The facts of a model that determine memory: `Geometry.of(model)`, `Geometry.uniform(...)`, or created by hand."""
 
     layers: tuple[LayerShape, ...]
     """The offloaded layers, in order."""
@@ -60,21 +60,20 @@ class Geometry:
     num_blocks: int = 0
     """Decoder blocks, of any kind."""
     hidden_size: int = 0
-    """The width of the stream between them."""
+    """Width of the residual stream."""
     device: str = "cpu"
-    """Type of the device that attention runs on; on "cuda" what is read is held on both sides."""
+    """Type of attention's device; on "cuda", entries read are stored on both sides."""
     rows_of_ids: int = 1
-    """Rows of ids that the model takes for one sequence: see `rows_of_ids`."""
+    """Rows of ids per sequence: see `rows_of_ids`."""
 
     @classmethod
     def of(cls, model: Any) -> Self:
         """Of a `PreTrainedModel`, or of one on the meta device (a configuration without weights).
 
-        One token goes through a twin of the model on the meta device, which has no data: what it leaves in a
-        `DynamicCache` are the shapes, whatever the architecture. Where the twin cannot run, the fields of the
-        configuration decide. Of the model its class and configuration are kept, and what its twin left, of the eight
-        latest: another of the same costs a millisecond then. Raises `UnsupportedModelError` where neither says the
-        shapes.
+        One token goes through a twin of the model on the meta device, which has no data: the `DynamicCache` then has
+        the shapes, whatever the architecture. If the twin cannot run, the configuration's fields decide. Keeps the
+        classes, configurations and results of the latest eight models, so that an equal model costs a millisecond.
+        Raises `UnsupportedModelError` if neither tells the shapes.
         """
         from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
@@ -108,7 +107,7 @@ class Geometry:
             full = is_offloaded(layer)
             if full and shape is not None:
                 offloaded.append(shape)
-            elif shape is not None and isinstance(layer, CacheLayerMixin):  # no dummy, which keeps nothing
+            elif shape is not None and isinstance(layer, CacheLayerMixin):  # a dummy keeps nothing
                 window = getattr(layer, "sliding_window", None)
                 entry = shape.num_key_heads * shape.key_dim
                 entry += 0 if keys is not None and keys is values else shape.num_value_heads * shape.value_dim
@@ -140,7 +139,7 @@ class Geometry:
         return cls(layers=(shape,) * num_layers, dtype=dtype, **others)
 
     def forms(self, group_size: int | None) -> list[RecordFormat]:
-        """How the records of each offloaded layer lie."""
+        """Record format of each offloaded layer."""
         return [
             RecordFormat.of_sizes(
                 (shape.num_key_heads, shape.key_dim, shape.num_value_heads, shape.value_dim), self.dtype, group_size
@@ -153,21 +152,21 @@ class Geometry:
         return batch * sum(layer.nbytes(context, added) for layer in self.kept)
 
     def full_kv_bytes(self, context: int, batch: int) -> int:
-        """What `DynamicCache` holds for `batch` sequences of `context` tokens."""
+        """Memory of `DynamicCache` for `batch` sequences of `context` tokens."""
         entries = sum(form.entry_bytes for form in self.forms(1))
         return batch * context * entries + self.kept_bytes(context, batch)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """All that a twin is made of. Two are equal whose configurations say the same."""
+    """Recipe of a twin. Equal configurations make equal kinds."""
 
     model_class: Any
     said: str
-    """By the configuration, at the time."""
+    """The configuration as text, at that time."""
     config: Any = field(compare=False)
     rows: int = 1
-    """Rows of ids that it is given."""
+    """Rows of ids in its input."""
 
     @classmethod
     def of(cls, inner: Any, rows: int = 1) -> Self:
@@ -175,16 +174,16 @@ class _Kind:
 
 
 _PROBED = torch.bfloat16
-"""Type of a twin's weights, whatever the model's: on the meta device some kernels know no other."""
+"""Type of a twin's weights, whatever the model's: some kernels have no other on the meta device."""
 _TOKENS = 127, 255
-"""Lengths of two longer probes. Both leave as much as possible in buffers that empty at powers of two, so that the line
-through their sizes is an upper bound."""
+"""Lengths of two longer probes. Both fill buffers that empty at powers of two as far as possible, so the line through
+their sizes is an upper bound."""
 
 
-@functools.lru_cache(maxsize=8)  # half a second for each request of a server, else
+@functools.lru_cache(maxsize=8)  # otherwise each request of a server takes half a second
 def _probe(kind: _Kind) -> tuple[Any, tuple[list[Any], ...]]:
-    """The `DynamicCache` that one token leaves in a twin on the meta device, not to be changed. If layers keep more
-    than keys, values and linear states, also the layers after `_TOKENS` tokens."""
+    """The `DynamicCache` of one token in a twin on the meta device, not to be changed. If layers store more than keys,
+    values and linear states, also the layers after `_TOKENS` tokens."""
     from transformers.cache_utils import DynamicCache
 
     config = copy.deepcopy(kind.config)
@@ -197,13 +196,14 @@ def _probe(kind: _Kind) -> tuple[Any, tuple[list[Any], ...]]:
             return cache
 
         short = filled(1)
-        longer = tuple(filled(tokens).layers for tokens in _TOKENS) if any(map(_has_others, short.layers)) else ()
+        others = tensors_in([_others(layer) for layer in short.layers])
+        longer = tuple(filled(tokens).layers for tokens in _TOKENS) if any(map(torch.numel, others)) else ()
     return short, longer
 
 
 def rows_of_ids(model: Any) -> int:
-    """Rows of ids that a model takes for one sequence, as one token in a twin shows: one, except for models that take
-    one for each of their codebooks (MusicGen)."""
+    """Rows of ids that a model takes per sequence, found with one token in a twin: one, except for models with one per
+    codebook (MusicGen)."""
     inner = inner_model(model)
     codebooks = config_value(inner.config.get_text_config(decoder=True), "num_codebooks")
     return _joined_rows(_Kind.of(inner, codebooks)) if isinstance(codebooks, int) and codebooks > 1 else 1
@@ -211,7 +211,7 @@ def rows_of_ids(model: Any) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _joined_rows(kind: _Kind) -> int:
-    """How many of the rows of ids that a twin is given become one sequence; one, if it does not run."""
+    """How many of a twin's rows of ids become one sequence; one, if it does not run."""
     try:
         layers = _probe(kind)[0].layers
     except Exception:  # a model may fail in any way on tensors without data
@@ -221,8 +221,8 @@ def _joined_rows(kind: _Kind) -> int:
 
 
 def seen_layers(model: Any) -> list[Any] | None:
-    """Layers of the `DynamicCache` that one token leaves in a twin of the model without data, which must not be
-    changed; None: the twin cannot run."""
+    """Layers of the `DynamicCache` of one token in a twin without data, not to be changed; None: the twin cannot
+    run."""
     inner = inner_model(model)
     try:
         layers: list[Any] = _probe(_Kind.of(inner, rows_of_ids(inner)))[0].layers
@@ -232,7 +232,7 @@ def seen_layers(model: Any) -> list[Any] | None:
 
 
 def unknown_shapes(model: Any) -> str | None:
-    """Why it is not known what keys a model makes before it runs; None: it is."""
+    """Why the shapes of a model's keys are unknown before it runs; None: they are known."""
     if stated_shape(model.config.get_text_config(decoder=True)) is None:
         try:
             Geometry.of(model)
@@ -242,7 +242,7 @@ def unknown_shapes(model: Any) -> str | None:
 
 
 def stated_shape(config: Any) -> LayerShape | None:
-    """What the configuration says of every layer; None where it does not, or where keys are expanded from a latent."""
+    """The configuration's shape of every layer; None if it states none, or if keys are expanded from a latent."""
     names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
     heads, key_heads, hidden, dim = (config_value(config, name) for name in names)
     key_heads = key_heads or heads
@@ -265,25 +265,22 @@ def _linear_states(layer: Any, item: int) -> KeptLayer:
 
 
 def _others(layer: Any) -> dict[str, Any]:
-    """What a layer holds besides keys, values and linear states: an indexer's keys, say."""
+    """A layer's contents besides keys, values and linear states, e.g. an indexer's keys."""
     return {name: value for name, value in vars(layer).items() if name not in ("keys", "values", *_STATES)}
-
-
-def _has_others(layer: Any) -> bool:
-    return any(tensor.numel() for tensor in tensors_in(_others(layer)))
 
 
 def _others_kept(longer: list[Any], item: int) -> KeptLayer:
     """Upper bound on those of one sequence, from the layer after each of `_TOKENS` tokens."""
     if not longer:
         return KeptLayer()
-    (short, long), (some, many) = _TOKENS, (_bytes(_others(layer), item) for layer in longer)
-    growth = -(-max(0, many - some) // (long - short))
-    return KeptLayer(max(0, many - growth * long), growth)
+    (short, long), (fewer, more) = _TOKENS, (_bytes(_others(layer), item) for layer in longer)
+    growth = -(-max(0, more - fewer) // (long - short))
+    return KeptLayer(max(0, more - growth * long), growth)
 
 
 def _bytes(tree: Any, item: int) -> int:
-    """Bytes of the tensors of `tree`, which a twin left: those of its type come in the model's."""
+    """Bytes of the tensors of `tree`, which a twin left: tensors of the twin's type have the model's type in
+    reality."""
     return sum(
         tensor.numel() * (item if tensor.dtype == _PROBED else tensor.element_size())
         for tensor in tensors_in(tree)

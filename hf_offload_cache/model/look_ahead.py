@@ -1,4 +1,4 @@
-"""The next layer's query, guessed one layer early from the residual stream (KVSwap, section 3.3, "Online prediction").
+"""Guesses the next layer's query one layer early, from the residual stream (KVSwap, section 3.3, "Online prediction").
 
 The recipe for a layer's query is found once, during prefill. Without a recipe there is no guess; only prefetching
 depends on it. There is also no guess while hooks of other code are on the modules that it would call, because these
@@ -19,7 +19,7 @@ from ..errors import BudgetError
 from ..memory.account import MemoryAccount
 from .foreign_hooks import ForeignHooks
 
-# How a layer makes its query of the residual stream: found by trying what its modules offer
+# The recipe of a layer's query: found by trying its modules
 
 _FOUND = 0.999
 """Cosine similarity from which a recomputed tensor counts as the model's own (bf16 rounding stays above 0.9999)."""
@@ -27,7 +27,7 @@ _FOUND = 0.999
 
 @dataclass(frozen=True)
 class QueryRecipe:
-    """The way from a residual stream to a query. Holds names, no modules."""
+    """The steps from a residual stream to a query. Holds names, no modules."""
 
     norm: str
     """The block's norm; "" for none."""
@@ -56,8 +56,8 @@ def find_recipe(
     rotary: Any,
     query: torch.Tensor,
 ) -> QueryRecipe | None:
-    """How `query` (B, H, 1, D) was made of the stream `residual`, which went into `attention` as `normed` (both
-    (B, 1, hidden)); None where nothing that was tried makes it."""
+    """The recipe that computes `query` (B, H, 1, D) from the stream `residual`, which entered `attention` as `normed`
+    (both (B, 1, hidden)); None if no attempt does."""
     norm = next((name for name, part in _norms(block) if _scale_between(normed, part, residual) is not None), None)
     if norm is None:
         return None
@@ -69,12 +69,12 @@ def find_recipe(
 
 
 def _scale_between(target: torch.Tensor, attempt: Callable[..., Any], *arguments: Any) -> float | None:
-    """The factor that takes what `attempt` gives for `arguments` to `target` where they are parallel, else None."""
+    """The factor from the result of `attempt(*arguments)` to `target` if they are parallel, else None."""
     try:
         with torch.no_grad():
             candidate = attempt(*arguments)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-        return None  # modules tried on what they were not made for may fail in any of these ways
+        return None  # modules may fail in these ways on unsuitable input
     if not isinstance(candidate, torch.Tensor) or candidate.shape != target.shape:
         return None
     a, b = candidate.float().flatten(), target.float().flatten()
@@ -105,7 +105,7 @@ class Projection:
     """normed (B, 1, hidden) through one projection, the query norm if there is one, and the rotary embedding.
 
     A fused projection has the queries first, or `interleaved`: query, key and value head by head. The rotary embedding
-    turns "all" of a head, the "part" that its cosines are wide, or "none".
+    rotates "all" of a head, the "part" as wide as its cosines, or "none".
     """
 
     linear: str
@@ -148,14 +148,14 @@ def _query_norm(attention: torch.nn.Module) -> Any:
     return getattr(attention, "q_norm", None) or getattr(attention, "q_layernorm", None)
 
 
-# Kinds of a model's rotary embeddings, and the dependence of their frequencies
+# Rotary embeddings whose frequencies depend on the length
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Kinds whose frequencies depend on the last position of a forward; transformers finds the first in longer names."""
 
 
 def _kinds_of(module: Any) -> list[tuple[str, str]]:
-    """Kind, and type of layers that it is for ("": of all), of a module that makes rotary embeddings."""
+    """Kind, and type of its layers ("": all), of a module with rotary embeddings."""
     kind = getattr(module, "rope_type", None)
     if kind is None:
         return []
@@ -167,14 +167,14 @@ def _by_length(kind: str) -> str | None:
 
 
 def rotary_kinds(model: Any) -> set[str]:
-    """As transformers names them; none: positions are embeddings, or something else."""
+    """Kinds in transformers' words; empty if positions are encoded in another way."""
     return {kind for module in model.modules() for kind, _ in _kinds_of(module)}
 
 
 def length_dependent(model: Any) -> str | None:
-    """Why keys of one forward are not those of another of another length; None: they are."""
-    found = sorted(kind for kind in rotary_kinds(model) if _by_length(kind))
-    return f"its rotary embedding ({found[0]}) depends on how many tokens there are" if found else None
+    """Why keys differ between forwards of different lengths; None: they do not."""
+    kinds = sorted(kind for kind in rotary_kinds(model) if _by_length(kind))
+    return f"its rotary embedding ({kinds[0]}) depends on how many tokens there are" if kinds else None
 
 
 def state_by_length(module: torch.nn.Module) -> set[str]:
@@ -188,8 +188,7 @@ def state_by_length(module: torch.nn.Module) -> set[str]:
 
 
 def stretch(model: Any) -> float:
-    """How many times as long as its configuration's positions a text may be: the factor of "dynamic" embeddings, or 1.
-    """
+    """Longest text over the configuration's positions: the factor of "dynamic" embeddings, or 1."""
     factors = [
         float(_parameters(module.config, layers).get("factor") or 1) if _by_length(kind) == "dynamic" else 1.0
         for module in model.modules()
@@ -199,10 +198,10 @@ def stretch(model: Any) -> float:
 
 
 def _parameters(config: Any, layers: str) -> dict[str, Any]:
-    """Of the rotary embedding for a type of layers."""
+    """Parameters of the rotary embedding for a type of layers."""
     given = getattr(config, "rope_parameters", None) or {}
-    found: dict[str, Any] = given.get(layers, given) if layers else given
-    return found
+    parameters: dict[str, Any] = given.get(layers, given) if layers else given
+    return parameters
 
 
 def _limits(model: Any) -> Iterator[tuple[str, int]]:
@@ -227,8 +226,8 @@ def reason_against_pieces(model: Any, first: int, total: int) -> str | None:
     for kind, limit in _limits(model):
         if total > limit and (kind == "dynamic" or first <= limit):
             return (
-                f"its rotary embedding ({kind}) depends on the length of the forward, where a text is longer than "
-                f"{limit:,} tokens, and this one has {total:,}: in pieces its keys would have several rotations"
+                f"its rotary embedding ({kind}) depends on the length of the forward if a text is longer than "
+                f"{limit:,} tokens, and this one has {total:,}: in pieces, its keys would have different rotations"
             )
     return None
 
@@ -238,7 +237,7 @@ _OWNER = "look-ahead"
 
 @dataclass
 class Sight:
-    """What was last seen of one layer, and how its query is made."""
+    """The latest observations of one layer, and the recipe of its query."""
 
     block: weakref.ref[torch.nn.Module] | None = None
     attention: weakref.ref[torch.nn.Module] | None = None
@@ -247,39 +246,38 @@ class Sight:
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     """The model's own tensors, for one step."""
     rotary_from: int | None = None
-    """The layer whose rotary tensors this one's are, where that layer comes first; None: none does."""
+    """The first layer with the same rotary tensors, if it comes earlier; None: no earlier layer."""
     rotated: bool = False
     recipe: QueryRecipe | None = None
     learned: bool = False
-    """Whether a recipe was looked for."""
+    """Whether a recipe was searched for."""
     watchers: ForeignHooks | None = None
-    """Of the modules that a guess calls."""
+    """Detects foreign hooks on the modules that a guess calls."""
 
 
 class LookAhead:
-    """One a cache, used on the thread that runs the model. Holds copies of the latest token's stream for one step.
+    """One per cache, used on the thread that runs the model. Holds copies of the latest token's stream for one step.
 
     Args:
-        account: where the copies are booked, as "look-ahead". What does not fit its budget is not kept, and nothing is
-            guessed of it.
+        account: books the copies, as "look-ahead". A copy beyond its budget is not made, and that query is not guessed.
     """
 
     def __init__(self, account: MemoryAccount) -> None:
         self.sights: dict[int, Sight] = {}
         self._account = account
         self._held = 0
-        self._normed: tuple[int, torch.Tensor] | None = None  # of the layer under way, until its query is known
+        self._normed: tuple[int, torch.Tensor] | None = None  # of the current layer, until its query is known
 
     @staticmethod
     def planned(num_blocks: int, hidden_size: int, itemsize: int, batch: int) -> dict[str, int]:
-        """Bytes that will be held at most: the stream before every block, and after one block's norm."""
+        """Upper bound on its bytes: the stream before every block, and after one block's norm."""
         return {_OWNER: (num_blocks + 1) * batch * hidden_size * itemsize}
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         """Before a block, with the stream (B, q, hidden)."""
         sight = self.sights.setdefault(layer_idx, Sight())
         self._drop_normed()
-        self._release(sight.residual)  # of a step that did not end
+        self._release(sight.residual)  # left by a step that did not end
         sight.residual = None
         sight.residual = self._copy(hidden)
         if sight.block is None:
@@ -299,7 +297,7 @@ class LookAhead:
             self._normed = None if normed is None else (layer_idx, normed)
 
     def learn(self, layer_idx: int, query: torch.Tensor) -> None:
-        """Find how this layer's query (B, H, q, D), just made, comes from what was seen on the way to it."""
+        """Find the recipe of this layer's new query (B, H, q, D) from the observations before it."""
         sight = self.sights.get(layer_idx)
         if sight is None or sight.learned or sight.attention is None:
             return
@@ -307,14 +305,15 @@ class LookAhead:
         attention = sight.attention()
         if block is not None and ForeignHooks([block]).find() is not None:
             self._drop_normed()
-            return  # what is tried would be seen
+            return  # they would see the attempts
         sight.learned = True
         normed = self._normed[1] if self._normed is not None and self._normed[0] == layer_idx else None
         if block is not None and attention is not None and sight.residual is not None and normed is not None:
             sight.rotated = sight.rotary is not None
             if sight.rotary is not None:
-                earlier = [i for i, other in self.sights.items() if i < layer_idx and _same(other.rotary, sight.rotary)]
-                sight.rotary_from = min(earlier, default=None)
+                cosines = sight.rotary[0]
+                earlier = [i for i, one in self.sights.items() if one.rotary is not None and one.rotary[0] is cosines]
+                sight.rotary_from = min((i for i in earlier if i < layer_idx), default=None)
             rotary = None if sight.rotary is None else tuple(part[:, -1:] for part in sight.rotary)
             latest = query[:, :, -1:].detach()
             sight.recipe = find_recipe(block, attention, sight.residual, normed, rotary, latest)
@@ -322,8 +321,8 @@ class LookAhead:
         self._drop_normed()
 
     def predict(self, layer_idx: int, attention_output: torch.Tensor) -> torch.Tensor | None:
-        """The query (B, H, 1, D) that layer `layer_idx` will probably ask with, from the layer before it, whose
-        attention has just added `attention_output` (B, 1, hidden); None where there is nothing to guess from."""
+        """The query (B, H, 1, D) that layer `layer_idx` will probably ask, guessed in the layer before it, whose
+        attention has just added `attention_output` (B, 1, hidden); None if nothing can be guessed."""
         sight, previous = self.sights.get(layer_idx), self.sights.get(layer_idx - 1)
         if sight is None or previous is None or sight.recipe is None or previous.residual is None:
             return None
@@ -336,7 +335,7 @@ class LookAhead:
             return None
         hidden, before = previous.residual, None if previous.block is None else previous.block()
         adds = None
-        if before is not None and hasattr(before, "post_feedforward_layernorm"):  # it norms what it adds
+        if before is not None and hasattr(before, "post_feedforward_layernorm"):  # it normalises its addition
             adds = before.get_submodule("post_attention_layernorm")
         if sight.watchers is None:
             called = sight.recipe.modules(block, attention)
@@ -350,7 +349,7 @@ class LookAhead:
             return sight.recipe.query(block, attention, hidden, rotary)
 
     def end_step(self) -> None:
-        """Let go of the step's tensors."""
+        """Release the step's tensors."""
         for sight in self.sights.values():
             sight.residual = sight.rotary = None
         self._normed = None
@@ -358,7 +357,8 @@ class LookAhead:
         self._held = 0
 
     def _copy(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The latest token alone: a view would keep a whole prompt's activations. None: there is no room."""
+        """A copy of the latest token only: a view would keep a complete prompt's activations. None: there is no
+        room."""
         latest = hidden[:, -1:].detach()
         try:
             self._account.hold(_OWNER, latest.nbytes)
@@ -376,7 +376,3 @@ class LookAhead:
         if self._normed is not None:
             (_, normed), self._normed = self._normed, None
             self._release(normed)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return one is not None and other is not None and one[0] is other[0]

@@ -1,41 +1,41 @@
-"""Attention masks as models make them: boolean (True: visible) or additive, a column for each position held."""
+"""A model's attention masks: boolean (True: visible) or additive, one column per stored position."""
 
 from __future__ import annotations
 
 import torch
 
 _COLUMNS = 4096
-"""Of a mask that are looked at together."""
+"""Columns of a mask that are examined at once."""
 
 
 def shown(mask: torch.Tensor) -> torch.Tensor:
-    """What a mask, or a part of one, leaves visible: bool of its shape. A finite bias hides nothing."""
+    """Visible places of a mask, or of a part: bool of its shape. A finite bias hides nothing."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def seen_before(mask: torch.Tensor) -> tuple[torch.Tensor, bool] | None:
-    """What every query sees of the tokens before the last q: bool (·, 1, 1, T - q), of a mask (·, 1, q, T) that shows
-    each of those to all queries or to none, as padding. Attention is faster told so than with a row for each query.
-    And whether it hides of these q those after each of them and nothing else. None: it is no such mask."""
+    """Visible tokens before the last q: bool (·, 1, 1, T - q), of a mask (·, 1, q, T) that shows each of those to all
+    queries or to none, as padding does; attention is then faster than with a row per query. And whether the mask hides,
+    of these q, exactly the tokens after each. None: another kind of mask."""
     queries, columns = mask.shape[-2:]
     if columns < queries:
         return None
-    before, own = mask.split([columns - queries, queries], -1)
+    before, latest = mask.split([columns - queries, queries], -1)
     seen = shown(before[:, :, -1:])
     parts = zip(before.split(_COLUMNS, -1), seen.split(_COLUMNS, -1), strict=True)
-    if not all(bool(((_plain(part) == some) & (shown(part) == some)).all()) for part, some in parts):
+    if not all(bool(((_plain(part) == visible) & (shown(part) == visible)).all()) for part, visible in parts):
         return None
     causal = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril_()
-    return seen, bool((shown(own) == causal).all()) and bool((_plain(own) == causal).all())
+    return seen, bool((shown(latest) == causal).all()) and bool((_plain(latest) == causal).all())
 
 
 def _plain(mask: torch.Tensor) -> torch.Tensor:
-    """What a mask neither hides nor has a bias for."""
+    """Places that a mask neither hides nor biases."""
     return mask if mask.dtype == torch.bool else mask == 0
 
 
 def additive_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """A mask (·, 1, q, T), boolean (True: visible) or additive, as an additive float32 one whose hidden places are
+    """A mask (·, 1, q, T), boolean (True: visible) or additive, as an additive float32 mask whose hidden places are
     -inf."""
     if mask is None:
         return None
@@ -45,10 +45,11 @@ def additive_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def mask_at(mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
-    """The columns of `mask` (·, 1, q, T; None: all visible, q is 1) at `positions`, additive, hidden where one is -1.
+    """Columns of `mask` (·, 1, q, T; None: all visible, q is 1) at `positions`, additive; hidden where a position is
+    -1.
 
-    `positions` are integers (t,), (B, t) or (B, Hkv, t) on the mask's device; a mask of one row goes for all B. Returns
-    float32 (·, 1 or Hkv, q, t).
+    `positions` are integers (t,), (B, t) or (B, Hkv, t) on the mask's device; a mask of one row applies to all B.
+    Returns float32 (·, 1 or Hkv, q, t).
     """
     if positions.ndim < 3:
         positions = positions.reshape(-1, 1, positions.shape[-1])

@@ -1,4 +1,4 @@
-"""A method of one model that is replaced for a while."""
+"""Replaces a method of one model for a while."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Plain = Callable[..., Any]
 
 @contextmanager
 def replaced_method(owner: type, name: str, wrap: Callable[[Plain], Plain]) -> Iterator[None]:
-    """Within it `owner.name` is the result of `wrap`. At its end it is removed, also from under another replacement of
-    this library; under a replacement by other code it stays, and does nothing of its own."""
+    """Within the `with`, `owner.name` is the result of `wrap`. At its end it is removed, also from under another
+    replacement of this library; under a replacement by other code it stays, inert."""
     inherited = getattr(vars(owner).get(name), "inherited", name not in vars(owner))
     under = [getattr(owner, name)]
     wrapped, on = wrap(lambda *args, **kwargs: under[0](*args, **kwargs)), True
@@ -52,17 +52,17 @@ def _nothing() -> None:
 
 
 class MethodOnModel:
-    """Stands for a model's method `name`, which it calls: the class's, or one that the user had put on this model.
-    Holds the model weakly: a copy or a pickle of the model holds that copy."""
+    """Replaces a model's method `name`, which it calls: the class's, or one that the user had put on this model. Holds
+    the model weakly: a copy or a pickle of the model holds that copy."""
 
     name: ClassVar[str]
 
     def __init__(self, model: PreTrainedModel, given: Callable[..., Any] | None) -> None:
         self._model = weakref.ref(model)
         self.given = given
-        """What the user had put on the model itself."""
+        """The user's own method on the model."""
         self.turn_to_others: Callable[[], None] = _nothing
-        """Called where the method is called without a cache of ours; a copy has none."""
+        """Called if the method is called without a cache of ours; a copy has none."""
 
     def __reduce__(self) -> Any:
         return type(self), (self._model(), self.given)
@@ -73,11 +73,11 @@ class MethodOnModel:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The method's own: transformers looks there for what the model takes."""
+        """The method's own: transformers reads the model's parameters from it."""
         return inspect.signature(self.method())
 
     def method(self) -> Callable[..., Any]:
-        """What is called in the end."""
+        """The method that is finally called."""
         if self.given is not None:
             return self.given
         model = self.model
@@ -85,7 +85,7 @@ class MethodOnModel:
 
     @property
     def model(self) -> PreTrainedModel:
-        """Raises `RuntimeError` where it is gone."""
+        """Raises `RuntimeError` if the model is gone."""
         model = self._model()
         if model is None:
             raise RuntimeError(f"the model of this {self.name} is gone: call it on a live one")
@@ -100,7 +100,7 @@ class MethodOnModel:
 
     @classmethod
     def take_off(cls, model: PreTrainedModel) -> None:
-        """Put back what was there before; nothing where ours is not there any more."""
+        """Restore the previous method; does nothing if ours is no longer there."""
         cls.unlink(model, lambda method: isinstance(method, cls))
 
     @classmethod

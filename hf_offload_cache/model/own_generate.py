@@ -1,4 +1,4 @@
-"""`generate` of a model, through a cache where its caller names none."""
+"""Replaces `model.generate` to supply a cache if the caller passes none."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Request(NamedTuple):
-    """How large what `generate` is asked for will be."""
+    """Upper bound on the size of a `generate` call."""
 
     rows: int
     """Sequences, beams included."""
     tokens: int
-    """Of a sequence: the prompt, an adapter's virtual tokens and a picture's, what is generated, and candidates that
-    may be dropped."""
+    """Tokens per sequence: the prompt, an adapter's virtual tokens, a picture's, the generated ones, and candidates
+    that may be dropped."""
 
 
 USE_CACHE_IS_FALSE = (
@@ -37,12 +37,11 @@ USE_CACHE_IS_FALSE = (
 )
 
 MakeCache = Callable[[Request], AbstractContextManager[Any]]
-"""A cache for one request, closed on leaving; None: the call is left as it is."""
+"""A cache for one request, closed on leaving; None: the call stays as it is."""
 
 
 class InRequest(threading.local):
-    """Whether this thread is within a `generate` that is already counted: calls within it are not requests of their
-    own."""
+    """Whether this thread is within a counted `generate`: calls within it are not separate requests."""
 
     now = False
 
@@ -66,7 +65,7 @@ class OwnGenerate(MethodOnModel):
     ) -> None:
         super().__init__(model, given)
         self._make = make
-        """None: all calls are left as they are."""
+        """None: all calls are left unchanged."""
         self._within = within or InRequest()
 
     def __reduce__(self) -> Any:
@@ -77,7 +76,7 @@ class OwnGenerate(MethodOnModel):
         return OwnGenerate(memo.get(id(model), model), copy.deepcopy(self.given, memo), None)
 
     def stop(self) -> None:
-        """Leave all calls as they are, also where another has put its own method over this one."""
+        """Leave all calls unchanged, even if another method was put over this one."""
         self._make = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +100,8 @@ class GivenCache(MethodOnModel):
 def every_generate(
     make: Callable[[PreTrainedModel, Request], AbstractContextManager[Any]], within: InRequest
 ) -> Iterator[None]:
-    """As `OwnGenerate`, of all models in this process; but of what a `generate` calls itself (an assistant's)."""
+    """Like `OwnGenerate`, for all models in this process, except the calls that a `generate` makes itself (an
+    assistant's)."""
     from transformers import GenerationMixin
 
     def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ def every_generate(
 def generate_with(
     cache: Attachable, model: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Result of `method`, a generation with `cache`, whatever cache the model's own configuration asks for.
+    """Result of `method`, a generation with `cache`, whatever cache the model's configuration requests.
 
     Raises `PromptError` if the caller wants no cache, before the model runs, and `CacheUnusedError` if the generation
     continued with another one.
@@ -134,21 +134,21 @@ def generate_with(
     if asked("use_cache") is False:
         changed["use_cache"] = True
     try:
-        found = method(*args, **{**kwargs, **changed})
+        result = method(*args, **{**kwargs, **changed})
     except BaseException:
-        cache.fail_step()  # what was prepared for a step that does not run
+        cache.fail_step()  # forget the preparation of a step that does not run
         raise
-    theirs = getattr(found, "past_key_values", None)
+    theirs = getattr(result, "past_key_values", None)
     if theirs is not None and unwrapped(theirs) is not cache:
         raise CacheUnusedError(
-            f"generate of {type(model).__name__} was given this cache and went on with another, "
+            f"generate of {type(model).__name__} was given this cache and continued with another, "
             f"{type(theirs).__name__}: run this model without this cache"
         )
-    return found
+    return result
 
 
 class _Asked:
-    """What a call of `generate` asks for."""
+    """The arguments of a `generate` call."""
 
     def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._kwargs = kwargs
@@ -156,12 +156,12 @@ class _Asked:
         self._default = getattr(model, "generation_config", None)
 
     def __call__(self, name: str) -> Any:
-        """As `generate` finds it: of its arguments, of the configuration it is given, of the model's."""
-        found = (self._kwargs.get(name), getattr(self._given, name, None), getattr(self._default, name, None))
-        return next((value for value in found if value is not None), None)
+        """The value that `generate` finds: in its arguments, its configuration, or the model's."""
+        values = (self._kwargs.get(name), getattr(self._given, name, None), getattr(self._default, name, None))
+        return next((value for value in values if value is not None), None)
 
     def by_caller(self, name: str) -> Any:
-        """Without what the model's configuration says: a pipeline passes a copy of that."""
+        """Like a call, without the model's configuration: a pipeline passes a copy of that."""
         if (value := self._kwargs.get(name)) is not None:
             return value
         value = getattr(self._given, name, None)
@@ -176,23 +176,23 @@ def _through(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """What `method` returns, with a cache where its caller names none."""
+    """The result of `method`, with a cache if its caller names none."""
     asked = _Asked(model, args, kwargs)
     named = kwargs.get("past_key_values") is not None or asked.by_caller("cache_implementation") is not None
     before, within.now = within.now, True
     try:
-        # what an assistant returns goes on in its next call
+        # an assistant's result continues in its next call
         if make is None or named or asked.by_caller("use_cache") is False or asked("is_assistant"):
             return method(*args, **kwargs)
         with make(_request(model, args, kwargs, asked)) as cache:
             if cache is None:
                 return method(*args, **kwargs)
-            found = generate_with(cache, model, method, args, kwargs)
+            result = generate_with(cache, model, method, args, kwargs)
     finally:
         within.now = before
-    if getattr(found, "past_key_values", None) is not None:
-        found.past_key_values = None
-    return found
+    if getattr(result, "past_key_values", None) is not None:
+        result.past_key_values = None
+    return result
 
 
 def _request(
@@ -200,15 +200,15 @@ def _request(
 ) -> Request:
     given = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
     shapes = [one.shape[:2] for one in given if isinstance(one, torch.Tensor) and one.ndim > 1]
-    if not shapes:  # as `generate` counts, which begins each row with a token then
+    if not shapes:  # `generate` then begins each row with one token
         others = [one for one in kwargs.values() if isinstance(one, torch.Tensor) and one.ndim > 1]
         shapes = [torch.Size((len(others[0]) if others else 1, 1))]
     rows, prompt = (max(sizes) for sizes in zip(*shapes, strict=True))
-    if (each := rows_of_ids(model)) > 1:  # such a model's two halves of guidance are sequences of one forward
+    if (each := rows_of_ids(model)) > 1:  # both halves of its guidance are sequences of one forward
         rows = max(1, rows // each) * (2 if (asked("guidance_scale") or 1) > 1 else 1)
     rows *= max(asked("num_beams") or 1, asked("num_return_sequences") or 1)
     new, most = asked("max_new_tokens"), asked("max_length")
-    end = prompt + new if new is not None else max(prompt + 20, most or 0)  # 20: where transformers is told nothing
+    end = prompt + new if new is not None else max(prompt + 20, most or 0)  # 20 is the default of transformers
     looked_up = asked("prompt_lookup_num_tokens") or 0
     assisted = kwargs.get("assistant_model") is not None or asked("assistant_early_exit") is not None
     ahead = max(looked_up, (asked("num_assistant_tokens") or 20) if assisted or looked_up else 0)
@@ -218,9 +218,9 @@ def _request(
 
 
 def _picture_tokens(model: PreTrainedModel, kwargs: dict[str, Any]) -> int:
-    """What a model puts before the prompt for a picture, where no ids stand for that: as GIT's attention says of
-    itself, by which the model widens its masks."""
+    """Tokens that a model puts before the prompt for a picture without placeholder ids. GIT's attention states their
+    number, by which the model extends its masks."""
     if not isinstance(kwargs.get("pixel_values"), torch.Tensor):
         return 0
-    said = (getattr(module, "image_patch_tokens", None) for module in model.modules())
-    return max((count for count in said if isinstance(count, int)), default=0)
+    counts = (getattr(module, "image_patch_tokens", None) for module in model.modules())
+    return max((count for count in counts if isinstance(count, int)), default=0)

@@ -1,4 +1,4 @@
-"""Adapters that PEFT put into a model, as they act now: which, how strongly, merged or switched off."""
+"""PEFT's adapters in a model, as they act now: which, how strongly, merged or switched off."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import xxhash
 from .config_values import flat, text
 from .weights import sampled_digest
 
-# Fields of an adapter's configuration that say where it comes from, or how it was made.
+# Fields of an adapter's configuration that describe its source or its training.
 _SOURCE = ("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "inference_mode")
 _MAKING = ("task_type", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
 _IGNORED = frozenset((*_SOURCE, *_MAKING, "runtime_config"))
 
 
-# Those that are put into a cache which PEFT makes, in the place of the one that a caller gave.
+# Adapters that PEFT puts into a cache of its own, instead of the caller's.
 _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
 
 
 def prompt_adapter(model: Any, inner: torch.nn.Module) -> Any | None:
-    """PEFT's configuration of the adapter that is a prompt (prompt tuning, prefix tuning, ...), where it acts now.
+    """PEFT's configuration of the active adapter that is a prompt (prompt tuning, prefix tuning, ...); None: there is
+    none.
 
-    `model`: PEFT's wrapper, or the model in it, which shows while the wrapper's `generate` runs. None: there is none.
+    `model`: PEFT's wrapper, or the model in it, which is visible while the wrapper's `generate` runs.
     """
     wrapper = model
     if model is inner:
@@ -36,7 +37,7 @@ def prompt_adapter(model: Any, inner: torch.nn.Module) -> Any | None:
 
 
 def is_prefix(config: Any) -> bool:
-    """Whether what `prompt_adapter` found consists of keys and values, and not of embeddings."""
+    """Whether the adapter of `prompt_adapter` consists of keys and values, not of embeddings."""
     return str(getattr(config.peft_type, "value", config.peft_type)) in _PREFIXES
 
 
@@ -54,24 +55,24 @@ def adapter_fields(model: Any, inner: torch.nn.Module) -> dict[str, str]:
     if not layers:
         return {"adapters": "none"}
     active = sorted({name for _, state in layers for name in state["active"]})
-    found = {
+    fields = {
         "adapters": text(active),
         "adapters.disabled": _common(state["disabled"] for _, state in layers),
         "adapters.merged": text(sorted({name for _, state in layers for name in state["merged"]})),
     }
     for name in active:
-        found |= {f"adapters.{name}.scaling": _common(state["scaling"].get(name) for _, state in layers)}
+        fields |= {f"adapters.{name}.scaling": _common(state["scaling"].get(name) for _, state in layers)}
         if name in configs:
-            found |= flat(f"adapters.{name}", configs[name].to_dict(), _IGNORED)
-    found["adapters.layers"] = xxhash.xxh3_128(text(layers).encode()).hexdigest()
-    return found
+            fields |= flat(f"adapters.{name}", configs[name].to_dict(), _IGNORED)
+    fields["adapters.layers"] = xxhash.xxh3_128(text(layers).encode()).hexdigest()
+    return fields
 
 
 def _adapted(model: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every layer that PEFT put in, with what steers it."""
+    """Every layer that PEFT added, with its settings."""
     for path, module in model.named_modules():
         disabled = getattr(module, "disable_adapters", None)
-        if not isinstance(disabled, bool):  # a model of transformers has a method of that name
+        if not isinstance(disabled, bool):  # in a transformers model it is a method
             continue
         active = getattr(module, "active_adapters", None) or getattr(module, "active_adapter", None) or []
         scaling = getattr(module, "scaling", None)

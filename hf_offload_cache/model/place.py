@@ -1,4 +1,4 @@
-"""Whether a cache of this library has a place in a model."""
+"""Whether a model has a place for a cache of this library, and where its parts are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Where in a model its decoder blocks are, whatever the architecture
+# Decoder blocks of any architecture
 
 def decoder_blocks(model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Module, torch.nn.Module]]:
     """Layer index, block and its self-attention: a module with a `layer_idx`, named for attention, within the block."""
@@ -34,13 +34,13 @@ def decoder_blocks(model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Modul
 
 
 def attention_devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """By layer index, where the attention of each decoder block makes its keys."""
-    found: dict[int, torch.device] = {}
+    """By layer index, the device on which each decoder block's attention makes its keys."""
+    devices: dict[int, torch.device] = {}
     for layer_idx, _, attention in decoder_blocks(model):
         moved = getattr(getattr(attention, "_hf_hook", None), "execution_device", None)  # accelerate's
         held = next((p.device for p in attention.parameters() if p.device.type != "meta"), None)
-        found[layer_idx] = torch.device(moved) if moved is not None else held or model.device
-    return found
+        devices[layer_idx] = torch.device(moved) if moved is not None else held or model.device
+    return devices
 
 
 # Conflicts between training and a cache
@@ -59,8 +59,8 @@ class _NoBackward(torch.autograd.Function):
 
 
 def no_backward(tensor: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
-    """`tensor` (a leaf), whose values joined a graph that `beside` is part of: a backward pass that comes here raises
-    instead of being silently wrong."""
+    """`tensor` (a leaf), whose values joined a graph that contains `beside`: a backward pass through it raises instead
+    of being silently wrong."""
     if not (torch.is_grad_enabled() and beside.requires_grad):
         return tensor
     return _NoBackward.apply(tensor.requires_grad_())
@@ -79,10 +79,10 @@ def checkpointing_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     ]
 
 
-# The transformers model under the wrappers that a user may hand over
+# Models under a user's wrappers
 
 def is_model(module: Any) -> TypeGuard[PreTrainedModel]:
-    """Whether `module` is a PreTrainedModel. What makes a model takes seconds to import: it is not, to plan for one."""
+    """Whether `module` is a PreTrainedModel. Planning does not import this, because it takes seconds."""
     from transformers import PreTrainedModel
 
     return isinstance(module, PreTrainedModel)
@@ -98,7 +98,7 @@ def inner_model(model: Any) -> PreTrainedModel:
     return inner
 
 
-# Whether a forward is one of the model that a cache was made for
+# The model of a cache
 
 class OwnModel:
     """The model of a cache, held weakly, with the models that are parts of it (a text model in a larger one)."""
@@ -113,12 +113,12 @@ class OwnModel:
         return self._ref()
 
     def includes(self, model: torch.nn.Module) -> bool:
-        """Whether `model` is the cache's own, a part of it, or has it as a part: a step of one runs the other."""
-        own = self._ref()
-        return model in self._parts or (own is not None and any(module is own for module in model.modules()))
+        """Whether `model` is the cache's own, a part of it, or contains it: a step of one runs the other."""
+        ours = self._ref()
+        return model in self._parts or (ours is not None and any(module is ours for module in model.modules()))
 
     def checkpoints_gradients(self) -> bool:
-        """Whether some decoder block would be given no cache now, because it trains and checkpoints gradients."""
+        """Whether some decoder block would get no cache now, because it trains and checkpoints gradients."""
         for ref in self._checkpointing:
             module = ref()
             if module is not None and module.training and module.gradient_checkpointing:
@@ -126,37 +126,37 @@ class OwnModel:
         return False
 
     def stranger(self) -> PreTrainedModel | None:
-        """The model whose forward the caller runs in, if it runs in one and none around it is the cache's own.
+        """The model whose forward the caller runs in, if none around it is the cache's own.
 
-        Looks through the callers' frames: an `update` is not told who calls. None where no model is among them (a cache
-        that is driven by hand), and where nobody can tell.
+        Looks through the callers' frames, because an `update` does not know its caller. None if no model is among them
+        (a cache driven by hand), or if that is unknown.
         """
-        found: PreTrainedModel | None = None
+        nearest: PreTrainedModel | None = None
         frame = sys._getframe(1)
         while frame is not None:
             caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
             if isinstance(caller, torch.nn.Module) and is_model(caller):
                 if caller in self._parts:
                     return None
-                found = caller if found is None else found
+                nearest = caller if nearest is None else nearest
             frame = frame.f_back  # type: ignore[assignment]
-        return found
+        return nearest
 
 
 def model_text(model: Any) -> str:
-    """A model as a message names it: its class and, if it has one, the name that it was loaded by."""
+    """A model in the words of a message: its class and, if it has one, the name that it was loaded by."""
     path = getattr(getattr(model, "config", None), "_name_or_path", "")
     return f"{type(model).__name__} {path!r}" if path else f"{type(model).__name__} (at {id(model):#x})"
 
 
-# Which transformers this library was tested with, and a warning under a newer one
+# The tested version of transformers, and a warning about newer ones
 
 TESTED = "5.23"
-"""The newest version that the tests ran with; setup.cfg names it beside the range that installs."""
+"""The newest version that the tests ran with; setup.cfg has it next to the range that installs."""
 
 
 def warn_if_untested() -> None:
-    """Warns, once a process, where a newer minor version of transformers is installed than was tested."""
+    """Warn, once per process, if transformers is a newer minor version than was tested."""
     _warn(transformers.__version__)
 
 
@@ -165,7 +165,7 @@ def untested() -> str | None:
     return _message(transformers.__version__)
 
 
-@functools.cache  # what was said in this process: a user with many caches reads it once
+@functools.cache  # once per process, however many caches a user has
 def _warn(version: str) -> None:
     if (message := _message(version)) is not None:
         warnings.warn(message, UserWarning, stacklevel=5)
@@ -181,12 +181,12 @@ def _message(version: str) -> str | None:
 
 
 def _minor(version: str) -> tuple[int, int]:
-    found = Version(version)  # also "6.0rc1", or "5.24.dev0" of a checkout
-    return found.major, found.minor
+    parsed = Version(version)  # also "6.0rc1", or "5.24.dev0" of a checkout
+    return parsed.major, parsed.minor
 
 
 def no_place(model: Any) -> str | None:
-    """Why `model` (or a wrapper of one), as it is now, takes no cache of ours, and what to do; None: it takes one."""
+    """Why `model` (or a wrapper), in its current state, takes no cache of ours, and what to do; None: it takes one."""
     inner = inner_model(model)
     name = f"model {type(inner).__name__}"
     if inner.config.is_encoder_decoder:
@@ -211,7 +211,8 @@ def no_place(model: Any) -> str | None:
 
 
 def nothing_to_offload(model: Any) -> str | None:
-    """Why a cache of ours would offload nothing of `model`, which may have a place for it; None: there is something."""
+    """Why a cache of ours would offload nothing of `model`, even if it has a place for it; None: it would offload
+    something."""
     why = no_place(model)
     if why is not None:
         return why
@@ -220,8 +221,8 @@ def nothing_to_offload(model: Any) -> str | None:
 
 
 def unoffloaded(model: Any) -> str | None:
-    """Text about the layers that grow with the context but stay in memory, or that no layer grows; None: each growing
-    layer is offloaded."""
+    """Text about layers that grow with the context but stay in memory, or about a model without growing layers; None:
+    each growing layer is offloaded."""
     from transformers.cache_utils import CacheLayerMixin
 
     inner = inner_model(model)
@@ -229,7 +230,7 @@ def unoffloaded(model: Any) -> str | None:
     growing = [
         one
         for one in layers
-        if isinstance(one, CacheLayerMixin)  # and no window alone, whose size is bounded
+        if isinstance(one, CacheLayerMixin)  # a window's size is bounded
         and not (getattr(one, "is_sliding", False) and type(one).__module__ == "transformers.cache_utils")
     ]
     kept = [one for one in growing if not is_offloaded(one)]
@@ -255,7 +256,7 @@ def is_offloaded(layer: Any) -> bool:
 
 
 def has_own_generate(model: PreTrainedModel) -> bool:
-    """Whether the class of `model` has a `generate` of its own, which may call that of a model within it."""
+    """Whether the class of `model` has its own `generate`, which may call that of a model within it."""
     from transformers import GenerationMixin
 
     return getattr(type(model), "generate", None) is not GenerationMixin.generate
@@ -263,7 +264,7 @@ def has_own_generate(model: PreTrainedModel) -> bool:
 
 def has_own_loop(model: PreTrainedModel) -> bool:
     """Whether the class's own `generate` calls no other `generate`, but steps through the model by transformers' own
-    sampling, as MusicGen's does. Such a loop uses the cache that it is given."""
+    sampling, like MusicGen's. Such a loop uses the cache that it is given."""
     if not has_own_generate(model):
         return False
     called = inspect.unwrap(type(model).generate).__code__.co_names
@@ -271,7 +272,7 @@ def has_own_loop(model: PreTrainedModel) -> bool:
 
 
 def generates_by_parts(model: PreTrainedModel) -> bool:
-    """Whether `model` generates, and never runs itself then: its own `generate` calls a part's, as BLIP-2's does."""
+    """Whether `model` generates without running itself: its own `generate` calls a part's, like BLIP-2's."""
     takes = "past_key_values" in _parameters(model, "forward")
     return has_own_generate(model) and not takes and bool(generating_parts(model))
 
@@ -283,7 +284,8 @@ def generating_parts(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
 
 
 def _takes_a_cache(model: PreTrainedModel) -> bool:
-    """As `generate` finds it: by name of what is called, and by its own list of models that only seem to."""
+    """Whether `generate` would pass a cache: by the parameters of its methods, and transformers' list of models that
+    only seem to take one."""
     listed = getattr(type(model), "_supports_default_dynamic_cache", None)
     if listed is not None and not listed():
         return False
@@ -293,9 +295,9 @@ def _takes_a_cache(model: PreTrainedModel) -> bool:
 
 
 def _parameters(model: PreTrainedModel, method: str) -> set[str]:
-    """Of the class's method: what lies on a model of ours or accelerate's takes anything."""
-    found = getattr(type(model), method, None)
-    return set() if found is None else set(inspect.signature(found).parameters)
+    """Parameters of the class's method: methods on the model itself, ours or accelerate's, take anything."""
+    function = getattr(type(model), method, None)
+    return set() if function is None else set(inspect.signature(function).parameters)
 
 
 def _layers(model: PreTrainedModel) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Caches that models make for themselves, in calls to which no `generate` could pass a cache of this library."""
+"""Caches that models make for themselves, in calls where no `generate` could pass a cache of this library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# transformers' own cache: what an exact cache is compared with, and whose layers stay where nothing is offloaded
+# transformers' own cache: the reference of exact caches, and the source of layers that are not offloaded
 
 def dynamic_cache(model: Any) -> DynamicCache:
     """transformers' own cache, new, for `model`."""
@@ -40,7 +40,7 @@ def crops_all(layer: Any) -> bool:
 
 
 def may_crop(model: Any) -> bool:
-    """Whether what any cache holds of `model` can be cropped: no window and no state is among it."""
+    """Whether every cache of `model` can be cropped: it has no window and no state."""
     return not any(
         getattr(layer, "is_sliding", False)
         or isinstance(layer, LinearAttentionCacheLayerMixin)
@@ -56,15 +56,16 @@ CONTINUOUS = "continuous batching (generate_batch) has pages of its own: call ge
 
 @contextmanager
 def plain_caches(told: Callable[[PreTrainedModel, str], None], within: InRequest) -> Iterator[None]:
-    """Within it, `told` is called with a model and the reason when that model begins a generation with its own cache,
-    in any thread that is not `within` a request. If `told` raises, the caller gets the exception before the model runs.
+    """Within the `with`, `told` is called with a model and the reason when that model begins a generation with its own
+    cache, in any thread that is not `within` a request. If `told` raises, the caller gets the exception before the
+    model runs.
 
     Detects a loop in a model's own `generate`, a forward with `use_cache=True` and no cache, and continuous batching.
     """
     from transformers import Cache, GenerationMixin
 
     def tell(model: PreTrainedModel, why: str) -> None:
-        before, within.now = within.now, True  # whoever is told may make a cache to look at
+        before, within.now = within.now, True  # `told` may create a cache
         try:
             told(model, why)
         finally:
@@ -81,7 +82,7 @@ def plain_caches(told: Callable[[PreTrainedModel, str], None], within: InRequest
     def wrap_init(plain: Callable[..., Any]) -> Callable[..., Any]:
         def init(cache: Any, *args: Any, **kwargs: Any) -> None:
             plain(cache, *args, **kwargs)
-            if not torch.compiler.is_compiling():  # nobody sees what is compiled: it runs without this line again
+            if not torch.compiler.is_compiling():  # compiled code is not seen, and runs without this line
                 look(cache)
 
         return init
@@ -109,7 +110,7 @@ class _Latest(threading.local):
     instruction = -1
 
     def has_another_half(self, cache: Any) -> bool:
-        """Whether `cache` is made by the same call as the latest one, behind it: a decoder with cross-attention makes
+        """Whether `cache` is made by the same call as the latest one, after it: a decoder with cross-attention makes
         two."""
         made: Any = sys._getframe(1)
         while made is not None and _constructs(made, cache):
@@ -121,14 +122,14 @@ class _Latest(threading.local):
 
 
 def _constructs(frame: Any, cache: Any) -> bool:
-    """Whether a frame is of this package's wrappers, or of the constructors of `cache`."""
+    """Whether a frame belongs to this package's wrappers, or to the constructors of `cache`."""
     if frame.f_globals.get("__package__") == __package__:
         return True
     return "self" in frame.f_code.co_varnames and frame.f_locals.get("self") is cache
 
 
 def _maker() -> tuple[PreTrainedModel, str] | None:
-    """The model that makes a cache for itself now, to generate, and how; None: nobody does, or not to generate."""
+    """The model that makes a cache for itself now, to generate, and how; None: none does."""
     outermost: tuple[PreTrainedModel, dict[str, Any]] | None = None
     frame = sys._getframe(2)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""The hooks on a model: each finds the cache in the call's arguments and calls one verb on it."""
+"""The hooks on a model: each finds the cache in the call's arguments and calls one method on it."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from ..report.trace import NO_TIMELINE, Timeline
 from .attention_call import untraced
 from .place import decoder_blocks
 
-# The verbs that the seams in a model call on the cache that a forward was given
+# The methods that hooks call on a forward's cache
 
 class Attachable(Protocol):
-    """What a cache does when the model tells where it is; all on the thread that runs the model. Whatever has these
-    verbs is a cache of ours (see `is_attachable`); one that is declared as such does nothing by default.
+    """The methods that hooks call on a cache; all on the thread that runs the model. An object with these methods is a
+    cache of ours (see `is_attachable`); the defaults do nothing.
 
-    The seams run outside of what `torch.compile` traces.
+    Hooks run outside of what `torch.compile` traces.
     """
 
     timeline: Timeline = NO_TIMELINE
-    """Told by the seams what the model is doing."""
+    """Records the model's phases."""
 
     watches_blocks: bool = True
-    """The verbs of blocks and their attention are wanted from now on. A cache that is attached says so with
-    `attach.watch_blocks` when it changes that."""
+    """Whether events of blocks and their attention are wanted. An attached cache calls `attach.watch_blocks` after a
+    change."""
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Before the whole model's forward, with all its arguments by name.
+        """Before the complete model's forward, with all its arguments by name.
 
-        Returns the arguments to call it with instead, or None to leave the call as it is. `kwargs` stay as they are.
+        Returns new arguments for the call, or None to leave it unchanged. Must not change `kwargs`.
         """
         return None
 
     def end_step(self, output: Any) -> Any | None:
-        """After the whole model's forward; not after one that raised. Returns another output, or None for this one."""
+        """After the complete model's forward, unless it raised. Returns another output, or None for this one."""
         return None
 
     def fail_step(self) -> None:
-        """After a forward of the whole model that raised an `Exception`, which is on its way out."""
+        """After a forward of the complete model that raised an `Exception`, which is passed on."""
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         """Before a decoder block, with the residual stream (B, q, hidden)."""
@@ -52,18 +52,18 @@ class Attachable(Protocol):
         """Before its attention, with the normed stream (B, q, hidden) and the rotary cosines and sines, if given."""
 
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
-        """After its attention, with what it adds to the stream (B, q, hidden)."""
+        """After its attention, with its addition to the stream (B, q, hidden)."""
 
     def check_prompt(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None) -> None:
-        """`generate` is about to drop the first of ids (B, P), which the cache should hold; or of embeddings (B, P,
-        hidden), where the prompt was given as these."""
+        """`generate` is about to drop the first of ids (B, P), or of embeddings (B, P, hidden), which the cache should
+        hold."""
 
     def prepare_step(self, *, first: bool) -> None:
         """`generate` is about to call the model; `first`: with a prompt, or a piece of one."""
 
     def start_over(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
         """Handle a model that recomputes the keys of all tokens: the step with ids (B, t), or embeddings (B, t,
-        hidden), is the first one of the stored text from then on."""
+        hidden), becomes the first one of the stored text."""
 
     def conversing(self, *, begins: bool = False) -> AbstractContextManager[None]:
         """Context while `generate` prepares a forward with this cache: state that the model's code stores on the model
@@ -71,20 +71,20 @@ class Attachable(Protocol):
         return nullcontext()
 
     def held(self) -> int:
-        """Tokens a sequence held."""
+        """Stored tokens per sequence."""
         return 0
 
     def close(self) -> None:
-        """The cache is not to be used any more."""
+        """End the cache's use."""
 
 
 def is_attachable(cache: Any) -> TypeGuard[Attachable]:
-    """Whether `cache` has the verbs of the seams: no cache of transformers' own has."""
+    """Whether `cache` has the hooks' methods: no cache of transformers has."""
     return hasattr(type(cache), "prepare_step")
 
 
 def cache_among(args: tuple, kwargs: dict[str, Any]) -> Attachable | None:
-    """The cache of ours in the arguments of a forward."""
+    """Our cache in the arguments of a forward."""
     cache = unwrapped(kwargs.get("past_key_values"))
     if is_attachable(cache):
         return cache
@@ -92,32 +92,30 @@ def cache_among(args: tuple, kwargs: dict[str, Any]) -> Attachable | None:
 
 
 def unwrapped(cache: Any) -> Any:
-    """`cache`, or its part for self-attention: a decoder with cross-attention (GPT-2's) puts the given cache into an
+    """`cache`, or its part for self-attention: a decoder with cross-attention (GPT-2's) wraps the given cache in an
     `EncoderDecoderCache`, and returns that."""
     return getattr(cache, "self_attention_cache", cache)
 
 
 class Seam:
-    """A hook for one verb of `Attachable`. Holds no module: a copy of a model has seams of its own with its copy.
-
-    Inert where the arguments hold no cache of ours.
-    """
+    """A hook for one method of `Attachable`. Holds no module: a copy of a model has its own hooks. Inert if the
+    arguments hold no cache of ours."""
 
     def __init__(self, verb: str, layer_idx: int = -1, turn_to_others: Callable[[], None] | None = None) -> None:
         self.verb = verb
         self.layer_idx = layer_idx
         self.turn_to_others = turn_to_others
-        """Called where the arguments hold no cache of ours; a copy has none."""
+        """Called if the arguments hold no cache of ours; a copy has none."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "turn_to_others": None}
 
     @untraced
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: Any = None, output: Any = None) -> Any:
-        if type(kwargs) is not dict:  # another thread puts it on or takes it off now: no cache there waits for it
+        if type(kwargs) is not dict:  # another thread is attaching or removing it: no cache there waits for it
             return None
         cache: Any = kwargs.get("past_key_values")
-        if not hasattr(type(cache), "prepare_step"):  # as `is_attachable`, without a call
+        if not hasattr(type(cache), "prepare_step"):  # `is_attachable`, without a call
             cache = cache_among(args, kwargs)
             if cache is None:
                 if self.turn_to_others is not None:
@@ -166,11 +164,11 @@ class Seam:
 
 
 Hooks = list[tuple[Seam, RemovableHandle]]
-"""Seams that are on, each with what takes it off."""
+"""Attached hooks with their handles."""
 
 
 def _named(module: torch.nn.Module, args: tuple) -> dict[str, Any]:
-    """What was given to the forward of `module` by position, by name."""
+    """Positional arguments of the forward of `module`, by name."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     return dict(zip(names, args, strict=False))
 
@@ -179,13 +177,13 @@ def hook_model(model: torch.nn.Module, hooks: Hooks, turn_to_others: Callable[[]
     """Hook `model` for the methods of steps; each hook is added to `hooks` once it is on. `turn_to_others` is called
     before a forward without a cache of this library."""
     _hook("begin_step", -1, model.register_forward_pre_hook, hooks, turn_to_others)
-    # others see what the caller will; it is told of a forward that raised, too
+    # other hooks see the caller's output; called for a forward that raised, too
     first = functools.partial(model.register_forward_hook, prepend=True, always_call=True)
     _hook("end_step", -1, first, hooks)
 
 
 def hook_blocks(model: torch.nn.Module, hooks: Hooks) -> None:
-    """Hook the decoder blocks of `model` for the verbs of blocks and their attention; else as `hook_model`."""
+    """Hook the decoder blocks of `model` for events of blocks and their attention; otherwise like `hook_model`."""
     for layer_idx, block, attention in decoder_blocks(model):
         _hook("enter_block", layer_idx, block.register_forward_pre_hook, hooks)
         _hook("enter_attention", layer_idx, attention.register_forward_pre_hook, hooks)
@@ -201,14 +199,14 @@ def _hook(
 
 
 def unhook(hooks: Hooks) -> None:
-    """Take off what is in `hooks`, which is empty then."""
+    """Remove all `hooks`, and empty the list."""
     while hooks:
         hooks[-1][1].remove()
         hooks.pop()
 
 
 def strip_hooks(model: torch.nn.Module, counted: set[int]) -> None:
-    """Take off the seams, by `id` not in `counted`, that a copy or a pickle of an attached model contains."""
+    """Remove hooks that came with a copy or a pickle of an attached model: those whose `id` is not in `counted`."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if isinstance(hook, Seam) and id(hook) not in counted]:

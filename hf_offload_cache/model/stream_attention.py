@@ -1,4 +1,4 @@
-"""Attention over a history that comes in blocks, in any order, merged by log-sum-exp."""
+"""Attention over a history in blocks, in any order, merged by log-sum-exp."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 
 from .masks import additive_mask, mask_at
 
-# Attention over one block of keys and values, with the log-sum-exp that merges it with others
+# Attention over one block of keys and values
 
 _QUERY_BLOCK = 512
-"""Queries that the reference computes at a time: bounds its scores to a few MiB."""
+"""Queries that the reference computes at a time: limits its scores to a few MiB."""
 
 _CPU_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -30,10 +30,11 @@ def attend_block(
     scaling: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over one block: float32 (B, H, q, Dv) and its log-sum-exp (B, H, q), -inf where nothing is seen.
+    """Attention over one block: float32 (B, H, q, Dv) and its log-sum-exp (B, H, q), -inf for a query that sees
+    nothing.
 
-    `mask` is additive, (·, 1 or Hkv, q or 1, t). `causal`: the block ends with the queries' own tokens. Takes one of
-    PyTorch's fused kernels where one applies (same values up to rounding; on a CPU in a tenth of the time), else
+    `mask` is additive, (·, 1 or Hkv, q or 1, t). `causal`: the block ends with the queries' own tokens. Uses one of
+    PyTorch's fused kernels if one applies (same values up to rounding; ten times as fast on a CPU), else
     `attend_block_reference`.
     """
     groups = query.shape[1] // keys.shape[1]
@@ -46,7 +47,7 @@ def attend_block(
         fused = _fused(query, every_key, every_value, bias, causal, scaling)
         if fused is not None:
             output, log_sum = fused
-            if bias is not None:  # kernels leave the log-sum of a row that sees nothing undefined
+            if bias is not None:  # kernels leave the log-sum undefined if a row sees nothing
                 log_sum = log_sum.masked_fill(bias.amax(-1) == float("-inf"), float("-inf"))
                 output = output.masked_fill((log_sum == float("-inf")).unsqueeze(-1), 0.0)
             return output.float(), log_sum
@@ -56,24 +57,21 @@ def attend_block(
 def _fused(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
 ) -> Attended | None:
-    """By the fastest kernel that takes these and tells its log-sum-exp; None: there is none. As many heads in all."""
+    """By the fastest kernel that takes these and returns its log-sum-exp; None: there is none. Keys and values have as
+    many heads as the query."""
     call, same_width = (query, keys, values, bias, causal, scale), query.shape[-1] == values.shape[-1]
     if query.device.type == "cpu" and same_width and hasattr(torch.ops.aten, _CPU_KERNEL):
-        return _on_cpu(*call)
+        bias = None if bias is None else bias.to(query.dtype)
+        attended: Attended = getattr(torch.ops.aten, _CPU_KERNEL)(
+            query, keys, values, 0.0, causal, attn_mask=bias, scale=scale
+        )
+        return attended
     if query.device.type != "cuda" or torch.version.hip is not None:
         return None
     asked = SDPAParams(query, keys, values, None, 0.0, causal, False)
     if bias is None and same_width and can_use_flash_attention(asked):
         return _flash(*call)
     return _efficient(*call) if can_use_efficient_attention(asked) else None
-
-
-def _on_cpu(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
-) -> Attended:
-    bias = None if bias is None else bias.to(query.dtype)
-    kernel = getattr(torch.ops.aten, _CPU_KERNEL)
-    return kernel(query, keys, values, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def _flash(
@@ -88,13 +86,13 @@ def _flash(
 def _efficient(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
 ) -> Attended:
-    if bias is not None:  # each of its rows has to begin at a multiple of 16 bytes
+    if bias is not None:  # each of its rows must begin at a multiple of 16 bytes
         length = keys.shape[2]
         bias = torch.nn.functional.pad(bias.to(query.dtype), (0, -length % 16))[..., :length]
         bias = bias.expand(*query.shape[:3], length)
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
     output, log_sum, *_ = kernel(query, keys, values, bias, True, 0.0, causal, scale=scale)
-    return output, log_sum[..., : query.shape[2]]  # it comes in multiples of 32 queries
+    return output, log_sum[..., : query.shape[2]]  # it has a multiple of 32 queries
 
 
 def attend_block_reference(
@@ -131,8 +129,8 @@ def attend_block_reference(
 
 
 Block = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Keys and values (B, Hkv, t, D), and their positions: integers (t,) for all, (B, t) or (B, Hkv, t); -1 where an entry
-is none. No positions, or None: the block follows those before it."""
+"""Keys and values (B, Hkv, t, D), and their positions: integers (t,) for all, (B, t) or (B, Hkv, t); -1 for no entry.
+No positions, or None: the block follows those before it."""
 
 
 def stream_attention(
@@ -148,15 +146,15 @@ def stream_attention(
 ) -> torch.Tensor:
     """Attention of query (B, H, q, D) over blocks of keys and values, one at a time.
 
-    `own` is the block that ends with the queries' own tokens, in order. `history` gives what comes before it and what
-    every query may see: blocks in any order, all with positions, or all without and in order. `mask` (·, 1, q, T) is as
-    the model made it, with a column for each position, the last ones for `own`; None: of `own` a query sees what does
-    not come after it, aligned at the lower right. `seen` (·, 1, 1, ·) is what all queries see of the history, whatever
-    the mask says of it. `softcap` bounds scores by tanh; `s_aux` (H,) is a logit a head that joins the denominator
-    alone. An entry at position -1 is seen by no query; a query that sees nothing gives zeros.
+    `own` is the block that ends with the queries' own tokens, in order. `history` is everything before it that every
+    query may see: blocks in any order, all with positions, or all without and in order. `mask` (·, 1, q, T) is the
+    model's, with a column per position, the last ones for `own`; None: a query sees the tokens of `own` up to itself,
+    aligned at the lower right. `seen` (·, 1, 1, ·) is the part of the history that all queries see, whatever the mask
+    says of it. `softcap` bounds scores by tanh; `s_aux` (H,) is a logit per head that joins the denominator only. No
+    query sees an entry at position -1; a query that sees nothing gives zeros.
 
     Each block is merged into a running float32 result by its log-sum-exp: equal to one softmax over all blocks up to
-    float32 rounding. A block is used up before the next is asked for. Returns (B, q, H, Dv) in the query's dtype,
+    float32 rounding. A block is finished before the next is requested. Returns (B, q, H, Dv) in the query's dtype,
     contiguous.
     """
     heads, num_queries, dim = query.shape[1:]
@@ -170,11 +168,11 @@ def stream_attention(
         part, part_log_sum = attend_block(
             query, keys, values, part_mask, causal=causal, scaling=scaling, softcap=softcap
         )
-        part_log_sum = part_log_sum.float()  # of a query in float64 the kernel's is too
+        part_log_sum = part_log_sum.float()  # the kernel returns float64 for a float64 query
         if total is None:
             total, log_sum = part.float(), part_log_sum
             return
-        share = torch.sigmoid(part_log_sum - log_sum).nan_to_num_(0.0)  # of what both have seen; nan: nothing
+        share = torch.sigmoid(part_log_sum - log_sum).nan_to_num_(0.0)  # the part's weight; nan: neither sees anything
         total.lerp_(part.float(), share.unsqueeze(-1))
         log_sum = torch.logaddexp(log_sum, part_log_sum)
 

@@ -10,42 +10,42 @@ import torch
 import xxhash
 
 SAMPLE = 64
-"""Elements of every weight in the sampled digest: evenly spaced, the first and the last among them."""
+"""Elements of every weight in the sampled digest: evenly spaced, including the first and the last."""
 
 _CHUNK = 1 << 24
-"""Elements that a full digest takes at once."""
+"""Elements that a full digest reads at once."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROWS = 32
-"""Rows that bitsandbytes interleaves when it packs a 4-bit weight anew for the CPU."""
+"""Rows that bitsandbytes interleaves when it repacks a 4-bit weight for the CPU."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor as it is in memory. Views only: it is valid while the model keeps that tensor."""
+    """A tensor as it is in memory, as a view: valid while the model keeps that tensor."""
 
     name: str
     kind: str
-    """Shape and type, and how it is packed."""
+    """Shape, type, and packing."""
     tensor: torch.Tensor
-    """On "meta" where it is not in memory and nobody who holds it was found."""
+    """On "meta" if it is not in memory and no holder was found."""
 
     @property
     def seen(self) -> bool:
-        """Whether there are elements to take, or none at all."""
+        """Whether its elements are available."""
         return self.tensor.device.type != "meta"
 
     @property
     def count(self) -> int:
-        """Elements that can be taken."""
+        """Number of available elements."""
         return self.tensor.numel() if self.seen else 0
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
-        """The bits of the elements at `positions` (n,) int64, in row-major order: (n,) integers."""
+        """Bits of the elements at `positions` (n,) int64, in row-major order: (n,) integers."""
         bits = _as_bits(self.tensor)
         return bits.view(-1)[positions] if bits.is_contiguous() else torch.take(bits, positions)
 
     def sample(self) -> list[torch.Tensor]:
-        """`SAMPLE` elements, or all where there are no more."""
+        """`SAMPLE` elements, or all if there are no more."""
         if not self.count:
             return []
         number = min(SAMPLE, self.count)
@@ -59,22 +59,22 @@ class Weight:
 
 
 class _Interleaved(Weight):
-    """4-bit codes that bitsandbytes interleaved for the CPU at the first forward: taken as they were before that.
+    """4-bit codes that bitsandbytes interleaved for the CPU at the first forward, read in their original order.
 
-    Else the first token would change who the model is. Tensor (N, K/2); within 32 rows and one column of pairs, the
-    64 codes lie in 32 bytes, the first 32 of them in the low halves.
+    Otherwise the first token would change the model's identity. Tensor (N, K/2); within 32 rows and one column of
+    pairs, the 64 codes are in 32 bytes, the first 32 of them in the low halves.
     """
 
     def take(self, positions: torch.Tensor) -> torch.Tensor:
         columns = self.tensor.shape[-1]
         row, column = positions // columns, positions % columns
         start = (row // _ROWS * columns + column) * _ROWS
-        found = []
+        halves = []
         for half in (0, 1):
             code = row % _ROWS * 2 + half
             packed = self.tensor.reshape(-1)[start + code % _ROWS]
-            found.append(torch.where(code < _ROWS, packed & 15, packed >> 4))
-        return (found[0] << 4) | found[1]
+            halves.append(torch.where(code < _ROWS, packed & 15, packed >> 4))
+        return (halves[0] << 4) | halves[1]
 
     def everything(self) -> Iterator[torch.Tensor]:
         for start in range(0, self.count, _CHUNK):
@@ -82,15 +82,15 @@ class _Interleaved(Weight):
 
 
 def sampled_digest(model: torch.nn.Module) -> str:
-    """A digest of a sample of every weight; begins with "unseen:" where some are known by name and shape alone."""
-    found = list(weights(model))
-    return _marked(found, digest((f"{weight.name} {weight.kind}", weight.sample()) for weight in found))
+    """A digest of a sample of every weight; begins with "unseen:" if only name and shape of some are known."""
+    all_weights = list(weights(model))
+    return _marked(all_weights, digest((f"{weight.name} {weight.kind}", weight.sample()) for weight in all_weights))
 
 
 def full_digest(model: torch.nn.Module) -> str:
-    """A digest of every byte of every weight; marked as `sampled_digest` is. Reads all of the model."""
-    found = list(weights(model))
-    return _marked(found, digest((f"{weight.name} {weight.kind}", weight.everything()) for weight in found))
+    """A digest of every byte of every weight; marked like `sampled_digest`. Reads the complete model."""
+    all_weights = list(weights(model))
+    return _marked(all_weights, digest((f"{weight.name} {weight.kind}", weight.everything()) for weight in all_weights))
 
 
 def digest(entries: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> str:
@@ -99,39 +99,35 @@ def digest(entries: Iterable[tuple[str, Iterable[torch.Tensor]]]) -> str:
     for label, tensors in entries:
         hasher.update(label.encode())
         for tensor in tensors:
-            hasher.update(raw_bytes(tensor))
+            hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 
 
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor's elements in order, on the host: its own memory where they lie so already."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def weights(model: torch.nn.Module) -> Iterator[Weight]:
-    """Parameters (tied ones under each name), persistent buffers, and what quantised layers keep beside them, by name.
+    """Parameters (tied ones under each name), persistent buffers, and the additional tensors of quantised layers, by
+    name.
 
-    Weights that accelerate offloaded are got from its hooks; those kept in files are read whole.
+    Weights that accelerate offloaded come from its hooks; those in files are read completely.
     """
-    found: list[Weight] = []
+    all_weights: list[Weight] = []
     for path, module in model.named_modules():
-        prefix = f"{path}.".replace("_orig_mod.", "").removeprefix(".")  # a part that torch.compile wrapped
+        prefix = f"{path}.".replace("_orig_mod.", "").removeprefix(".")  # of a part wrapped by torch.compile
         for name, tensor in _own(module):
             state = getattr(tensor, "quant_state", None)
             if tensor.device.type == "meta":
                 tensor = _offloaded(module, name, tensor)
-            found += _parts(prefix + name, tensor, state)
+            all_weights += _parts(prefix + name, tensor, state)
         # bitsandbytes moves an 8-bit weight's scales from the parameter to the layer at the first forward
         scales = getattr(getattr(module, "weight", None), "SCB", None)
         if scales is None:
             scales = getattr(getattr(module, "state", None), "SCB", None)
         if isinstance(scales, torch.Tensor):
-            found += _parts(prefix + "weight.SCB", scales)
-    yield from sorted(found, key=lambda weight: weight.name)
+            all_weights += _parts(prefix + "weight.SCB", scales)
+    yield from sorted(all_weights, key=lambda weight: weight.name)
 
 
 def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's parameters and the buffers that are saved with it: the others follow from the configuration."""
+    """A module's parameters and the buffers saved with it: the others follow from the configuration."""
     yield from module.named_parameters(recurse=False)
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:
@@ -139,7 +135,7 @@ def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _offloaded(module: torch.nn.Module, name: str, placeholder: torch.Tensor) -> torch.Tensor:
-    """The tensor that accelerate's hook would put in place of the one on "meta"; without such a hook, that one."""
+    """The tensor that accelerate's hook would put in place of the one on "meta"; that one if there is no such hook."""
     hook = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
         held = getattr(one, "weights_map", None)
@@ -149,7 +145,7 @@ def _offloaded(module: torch.nn.Module, name: str, placeholder: torch.Tensor) ->
 
 
 def _parts(name: str, tensor: Any, state: Any = None) -> Iterator[Weight]:
-    """A plain tensor, or the plain ones that one of a quantised or wrapped kind consists of."""
+    """A plain tensor, or the plain ones that a quantised or wrapped tensor consists of."""
     if state is not None:
         yield from _four_bit(name, tensor, state)
     elif hasattr(tensor, "__tensor_flatten__"):
@@ -160,9 +156,9 @@ def _parts(name: str, tensor: Any, state: Any = None) -> Iterator[Weight]:
 
 
 def _four_bit(name: str, tensor: torch.Tensor, state: Any) -> Iterator[Weight]:
-    """Codes, scales and code book of a bitsandbytes weight, the same before and after it is packed anew for the CPU.
+    """Codes, scales and code book of a bitsandbytes weight, the same before and after it is repacked for the CPU.
 
-    Packing rounds the scales to bfloat16, so they are taken so: scales closer than that are one scale.
+    Packing rounds the scales to bfloat16, so they are rounded here too.
     """
     packed = getattr(state, "packing_format_for_cpu", False)
     kind = f"{tuple(state.shape)} {state.quant_type} in blocks of {state.blocksize}"
@@ -180,7 +176,7 @@ def _four_bit(name: str, tensor: torch.Tensor, state: Any) -> Iterator[Weight]:
 
 
 def _as_bits(tensor: Any) -> torch.Tensor:
-    """Its elements as integers of their size: what is compared is what is stored, -0.0 and NaN too."""
+    """Elements as integers of their size: the stored bits are compared, including -0.0 and NaN."""
     plain = tensor.detach().as_subclass(torch.Tensor)
     if plain.element_size() not in _BITS:
         plain = torch.view_as_real(plain)  # complex128

@@ -1,8 +1,8 @@
 """Growing arrays of fixed-size records, on disk or in memory.
 
-`base` says what a store is, and `freezable` what it needs beside that for saved contexts and forks. `memory`, `direct`,
-`mapped` and `uring/` are the engines, `engines` chooses and opens them; `file` is what those on a disk share. `layered`
-puts a growing store over frozen ones. A `guard` tells whether a record is what was written; `encryption` hides it too.
+`base` defines a store, and what saved contexts and forks need besides. The engines are `memory`, `file` (direct),
+`mapped` and `uring`; `engines` chooses and opens one. `layered` puts a growing store over frozen ones. A `guard` checks
+that a record is as it was written; `encryption` also encrypts it.
 """
 
 from importlib import import_module
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .record_file import MOST_PARTS as MOST_PARTS
     from .record_file import RecordFile as RecordFile
     from .record_file import ScratchFile as ScratchFile
+    from .record_file import copy_file as copy_file
     from .uring.queues import ring_bytes as ring_bytes
     from .uring.ring import DEPTH as DEPTH
     from .uring.ring import IO_RING as IO_RING
@@ -93,6 +94,7 @@ _HOME = {
     "check_batch": "base",
     "check_range": "base",
     "choose_engine": "engines",
+    "copy_file": "record_file",
     "decrypt": "encryption",
     "encrypt": "encryption",
     "has_passed": "base",

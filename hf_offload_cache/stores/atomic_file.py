@@ -1,4 +1,4 @@
-"""A single file that is replaced in one step: whoever looks sees all of the old one or all of the new one."""
+"""Replaces a file in one step: readers see either the complete old file or the complete new one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-# An open descriptor with an owner, from the system call on: an interrupt in between would leave it open for good
+# An open descriptor that has an owner from the system call on, because an interrupt in between would leave it open
 
 _OWNED_BY_NOBODY = -1
 
@@ -63,18 +63,18 @@ def open_descriptor(path: str, flags: int, mode: int = 0o600, folder_fd: int | N
 
 
 def _close(numbers: list[int]) -> None:
-    """Close what is in `numbers`; each leaves the list and is closed in one operation."""
+    """Close the descriptors in `numbers`; each leaves the list and is closed in one operation."""
     with contextlib.suppress(IndexError):  # another thread was faster
         while numbers:
             deque(map(os.close, map(numbers.pop, (-1,))), maxlen=0)
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Make `path` what `write` puts at the place it is given: a temporary file in the same folder.
+    """Replace `path` by the file that `write` makes at the place it is given, a temporary file in the same folder.
 
-    It is forced to the disk, then moved over `path`, and so is the new name. After any exception, which is passed on,
-    the temporary file is gone and `path` as it was, unless the error came from forcing the name to the disk. Killed: a
-    file may stay whose name begins with a point, then that of `path`.
+    The file is forced to the disk, then moved over `path`, and its name is forced to the disk. After any exception,
+    which is passed on, the temporary file is gone and `path` is as before, unless forcing the name to the disk failed.
+    If the process is killed, a file may remain whose name begins with a point, then that of `path`.
     """
     temporary = path.with_name(_temporary(path.name))
     try:
@@ -86,7 +86,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
         raise
-    if hasattr(os, "O_DIRECTORY"):  # the new name is the folder's content
+    if hasattr(os, "O_DIRECTORY"):  # the new name is part of the folder's content
         with open_descriptor(str(path.parent), os.O_RDONLY | os.O_DIRECTORY) as folder:
             _sync_names(folder)
 
@@ -107,7 +107,7 @@ def replace_bytes(folder_fd: int, name: str, data: bytes) -> None:
             os.fsync(file)
         os.replace(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
     except BaseException:
-        with contextlib.suppress(OSError):  # what went wrong is on its way out
+        with contextlib.suppress(OSError):  # the first error is being raised
             os.unlink(temporary, dir_fd=folder_fd)
         raise
     _sync_names(folder_fd)
@@ -118,7 +118,7 @@ def _temporary(name: str) -> str:
 
 
 def _sync_names(folder_fd: int) -> None:
-    """Force the names in an open directory to the disk, where its file system has that step."""
+    """Force the names in an open directory to the disk, if its file system has that step."""
     try:
         os.fsync(folder_fd)
     except OSError as error:

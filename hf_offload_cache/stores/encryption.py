@@ -25,12 +25,12 @@ KeySource = str | Path | Callable[[], bytes]
 
 
 class Encryption(RecordGuard):
-    """Records encrypted with a key of their store's own: HKDF-SHA256 of the user's `key` and 32 random bytes, `salt`.
+    """Encrypts records with a key for their store only: HKDF-SHA256 of the user's `key` and 32 random bytes, `salt`.
 
-    The nonce is a counter of writes, so that a record that is freed and written again never sees it twice; it starts
-    anew only with a new salt. A tag is that counter (8 bytes, little-endian, from 1) and GCM's own 16 bytes; the
-    record's id is authenticated too, so that records cannot be exchanged. With `salt` and `tags` ((count, 24), uint8,
-    taken over) of a saved store it only checks. Raises `EncryptionKeyError` where the package is missing.
+    The nonce is a counter of writes, so a record that is freed and written again never sees it twice; it restarts only
+    with a new salt. A tag is that counter (8 bytes, little-endian, from 1) and GCM's own 16 bytes. The record's id is
+    authenticated too, so records cannot be exchanged. With `salt` and `tags` ((count, 24), uint8, taken over) of a
+    saved store it only checks. Raises `EncryptionKeyError` if the package is missing.
     """
 
     tag_bytes = _COUNTER_BYTES + _TAG_BYTES
@@ -104,10 +104,10 @@ def make_guard(key: bytes | None, verify: bool) -> RecordGuard:
 
 
 def open_guard(described: dict[str, Any], tags: np.ndarray, key: bytes | None, verify: bool) -> RecordGuard:
-    """The guard of a saved store: what `RecordGuard.describe` gave, and its tags (count, tag_bytes), uint8.
+    """The guard of a saved store, from `RecordGuard.describe` and its tags (count, tag_bytes), uint8.
 
-    Raises `ContextError` for a description that is none of ours or tags of another shape, and `EncryptionKeyError`
-    where the records are encrypted and there is no key.
+    Raises `ContextError` for a description that is not ours or tags of another shape, and `EncryptionKeyError` if the
+    records are encrypted and there is no key.
     """
     kind, salt = described.get("kind"), described.get("salt", "")
     if kind not in ("xxh3_64", "aes-256-gcm") or not isinstance(salt, str):
@@ -115,7 +115,7 @@ def open_guard(described: dict[str, Any], tags: np.ndarray, key: bytes | None, v
     expected = Checksums.tag_bytes if kind == "xxh3_64" else Encryption.tag_bytes
     if tags.dtype != np.uint8 or tags.ndim != 2 or tags.shape[1] != expected:
         raise ContextError(f"tags of {kind} are (records, {expected}) uint8, these are {tags.shape} {tags.dtype}")
-    tags = np.array(tags, order="C")  # of its own: a view of a mapped file would go with it
+    tags = np.array(tags, order="C")  # a copy: a view would end with its mapped file
     if kind == "xxh3_64":
         return Checksums(verify, tags)
     if len(salt) != 2 * SALT_BYTES or set(salt) - set("0123456789abcdef"):
@@ -126,10 +126,9 @@ def open_guard(described: dict[str, Any], tags: np.ndarray, key: bytes | None, v
 
 
 def load_key(source: KeySource) -> bytes:
-    """32 bytes from a file (raw, or 64 hex digits, which a newline may follow) or from a callback that returns them.
+    """32 bytes from a file (raw, or 64 hex digits, optionally with a newline) or from a callback that returns them.
 
-    Raises `EncryptionKeyError` that says what to do, also where the package is missing; no message shows anything of a
-    key.
+    Raises `EncryptionKeyError`, also if the package is missing; no message shows anything of a key.
     """
     _require_package()
     if callable(source):
@@ -163,16 +162,15 @@ def load_key(source: KeySource) -> bytes:
 
 
 def key_check(key: bytes) -> str:
-    """32 hex digits that tell whether two keys are the same one, and nothing else about them."""
+    """32 hex digits that tell whether two keys are equal, and nothing else about them."""
     return _derive(key, b"", _CHECK).hex()[:32]
 
 
 def encrypt(key: bytes, data: bytes | bytearray | memoryview, context: bytes) -> bytes:
     """`data` (below 2 GiB) encrypted: 32 random bytes, the ciphertext, 16 bytes of GCM.
 
-    `context` is authenticated and not kept: `decrypt` needs the same, so that blobs cannot be exchanged; errors show it
-    up to the first zero byte. Every blob has
-    a key of its own, from the random bytes, so that its nonce may be fixed.
+    `context` is authenticated and not stored: `decrypt` needs the same, so blobs cannot be exchanged. Errors show it up
+    to the first zero byte. Every blob has its own key, from the random bytes, so its nonce may be fixed.
     """
     if len(data) >= 2**31 - _TAG_BYTES:
         raise ValueError(f"data must be below 2 GiB, got {len(data):,} bytes; encrypt it in parts")
@@ -181,7 +179,7 @@ def encrypt(key: bytes, data: bytes | bytearray | memoryview, context: bytes) ->
 
 
 def decrypt(key: bytes, blob: bytes | bytearray | memoryview, context: bytes) -> bytes:
-    """What `encrypt` was given. Raises `CorruptRecordError` when blob, context or key are not the same."""
+    """The data that was given to `encrypt`. Raises `CorruptRecordError` if blob, context or key differ."""
     salt, sealed = bytes(blob[:SALT_BYTES]), blob[SALT_BYTES:]
     cipher = _cipher(_derive(key, salt, _BLOB))
     from cryptography.exceptions import InvalidTag
@@ -223,5 +221,5 @@ def _nonce(counter: bytes) -> bytes:
 
 
 def _place(identity: int, size: int) -> bytes:
-    """What is authenticated with a record: which one it is."""
+    """Authenticated with a record: its id and size."""
     return identity.to_bytes(8, "little") + size.to_bytes(8, "little")

@@ -1,4 +1,4 @@
-"""Which engine reads the scratch files of a folder, and opening a store with it."""
+"""Chooses the engine for a folder's scratch files, and opens stores with it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from .file import DirectStore, FileStore, FrozenFile
 from .guard import Checksums, RecordGuard
 from .mapped import MappedStore
 from .memory import MemoryStore
-from .named import NamedFile
-from .record_file import ScratchFile, advise_map, drop_pages
+from .record_file import NamedFile, ScratchFile, advise_map, drop_pages
 from .uring.queues import ring_bytes
 from .uring.ring import DEPTH, Ring
 from .uring.uring_store import UringStore
@@ -31,7 +30,7 @@ ENGINES = ("auto", "uring", "direct", "mapped", "memory")
 def probe_direct(directory: str | os.PathLike[str]) -> tuple[bool, str]:
     """Whether `O_DIRECT` works in `directory`, and why not, by writing and reading one block of an unnamed file.
 
-    Raises `StoreError` when no file can be made there at all.
+    Raises `StoreError` if no file can be created there at all.
     """
     scratch = ScratchFile(directory, "engine probe")
     try:
@@ -44,7 +43,7 @@ def probe_direct(directory: str | os.PathLike[str]) -> tuple[bool, str]:
 def probe_uring(directory: str | os.PathLike[str]) -> tuple[bool, str]:
     """Whether io_uring reads files in `directory`, and why not, by reading one block of an unnamed file through a ring.
 
-    Raises `StoreError` when no file can be made there at all.
+    Raises `StoreError` if no file can be created there at all.
     """
     try:
         store = UringStore(directory, DEVICE_BLOCK, "engine probe")
@@ -83,11 +82,11 @@ def probe_page_cache(directory: str | os.PathLike[str]) -> str:
 
 
 def choose_engine(engine: str, directory: str | os.PathLike[str]) -> tuple[str, str]:
-    """The engine that `open_store` takes for what the user asked for, and a line for the report that says why.
+    """The engine for `open_store`, resolved from the user's `engine`, and a line for the report that gives the reason.
 
-    "auto" is "uring" where the kernel allows it and O_DIRECT works, else "direct" where that works, else "mapped". To
-    be called once a cache: it writes to the disk. Raises `ValueError` for an unknown engine; `StoreError` when
-    `directory` cannot be written to, or when "uring" or "direct" is asked for and does not work there.
+    "auto" is "uring" if the kernel allows it and O_DIRECT works, else "direct" if that works, else "mapped". Call it
+    once per cache: it writes to the disk. Raises `ValueError` for an unknown engine, and `StoreError` if `directory`
+    cannot be written to, or if "uring" or "direct" is requested and does not work there.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {engine!r}")
@@ -99,30 +98,26 @@ def choose_engine(engine: str, directory: str | os.PathLike[str]) -> tuple[str, 
     uring, refusal = probe_uring(directory) if engine in ("auto", "uring") else (False, "")
     if engine == "uring" and not uring:
         raise StoreError(errno.ENOSYS, f'engine="uring": {refusal}; use engine="auto"')
-    if engine == "mapped":
-        chosen, why = "mapped", "mapped: as asked for"
-    elif engine == "uring":
-        chosen, why = "uring", "uring: io_uring reads" + (", O_DIRECT" if direct else f", through the cache: {reason}")
-    elif engine == "direct":
-        chosen, why = "direct", "direct: O_DIRECT reads by threads, as asked for"
-    elif direct and uring:
-        chosen, why = "uring", "uring: io_uring reads, O_DIRECT"
-    elif direct:
-        chosen, why = "direct", f"direct: O_DIRECT reads by threads ({refusal})"
-    else:
-        chosen, why = "mapped", f"mapped: {reason}"
+    requested = engine != "auto"
+    chosen = engine if requested else "mapped" if not direct else "uring" if uring else "direct"
+    why = {
+        "uring": "io_uring reads" + (", O_DIRECT" if direct else f", through the cache: {reason}"),
+        "direct": "O_DIRECT reads by threads" + (", as requested" if requested else f" ({refusal})"),
+        "mapped": "as requested" if requested else reason,
+    }
+    line = f"{chosen}: {why[chosen]}"
     kept = "" if direct and chosen != "mapped" else probe_page_cache(directory)
     if kept:
-        why += f"; what is read stays in the page cache ({kept})"
+        line += f"; reads stay in the page cache ({kept})"
     kind = _file_system(os.path.realpath(directory))
     if kind in ("tmpfs", "ramfs"):
-        why += f" ({os.fspath(directory)} is {kind}: this disk is memory, so nothing is saved; give another `path`)"
-    return chosen, why
+        line += f" ({os.fspath(directory)} is {kind}: this disk is memory, so nothing is saved; give another `path`)"
+    return chosen, line
 
 
 def resolve_engine(fields: dict[str, Any], path: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """`fields` of a configuration with the engine that "auto" is in the folder `path` (None: the temporary one): what a
-    cache takes in memory depends on it."""
+    """`fields` of a configuration with "auto" resolved for the folder `path` (None: the temporary one), because a
+    cache's memory depends on the engine."""
     if fields.get("engine", "auto") != "auto":
         return fields
     directory = tempfile.gettempdir() if path is None else path
@@ -139,11 +134,11 @@ def open_store(
     *,
     pinned: bool = False,
 ) -> FreezableStore:
-    """An empty store whose errors call it `name`; `engine` as `choose_engine` returned it. `StoreError` as there.
+    """An empty store that errors call `name`; `engine` comes from `choose_engine`, as do the `StoreError`s.
 
-    Stores of engine "uring" share `ring`, or have one each when that is None; the others take no notice of it. `guard`
-    (None: checksums, checked on every read) has no records yet, and is this store's from now on. `pinned`: as
-    `MemoryStore` has it; the others take no notice of it.
+    Stores of engine "uring" share `ring`, or have one each if that is None; the others ignore it. `guard` (None:
+    checksums, checked at every read) has no records yet, and belongs to this store from now on. `pinned`: see
+    `MemoryStore`; the others ignore it.
     """
     if engine == "memory":
         return MemoryStore(record_bytes, name, guard, pinned=pinned)
@@ -168,13 +163,13 @@ def open_named(
 ) -> FreezableStore:
     """A frozen store over the `count` records of the file `file_name` in the open directory `folder_fd`, read only.
 
-    `guard` has their tags, and is this store's from now on; None trusts the file. Where `engine` (as `choose_engine`
-    returned it for the cache's own folder) cannot read there, "direct" without O_DIRECT or "memory", the next that can
-    does: "uring" with a `ring`, else "mapped".
+    `guard` has their tags, and belongs to this store from now on; None trusts the file. If `engine` (resolved for the
+    cache's own folder) cannot read there ("direct" without O_DIRECT, or "memory"), the next that can is used: "uring"
+    with a `ring`, else "mapped".
 
-    Raises `CorruptRecordError` when the file is missing, a link, no regular file or not of `count` records,
-    `StoreError` when it cannot be opened, and `ValueError` for a name that leads out of the folder or another number
-    of tags.
+    Raises `CorruptRecordError` if the file is missing, a link, not a regular file or not of `count` records,
+    `StoreError` if it cannot be opened, and `ValueError` for a name that leads out of the folder or a wrong number of
+    tags.
     """
     if engine not in ENGINES or engine == "auto":
         raise _unresolved(engine)
@@ -230,15 +225,13 @@ class DryStore:
 
 
 def planned_ring(engine: str) -> int:
-    """Bytes that a cache's io_uring takes in host memory, for the owner `IO_RING`; 0 for the other engines."""
+    """Host memory of a cache's io_uring, for the owner `IO_RING`; 0 for the other engines."""
     return ring_bytes(DEPTH) if engine == "uring" else 0
 
 
 def share_store(store: FreezableStore, ring: Ring | None) -> FreezableStore:
-    """`store.share()`, for a cache whose reads go through `ring`: where `store` reads through one, the share uses that.
-
-    None, or a store that is read in another way: the share reads as it sees fit. Raises as `FreezableStore.share`.
-    """
+    """`store.share()`, for a cache that reads through `ring`: a `UringStore`'s share uses that ring, other shares
+    ignore it."""
     return store.share(ring) if isinstance(store, UringStore) else store.share()
 
 
@@ -247,7 +240,7 @@ def _unresolved(engine: str) -> ValueError:
 
 
 def _file_system(path: str) -> str | None:
-    """Type of the file system that holds `path`, e.g. "ext4"; None where the platform does not tell."""
+    """Type of the file system that holds `path`, e.g. "ext4"; None if the platform does not tell."""
     try:
         with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
             lines = [line.split() for line in mounts]

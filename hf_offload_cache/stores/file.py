@@ -1,4 +1,4 @@
-"""What the stores on a file share: space, growth, writes, tags. An engine adds how records are read."""
+"""Stores in files: space, growth, writes and tags. An engine adds how records are read."""
 
 from __future__ import annotations
 
@@ -13,24 +13,36 @@ import numpy as np
 import torch
 
 from ..errors import CorruptRecordError, StoreError, StoreFullError
-from . import named
 from .base import DEVICE_BLOCK, FreezableStore, byte_view, check_batch, check_range, describe, runs
 from .guard import Checksums, RecordGuard
 from .memory import FreeList
-from .record_file import BOUNCE_BYTES, MOST_PARTS, RecordFile, ScratchFile, ShortReadError
+from .record_file import (
+    BOUNCE_BYTES,
+    MOST_PARTS,
+    RecordFile,
+    ScratchFile,
+    ShortReadError,
+    copy_file,
+    link_file,
+    pieces,
+    undo_name,
+)
 
-# Records that lie near each other in one request, with zeros for what is between them
+# Nearby records in one request, with zeros for the gaps
 
 THROUGH_BYTES = 32 * 2**10
-"""Between records that are written together so much that holds nothing is written too, as zeros, in one request: 8K
-tokens in clusters take 300 requests for 27,000, and .4 s for 2.7, with 1.6 times the bytes."""
+"""Gaps of up to this many bytes between records written together are written as zeros, so that one request does. 8K
+tokens in clusters then take 300 requests instead of 27,000, and 0.4 s instead of 2.7 s, with 1.6 times the bytes."""
 
 _ZEROS = memoryview(mmap.mmap(-1, THROUGH_BYTES))
 
 
 def spans(ids: np.ndarray, most: int, holding: Callable[[slice], np.ndarray]) -> Iterator[list[slice]]:
-    """Runs of positions in `ids` whose values are consecutive, those together between which lie no more than `most`
-    records, none of which is `holding` something (a range of records -> bool); half of `MOST_PARTS` runs at most."""
+    """Group the runs of consecutive `ids`, as slices of positions, into spans to write with one request.
+
+    Runs join a span if the gap between them is at most `most` records, none of which is `holding` data (a range of
+    records -> bool); a span has at most half of `MOST_PARTS` runs.
+    """
     span: list[slice] = []
     for start, stop in runs(ids):
         if span:
@@ -45,10 +57,10 @@ def spans(ids: np.ndarray, most: int, holding: Callable[[slice], np.ndarray]) ->
 
 
 class Blanks:
-    """Which records of a file were overwritten with zeros, and not written since: `table` (count,), bool.
+    """Which records of a file were overwritten with zeros and not written since: `table` (count,), bool.
 
-    `writing` is held from looking what holds nothing to having written zeros there: a record whose tag another thread
-    notes meanwhile is written after them. The owner of the store `resize`s, while another thread writes.
+    `writing` is held from checking which records are empty until zeros are written there, so a record that another
+    thread seals meanwhile is written after them. The store's owner may `resize` while another thread writes.
     """
 
     def __init__(self) -> None:
@@ -56,21 +68,21 @@ class Blanks:
         self.writing, self._lock = threading.Lock(), threading.Lock()
 
     def resize(self, count: int) -> None:
-        """Those that remain stay as they are."""
+        """Have entries for `count` records; existing ones stay."""
         with self._lock:
             before, self.table = self.table, np.zeros(count, dtype=bool)
             self.table[: len(before)] = before[:count]
 
     def set(self, some: np.ndarray | slice, blank: bool) -> None:
-        """These are blank, or something is about to be written there."""
+        """Mark these records as blank, or as about to be written."""
         with self._lock:
             self.table[some] = blank
 
     def write_through(
         self, file: RecordFile, data: memoryview, ids: np.ndarray, span: list[slice], record_bytes: int
     ) -> int:  # fmt: skip
-        """Write a span of records, of all whose `data` are given, and zeros; how many bytes of these. Raises `OSError`,
-        and any of it may be written then."""
+        """Write a span of records from `data`, which has all of `ids`, with zeros between them; returns the bytes of
+        zeros. Raises `OSError`; part of the span may be written then."""
         parts, between = list[memoryview](), list[slice]()
         for run in span:
             if parts:
@@ -78,22 +90,23 @@ class Blanks:
                 parts.append(_ZEROS[: (between[-1].stop - between[-1].start) * record_bytes])
             parts.append(data[run.start * record_bytes : run.stop * record_bytes])
         file.write_parts(parts, int(ids[span[0].start]) * record_bytes)
-        for some in between:
-            self.set(some, True)
+        for gap in between:
+            self.set(gap, True)
         return sum(len(part) for part in parts[1::2])
 
 
 SMALLEST_STEP_RECORDS = 64
 LARGEST_STEP_BYTES = 64 * 2**20
-"""The file grows by an eighth of itself, within these bounds, or by what was asked for when that is more."""
+"""The file grows by an eighth of its size within these bounds, or by the requested size if that is larger."""
 
 WRONG = 0xFF
-"""What the bytes of a wrong record are replaced by: no number, in every floating-point type."""
+"""Overwrites the bytes of a wrong record: not a number in any floating-point type."""
 
 
 @dataclass(frozen=True)
 class FrozenFile:
-    """Immutable records for a new store, which takes `file` over. `holes` are those below `count` that hold nothing."""
+    """Immutable records for a new store, which takes `file` over. `holes` are the records below `count` without
+    data."""
 
     file: RecordFile
     count: int
@@ -104,10 +117,10 @@ class FrozenFile:
 class FileStore(FreezableStore):
     """Records one after another in a file, record `i` at byte `i * record_bytes`.
 
-    The file is a new scratch file in the folder `place`, or the frozen one that `place` is. What is written is sealed
-    by `guard` (None: checksums, which every read checks), whose tags are this store's own; one thread at a time writes.
-    Small gaps between what is written, which hold nothing, become zeros (see `Blanks`). A subclass implements `read`,
-    which ends with what `_checked` does, and may override `_resized` to follow the file's size.
+    The file is a new scratch file in the folder `place`, or the frozen one that `place` is. `guard` (None: checksums,
+    checked at every read) seals what is written; its tags belong to this store. One thread at a time writes. Small
+    empty gaps between records become zeros (see `Blanks`). A subclass implements `read`, which ends with `_checked`,
+    and may override `_begin`, and `_resized` to follow the file's size.
     """
 
     def __init__(
@@ -129,6 +142,14 @@ class FileStore(FreezableStore):
             self._guard = Checksums() if guard is None else guard
             self._capacity, self._holes = 0, np.empty(0, dtype=np.int64)
         self._blanks = Blanks()
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        """Prepare for reading. If this raises, the store closes itself."""
 
     def allocate(self, count: int) -> np.ndarray:
         if count < 0:
@@ -138,17 +159,17 @@ class FileStore(FreezableStore):
         if missing > 0:
             self._grow(missing)
         ids = self._free.take(count)
-        self._guard.forget(ids)  # what was there before must not pass for what is to be written, should that fail
+        self._guard.forget(ids)  # if a write fails, the old content must not pass the check
         return ids
 
     @staticmethod
     def planned_capacity(records: int, record_bytes: int) -> int:
-        """The most records that the file has room for when at most `records` are taken at once."""
+        """The most records that the file has room for if at most `records` are allocated at once."""
         return records + max(SMALLEST_STEP_RECORDS, min(records // 8, LARGEST_STEP_BYTES // record_bytes))
 
     @classmethod
     def planned_tables(cls, records: int, record_bytes: int, tag_bytes: int) -> int:
-        """`tables_bytes` of a store in which at most `records` are taken at once, with tags of `tag_bytes`."""
+        """`tables_bytes` of a store in which at most `records` are allocated at once, with tags of `tag_bytes`."""
         return cls.planned_capacity(records, record_bytes) * (tag_bytes + FreeList.RECORD_BYTES + 1)
 
     def _grow(self, missing: int) -> None:
@@ -178,7 +199,7 @@ class FileStore(FreezableStore):
         self._capacity += step
 
     def _resized(self, size: int) -> None:
-        """The file is `size` bytes long now; records in the new part are handed out after this returns."""
+        """Called when the file has become `size` bytes long, before records in the new part are handed out."""
 
     def free(self, ids: np.ndarray) -> None:
         if not self._frozen:
@@ -224,7 +245,7 @@ class FileStore(FreezableStore):
         count = len(taken)
         try:
             if self._file.unsynced:
-                self._file.sync()  # others will read it, and none of them would count what the page cache holds of it
+                self._file.sync()  # other stores will read it without counting its pages in the page cache
             self._file.resize(count * self.record_bytes)
         except OSError as error:
             raise self._failure("freezing", error) from error
@@ -259,8 +280,8 @@ class FileStore(FreezableStore):
 
     @property
     def inode(self) -> tuple[int, int] | None:
-        there = os.fstat(self._file.fd)
-        return there.st_dev, there.st_ino
+        status = os.fstat(self._file.fd)
+        return status.st_dev, status.st_ino
 
     def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
         self._check_frozen(self._frozen, "exported")
@@ -271,10 +292,10 @@ class FileStore(FreezableStore):
             else:
                 self._wipe_holes()
                 self._file.sync()
-                if self._file.size == size and self._link(folder_fd, name):  # else something has written to it
+                if self._file.size == size and self._link(folder_fd, name):  # otherwise something has written to it
                     return guard
             ranges = self._ranges(np.flatnonzero(guard.written))
-            named.copy(self._file, size, ranges, folder_fd, name, self.record_bytes, self._check_piece)
+            copy_file(self._file, size, ranges, folder_fd, name, self.record_bytes, self._check_piece)
         except CorruptRecordError:
             raise
         except OSError as error:
@@ -282,21 +303,21 @@ class FileStore(FreezableStore):
         return guard
 
     def _link(self, folder_fd: int, name: str) -> bool:
-        """Call `named.link`. A link reads nothing. If something has written to the file since it was opened or frozen,
+        """Call `link_file`. A link reads nothing. If something has written to the file since it was opened or frozen,
         or a read has found damage, the complete file is read and checked."""
-        if not named.link(self._file, folder_fd, name):
+        if not link_file(self._file, folder_fd, name):
             return False
         try:
             if not self._file.unchanged:
-                for piece in named.pieces(self._file, self._ranges(np.flatnonzero(self.written)), self.record_bytes):
+                for piece in pieces(self._file, self._ranges(np.flatnonzero(self.written)), self.record_bytes):
                     self._check_piece(*piece)
         except BaseException as error:
-            named.undo_name(folder_fd, name, error)
+            undo_name(folder_fd, name, error)
             raise
         return True
 
     def _check_piece(self, start: int, piece: memoryview) -> None:
-        """Raise `CorruptRecordError` unless `piece`, records as they lie in the file from byte `start` on, is as it was
+        """Raise `CorruptRecordError` unless `piece`, records as they are in the file from byte `start` on, is as it was
         written."""
         first, count = start // self.record_bytes, len(piece) // self.record_bytes
         ids, records = np.arange(first, first + count), torch.frombuffer(piece, dtype=torch.uint8).view(count, -1)
@@ -305,7 +326,7 @@ class FileStore(FreezableStore):
             self._refuse(wrong, ids, records)
 
     def _wipe_holes(self) -> None:
-        """What was given back before the freeze, e.g. tokens that were cropped, is not to be saved."""
+        """Zero records that were freed before the freeze, e.g. cropped tokens: they must not be saved."""
         if not len(self._holes):
             return
         unchanged = self._file.unchanged
@@ -316,21 +337,19 @@ class FileStore(FreezableStore):
             self._file.vouch()
 
     def _ranges(self, ids: np.ndarray) -> list[tuple[int, int]]:
-        """Where each run of records begins and ends in the file, in bytes."""
+        """Byte ranges in the file of each run of records."""
         edges = [(int(ids[start]), int(ids[stop - 1]) + 1) for start, stop in runs(ids)]
         return [(first * self.record_bytes, end * self.record_bytes) for first, end in edges]
 
     def _checked(self, ids: np.ndarray, out: torch.Tensor) -> None:
-        """Raise `CorruptRecordError` unless the rows of `out`, as they were read, are what was written to `ids`.
-
-        Encrypted ones are plain when this returns.
-        """
+        """Raise `CorruptRecordError` unless the rows of `out`, as they were read, are as they were written to `ids`.
+        Decrypts encrypted rows."""
         wrong = self._guard.check(ids, out)
         if wrong.size:
             self._refuse(wrong, ids, out)
 
     def _refuse(self, wrong: np.ndarray, ids: np.ndarray, out: torch.Tensor) -> None:
-        """Raise for the positions `wrong`, of which there is one at least, and overwrite their rows."""
+        """Raise for the positions `wrong`, at least one, and overwrite their rows."""
         out[torch.from_numpy(wrong)] = WRONG
         verb = "is" if len(wrong) == 1 else "are"
         problem = f"{self.name}: {self._describe(ids[wrong])} {verb} not what was written ({self._guard.reason})"
@@ -338,7 +357,7 @@ class FileStore(FreezableStore):
         raise CorruptRecordError(
             errno.EIO,
             f"{problem} in {self._file.place!r}: the disk failed, or the file was changed by something else; other "
-            f"records are readable, and what was lost has to be computed again",
+            f"records are readable, and the lost ones must be computed again",
         )
 
     def _describe(self, ids: np.ndarray) -> str:
@@ -350,7 +369,7 @@ class FileStore(FreezableStore):
         kind: type[StoreError] = StoreFullError if full else StoreError
         if isinstance(error, ShortReadError):
             kind = CorruptRecordError
-        elif isinstance(error, StoreError):  # it says more than its number
+        elif isinstance(error, StoreError):  # its text says more than its number
             kind = type(error)
         advice = "; make room or give another `path`" if full and not isinstance(error, StoreFullError) else ""
         reason = error.strerror or str(error)
@@ -380,29 +399,19 @@ class FileStore(FreezableStore):
         self._file.close()
 
 
-# Reads that bypass the page cache, straight into the caller's memory
+# Reads that bypass the page cache
 
 class DirectStore(FileStore):
-    """A file store read with `O_DIRECT`: one `preadv` a run of adjacent records, nothing left in the page cache.
+    """A file store read with `O_DIRECT`: one `preadv` per run of adjacent records; nothing stays in the page cache.
 
     A read keeps one request in flight, so several threads should share a batch; each checks what it has read. Raises
-    `StoreError` with the reason when the file system of `place` does not do `O_DIRECT`.
+    `StoreError` with the reason if the file system of `place` has no `O_DIRECT`.
     """
 
-    advises = False
-
-    def __init__(
-        self,
-        place: str | os.PathLike[str] | FrozenFile,
-        record_bytes: int,
-        name: str,
-        guard: RecordGuard | None = None,
-    ) -> None:
-        super().__init__(place, record_bytes, name, guard)
+    def _begin(self) -> None:
         reason = None if self._frozen else self._file.try_direct()
         if reason is not None:
-            self.close()
-            raise StoreError(errno.EINVAL, f'{name}: {reason}; use engine="mapped" or another `path`')
+            raise StoreError(errno.EINVAL, f'{self.name}: {reason}; use engine="mapped" or another `path`')
 
     def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
         check_batch(ids, out, self.record_bytes, aligned=True)

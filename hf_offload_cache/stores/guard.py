@@ -1,4 +1,4 @@
-"""What tells whether a record is what was written: a tag a record, kept in memory."""
+"""Detects records that are not as they were written: one tag per record, kept in memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ NONE_WRONG.flags.writeable = False
 
 
 class RecordGuard(ABC):
-    """The tags of one store's records.
+    """The tags of one store's records. A tag of zeros means that nothing was written to the record.
 
-    A tag of zeros says that nothing was written to the record. `resize` and `forget` are for the thread that owns the
-    store, `seal` for the one that writes, `check` and `holding` for any.
+    `resize` and `forget` are for the thread that owns the store, `seal` for the one that writes, `check` and `holding`
+    for any.
 
     Attributes:
         tag_bytes: size of a tag.
-        copies: `seal` returns memory of its own, so that a caller should give it a bounded number of records at once.
-        reason: how an error says what a wrong record does, e.g. "its checksum differs".
+        copies: `seal` returns its own memory, so a caller should pass a bounded number of records at once.
+        reason: how an error describes a wrong record, e.g. "its checksum differs".
     """
 
     tag_bytes: int
@@ -32,10 +32,10 @@ class RecordGuard(ABC):
 
     def __init__(self) -> None:
         self._tags = np.zeros((0, self.tag_bytes), dtype=np.uint8)
-        self._lock = threading.Lock()  # a resize must not lose what another thread notes meanwhile
+        self._lock = threading.Lock()  # a resize must not lose tags that another thread writes meanwhile
 
     def resize(self, count: int) -> None:
-        """Have tags for `count` records: those that remain stay as they are."""
+        """Have tags for `count` records; existing tags stay."""
         with self._lock:
             tags = np.zeros((count, self.tag_bytes), dtype=np.uint8)
             kept = min(count, len(self._tags))
@@ -43,7 +43,7 @@ class RecordGuard(ABC):
             self._set(tags)
 
     def forget(self, ids: np.ndarray) -> None:
-        """Nothing is in the records `ids`."""
+        """Mark the records `ids` as empty."""
         with self._lock:
             self._tags[ids] = 0
 
@@ -51,38 +51,37 @@ class RecordGuard(ABC):
     def seal(self, ids: np.ndarray, records: torch.Tensor) -> torch.Tensor:
         """The records (n, record_bytes) as they are to be written; notes their tags.
 
-        Does not change `records`: what is returned is `records` itself or, where `copies`, aligned memory of the
-        caller's. Raises `ValueError` when this guard may only check.
+        Does not change `records`: returns `records` itself or, if `copies`, aligned memory that the caller owns. Raises
+        `ValueError` if this guard may only check.
         """
 
     @abstractmethod
     def check(self, ids: np.ndarray, records: torch.Tensor) -> np.ndarray:
         """Compare `records` (n, record_bytes), as they were read, with the tags of `ids`; decrypts them in place.
 
-        Returns the positions (int64) of those that are wrong; none: all is as it was written. What is in the rows of
-        wrong ones is undefined then.
+        Returns the positions (int64) of wrong records, whose rows are undefined then.
         """
 
     def recheck(self, ids: np.ndarray, records: torch.Tensor) -> np.ndarray:
-        """As `check`, of records that went through it: those that are wrong, and that it was told to trust."""
+        """Like `check`, for records that went through it: finds wrong ones that `check` was told to trust."""
         return NONE_WRONG
 
     @abstractmethod
     def audit(self, ids: np.ndarray, records: torch.Tensor) -> np.ndarray:
-        """Like `check`, for copies of records as they lie in the file: trusts nothing, and leaves them unchanged."""
+        """Like `check`, for copies of records as they are in the file: trusts nothing, and leaves them unchanged."""
 
     @property
     def tags(self) -> np.ndarray:
-        """A view (count, tag_bytes), uint8, valid until the next `resize`: what to save beside the records."""
+        """A view (count, tag_bytes), uint8, valid until the next `resize`: saved next to the records."""
         return self._tags
 
     @property
     def written(self) -> np.ndarray:
-        """Which records hold something: (count,), bool."""
+        """Which records hold data: (count,), bool."""
         return self.holding(slice(None))
 
     def holding(self, some: slice) -> np.ndarray:
-        """Which of `some` records hold something, bool."""
+        """Which of `some` records hold data, bool."""
         return np.any(self._tags[some], axis=1)
 
     @property
@@ -92,7 +91,7 @@ class RecordGuard(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What `open_guard` needs to know beside tags and key; fit for JSON."""
+        """Input of `open_guard` besides tags and key; fit for JSON."""
 
     @abstractmethod
     def fresh(self) -> RecordGuard:
@@ -100,7 +99,7 @@ class RecordGuard(ABC):
 
     @abstractmethod
     def only(self, live: np.ndarray) -> RecordGuard:
-        """A guard of its own that only checks, for a file that has the records `live` (count,), bool, and no others."""
+        """A new guard that only checks, for a file with the records `live` (count,), bool, and no others."""
 
     def _tags_of(self, live: np.ndarray) -> np.ndarray:
         return np.where(live[:, None], self._tags, np.uint8(0))
@@ -110,9 +109,9 @@ class RecordGuard(ABC):
 
 
 class Checksums(RecordGuard):
-    """A tag is the xxh3 of the record, 64 bits, little-endian. Without `verify`, `check` trusts what was read.
+    """A tag is the record's xxh3 digest, 64 bits, little-endian. Without `verify`, `check` trusts reads.
 
-    `tags` may be given to go on from: (count, 8), uint8; they are taken over. A digest of 0 is noted as 1, since 0 says
+    `tags` ((count, 8), uint8; taken over) are those to continue with. A digest of 0 is stored as 1, because 0 means
     that nothing was written.
     """
 
@@ -158,12 +157,13 @@ class Checksums(RecordGuard):
 
 
 def _digests(records: torch.Tensor) -> list[int]:
-    """xxh3 of each row. On the decode path: 25 records of 12 KiB take 5 to 15 us, by whether they are in the cache."""
+    """xxh3 of each row. On the decode path: 25 records of 12 KiB take 5 to 15 us, depending on whether they are in the
+    processor's cache."""
     digest = xxhash.xxh3_64_intdigest
     return [digest(record) for record in records.numpy()]
 
 
 def _differing(found: list[int], expected: list[int]) -> np.ndarray:
-    """Positions (int64) of the digests that are not what was noted, which is 1 for a digest of 0."""
+    """Positions (int64) of digests that differ from the stored ones, which are 1 for a digest of 0."""
     wrong = [(one or 1) != other for one, other in zip(found, expected, strict=True)]
     return np.flatnonzero(wrong).astype(np.int64)

@@ -1,4 +1,4 @@
-"""A store of several: immutable parts below, and one of its own above that grows."""
+"""A store of several: immutable parts below, and its own growing store above."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .base import FreezableStore, LateRead, Transfer, aligned_empty, check_batch
 from .guard import RecordGuard
 from .record_file import BOUNCE_BYTES
 
-# Which ids of a layered store lie in which of its stores
+# The ids of each store
 
 class IdLayout:
-    """Which store has which ids; never changed.
+    """Which store has which ids. Immutable.
 
     Attributes:
-        stores: the parts, and the own store where there is one.
+        stores: the parts, and the own store if there is one.
         firsts: the first id of each of them (int64).
         base: the first id behind the parts.
-        second: the first id that is not the first store's; 2**64 where that has all.
+        second: the first id that is not in the first store; 2**64 if that store has all.
     """
 
     def __init__(self, parts: tuple[FreezableStore, ...], own: FreezableStore | None) -> None:
@@ -36,14 +36,14 @@ class IdLayout:
         self.second = int(self.firsts[1]) if len(self.firsts) > 1 else 2**64
 
     def pieces(self, ids: np.ndarray) -> list[tuple[FreezableStore, np.ndarray, tuple[int, int]]]:
-        """Stretches of `ids` that lie in one store: the store, its own ids for them, and the positions in `ids`.
+        """Stretches of `ids` in one store: the store, its own ids for them, and the positions in `ids`.
 
-        Ids that do not exist, also those below 0, are the last store's to refuse.
+        The last store refuses ids that do not exist, also negative ones.
         """
         count = len(ids)
         if count == 0:
             return []
-        if np.maximum.reduce(ids.view(np.uint64)) < self.second:  # as a rule; a negative one is above all others
+        if np.maximum.reduce(ids.view(np.uint64)) < self.second:  # the usual case; negative ids become the largest
             return [(self.stores[0], ids, (0, count))]
         index = np.searchsorted(self.firsts, ids, side="right") - 1
         cuts = np.flatnonzero(index[1:] != index[:-1]) + 1
@@ -54,10 +54,10 @@ class IdLayout:
         return pieces
 
 
-# Transfers of several stores as one
+# Transfers of several stores
 
 class JointTransfer(Transfer):
-    """Several transfers as one. The first that fails is what `finish` raises, when the others have ended."""
+    """Several transfers as one. `finish` raises the error of the first that fails, when the others have ended."""
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         self._transfers = transfers
@@ -70,7 +70,7 @@ class JointTransfer(Transfer):
         return None if None in ends else max(end for end in ends if end is not None)
 
     def done(self) -> bool:
-        return all([transfer.done() for transfer in self._transfers])  # a list: each is looked at
+        return all([transfer.done() for transfer in self._transfers])  # a list, so that each is polled
 
     def drop(self) -> None:
         for transfer in self._transfers:
@@ -86,7 +86,7 @@ class JointTransfer(Transfer):
         try:
             for transfer in self._transfers:
                 transfer.finish()
-        except StalledError:  # under way: to be waited for again
+        except StalledError:  # still under way: it can be waited for again
             raise
         except Exception as error:
             cancel_all(self._transfers)
@@ -95,26 +95,26 @@ class JointTransfer(Transfer):
 
 
 def cancel_all(transfers: Sequence[Transfer]) -> None:
-    """Give them up: nothing is under way when this returns. Raises `StalledError` where something still is."""
+    """Give the transfers up: nothing is under way when this returns. Raises `StalledError` if something still is."""
     for transfer in transfers:
         transfer.drop()
     for transfer in transfers:
         transfer.wait()
 
 
-# Several frozen stores made one
+# Merging frozen stores
 
 FEW_PARTS = 4
-"""Parts that are not worth copying anything: a document, and what came in a turn or two."""
+"""Up to this many parts nothing is copied: a document, and the additions of a turn or two."""
 MOST_TIMES = 2
-"""A part is copied when it is at most so many times as large as what is behind it."""
+"""A part is copied if it is at most this many times as large as everything behind it."""
 
 
 def parts_that_stay(capacities: Sequence[int]) -> int:
     """How many of the parts with these `capacities` stay; those behind them are to be merged.
 
-    All, or all but one, where there is nothing to merge. Among parts that were merged so after each that was added, the
-    4th is more than twice as large as the 5th, that more than twice as large as the 6th, and so on.
+    If there is nothing to merge, the result is all, or all but one. If parts are merged after each addition, the 4th is
+    more than twice as large as the 5th, that more than twice as large as the 6th, and so on.
     """
     first = len(capacities) - 1
     behind = capacities[-1] if capacities else 0
@@ -129,10 +129,10 @@ def parts_that_stay(capacities: Sequence[int]) -> int:
 def merge_parts(
     parts: Sequence[FreezableStore], live: np.ndarray | None, make: Callable[[], FreezableStore]
 ) -> FreezableStore:
-    """A frozen store, the caller's, of the records of `parts`, part after part, in an empty one that `make` makes.
+    """A frozen store, the caller's, with the records of `parts` one after the other, in an empty store from `make`.
 
-    Records that hold nothing, or are not `live` ((sum of capacities,), bool), hold nothing in it. It has the counters
-    of `parts` added to its own, so that none is lost with them. Raises `StoreError`, having left nothing behind.
+    Records that are empty, or not `live` ((sum of capacities,), bool), are empty in it. The counters of `parts` are
+    added to its own. Raises `StoreError`, with nothing left behind.
     """
     merged = make()
     try:
@@ -145,11 +145,11 @@ def merge_parts(
             needed = part.written if live is None else part.written & live[first : first + part.capacity]
             wanted = np.flatnonzero(needed).astype(np.int64)
             for start in range(0, len(wanted), len(buffer)):
-                some = wanted[start : start + len(buffer)]
-                records = buffer[: len(some)]
-                part.read(some, records)
-                part.verify(some, records)  # it gets a new tag, which would vouch for what nobody has checked
-                merged.write(some + first, records)
+                ids_of_part = wanted[start : start + len(buffer)]
+                records = buffer[: len(ids_of_part)]
+                part.read(ids_of_part, records)
+                part.verify(ids_of_part, records)  # a new tag must not vouch for an unchecked record
+                merged.write(ids_of_part + first, records)
             first += part.capacity
         merged.freeze()
         for part in parts:
@@ -163,44 +163,44 @@ def merge_parts(
 
 
 def _total(name: str) -> Any:
-    """A counter: the sum over the stores. Only 0 may be assigned: it starts anew."""
+    """Sum over the stores."""
+    return property(lambda store: sum(getattr(one, name) for one in store._layout.stores))
 
-    def get(store: LayeredStore) -> int:
-        return sum(getattr(one, name) for one in store._stores())
+
+def _counter(name: str) -> Any:
+    """Sum over the stores, which may be set to 0 only."""
 
     def put(store: LayeredStore, value: int) -> None:
         if value != 0:
             raise ValueError(f"{name} is a sum over parts: it can be set to 0 only, got {value}")
-        for one in store._stores():
+        for one in store._layout.stores:
             setattr(one, name, 0)
 
-    return property(get, put)
+    return _total(name).setter(put)
 
 
 class LayeredStore(FreezableStore):
-    """Records of frozen `parts`, one after the other, and then those of a store of its own.
+    """Records of frozen `parts`, one after the other, and then those of an own store.
 
-    Ids go on from part to part: the first record of a part comes after the last of the part before, as many as its
-    `capacity` says. What is allocated lies in the own store, which `make_own` makes when it is first needed, and which
-    is not frozen; or that is `own`, whose records then get ids behind those of the parts. All of them
-    belong to this store, which closes them. Freed records of parts are kept: others may share them.
+    Ids continue from part to part: the first record of a part follows the last of the part before, counted by
+    `capacity`. New records go to the own store, which `make_own` makes when it is first needed, or at once if there are
+    no parts. All of them belong to this store, which closes them. Freed records of parts stay, because others may share
+    them.
 
-    `record_bytes` and `name` are those of the first store. Raises `ValueError` when the stores' `record_bytes` differ.
+    `record_bytes` and `name` are those of the first store. Raises `ValueError` if the stores' `record_bytes` differ.
     """
 
-    bytes_read = _total("bytes_read")
-    bytes_written = _total("bytes_written")
-    reads = _total("reads")
+    bytes_read = _counter("bytes_read")
+    bytes_written = _counter("bytes_written")
+    reads = _counter("reads")
+    capacity = _total("capacity")
+    disk_bytes = _total("disk_bytes")
+    memory_bytes = _total("memory_bytes")
+    tables_bytes = _total("tables_bytes")
 
-    def __init__(
-        self,
-        parts: Sequence[FreezableStore],
-        make_own: Callable[[], FreezableStore],
-        own: FreezableStore | None = None,
-    ) -> None:
-        if own is None and not parts:
-            own = make_own()
-        stores = [*parts, *([] if own is None else [own])]
+    def __init__(self, parts: Sequence[FreezableStore], make_own: Callable[[], FreezableStore]) -> None:
+        own = None if parts else make_own()
+        stores = [*parts] if own is None else [own]
         if len({store.record_bytes for store in stores}) > 1:
             raise ValueError(f"parts must agree in record_bytes, got {[store.record_bytes for store in stores]}")
         self.record_bytes, self.name = stores[0].record_bytes, stores[0].name  # the base would set counters
@@ -216,8 +216,8 @@ class LayeredStore(FreezableStore):
 
     @property
     def advises(self) -> bool:  # type: ignore[override]
-        """As the parts do; they are read with one engine as a rule."""
-        return any(store.advises for store in self._stores())
+        """As the parts do; usually one engine reads them all."""
+        return any(store.advises for store in self._layout.stores)
 
     @property
     def first_id(self) -> int:
@@ -232,10 +232,7 @@ class LayeredStore(FreezableStore):
         layout = IdLayout(parts, own)
         for store, first in zip(layout.stores, layout.firsts.tolist(), strict=True):
             store.first_id = self._first_id + first
-        self._layout = layout  # in one step: other threads read
-
-    def _stores(self) -> tuple[FreezableStore, ...]:
-        return self._layout.stores
+        self._layout = layout  # in one step, because other threads read it
 
     def allocate(self, count: int) -> np.ndarray:
         if count < 0:
@@ -258,10 +255,10 @@ class LayeredStore(FreezableStore):
         mine = (ids < 0) | (ids >= layout.base)
         if not mine.any():
             return
-        some = ids if mine.all() else ids[mine]
+        freed = ids if mine.all() else ids[mine]
         if layout.own is None:
-            raise StoreError(errno.EINVAL, f"{self.name}: {describe(some + self._first_id)} not allocated")
-        layout.own.free(some - layout.base)
+            raise StoreError(errno.EINVAL, f"{self.name}: {describe(freed + self._first_id)} not allocated")
+        layout.own.free(freed - layout.base)
 
     def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
         check_batch(ids, records, self.record_bytes)
@@ -289,7 +286,7 @@ class LayeredStore(FreezableStore):
             for store, some, (first, stop) in pieces:
                 transfer = store.start(some, out[first:stop])
                 if transfer is None and not begun:
-                    return None  # it can only block: other threads read all of it
+                    return None  # it can only block, so other threads read everything
                 begun.append(transfer or LateRead(store.read, some, out[first:stop]))
         except BaseException:
             cancel_all(begun)
@@ -303,14 +300,14 @@ class LayeredStore(FreezableStore):
 
     @property
     def in_memory(self) -> bool:
-        return all(store.in_memory for store in self._stores())
+        return all(store.in_memory for store in self._layout.stores)
 
     def read_parts(self, ids: np.ndarray, first_bytes: np.ndarray, out: torch.Tensor) -> None:
         for store, some, (first, stop) in self._layout.pieces(ids):
             store.read_parts(some, first_bytes[first:stop], out[first:stop])
 
     def count_read(self, requests: int, nbytes: int) -> None:
-        self._stores()[-1].count_read(requests, nbytes)
+        self._layout.stores[-1].count_read(requests, nbytes)
 
     def addresses(self, ids: np.ndarray) -> np.ndarray | None:
         found = np.empty(len(ids), dtype=np.int64)
@@ -320,14 +317,10 @@ class LayeredStore(FreezableStore):
             found[first:stop] = own
         return found
 
-    @property
-    def capacity(self) -> int:
-        return sum(store.capacity for store in self._stores())
-
     def freeze(self) -> None:
-        """The own store's records become the last part, if there are any; what is allocated then has a new own store.
+        """Make the own store the last part, if it has records; later allocations get a new own store.
 
-        Ids stay what they are. Raises `StoreError`, with nothing changed.
+        Ids stay. Raises `StoreError`, with nothing changed.
         """
         layout = self._layout
         if layout.own is None:
@@ -340,19 +333,18 @@ class LayeredStore(FreezableStore):
             layout.own.close()
 
     def merge(self, live: np.ndarray | None = None) -> None:
-        """Make one part of the latest ones where there are many, so that each `freeze` does not add a file for good.
+        """Merge the latest parts if there are many, so that each `freeze` does not add a file for good.
 
-        Up to 4 parts stay as they are; else the latest are merged as far as one is at most twice as large as all behind
-        it together. There are then at most 4 + log2(records) parts, whatever was frozen when. A record is copied once,
-        and again each time that its part grows by half: some 4 times in all for 60 parts of one size. The first part, a
-        document as a rule, is never copied. A part that others hold, forks or contexts, stays on the disk for them, and
-        its copy takes disk beside it: that is why a few parts stay as they are.
+        Up to 4 parts stay. Otherwise the latest are merged as long as a part is at most twice as large as everything
+        behind it. Then at most 4 + log2(records) parts remain. A record is copied once, and again each time that its
+        part grows by half: about 4 times for 60 parts of one size. The first part, usually a document, is never copied.
+        A part that forks or contexts still use stays on the disk next to its copy, which is why a few parts are not
+        merged.
 
-        Ids stay what they are. `live` ((capacity,), bool; None: all) says which records are needed: others are not
-        copied, and hold nothing from then on. Nothing may be allocated since the last `freeze`, no read under way.
-        Takes a MiB of host memory meanwhile. Where the disk has no room, nothing is merged. Raises `StoreError`,
-        `CorruptRecordError` for a damaged record that would have to be copied, also where reads trust the disk; nothing
-        has changed then.
+        Ids stay. `live` ((capacity,), bool; None: all) says which records are needed: others are not copied and are
+        empty from then on. Nothing may be allocated since the last `freeze`, and no read under way. Takes a MiB of host
+        memory meanwhile. If the disk has no room, nothing is merged. Raises `StoreError`, and `CorruptRecordError` for
+        a damaged record to be copied, even if reads trust the disk; nothing has changed then.
         """
         self._check_frozen(self._layout.own is None, "merged")
         parts = self.parts
@@ -364,13 +356,13 @@ class LayeredStore(FreezableStore):
         try:
             merged = merge_parts(latest, kept, self._make_own)
         except StoreFullError:
-            return  # it may be tried again; the records are where they were
+            return  # the records are unchanged, and a later call may succeed
         self._arrange((*parts[:first], merged), None)
         for part in latest:
             part.close()
 
     def share(self) -> FreezableStore:
-        """A layered store over the same parts, as its only ones. Its own store is made as this one's."""
+        """A layered store over the same parts only. Its own store is made like this one's."""
         parts: list[FreezableStore] = []
         try:
             self._check_frozen(self._layout.own is None, "shared")
@@ -392,7 +384,7 @@ class LayeredStore(FreezableStore):
 
     @property
     def written(self) -> np.ndarray:
-        return np.concatenate([store.written for store in self._stores()])
+        return np.concatenate([store.written for store in self._layout.stores])
 
     def verify(self, ids: np.ndarray, records: torch.Tensor) -> None:
         for store, some, (first, stop) in self._layout.pieces(ids):
@@ -404,29 +396,17 @@ class LayeredStore(FreezableStore):
 
     @property
     def directory(self) -> str | None:
-        return ", ".join(dict.fromkeys(store.directory for store in self._stores() if store.directory)) or None
-
-    @property
-    def disk_bytes(self) -> int:
-        return sum(store.disk_bytes for store in self._stores())
+        return ", ".join(dict.fromkeys(store.directory for store in self._layout.stores if store.directory)) or None
 
     @property
     def own_disk_bytes(self) -> int:
         own = self._layout.own
         return 0 if own is None else own.own_disk_bytes
 
-    @property
-    def memory_bytes(self) -> int:
-        return sum(store.memory_bytes for store in self._stores())
-
-    @property
-    def tables_bytes(self) -> int:
-        return sum(store.tables_bytes for store in self._stores())
-
     def close(self) -> None:
-        """Closes all of them, also when one of them raises."""
+        """Close all stores, even if one of them raises."""
         failure: BaseException | None = None
-        for store in self._stores():
+        for store in self._layout.stores:
             try:
                 store.close()
             except BaseException as error:

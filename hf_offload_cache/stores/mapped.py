@@ -1,4 +1,4 @@
-"""Reads through a memory map: the kernel fetches what was advised, one gather copies it, and the pages go again."""
+"""Reads through a memory map: the kernel fetches advised pages, one gather copies them, and they are dropped again."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ import torch
 
 from ..errors import StoreError, StoreFullError
 from .base import check_batch, check_range, runs
-from .file import FileStore, FrozenFile
-from .guard import RecordGuard
+from .file import FileStore
 from .record_file import REFUSALS, ShortReadError, advise_map, drop_pages, open_scratch
 
-# A table on the disk, whose pages are in memory while they are used
+# A table on the disk, in memory while it is used
 
 class MappedTable:
-    """A copy of `array` in a file without a name in `directory`, mapped: `array` is the copy from then on.
+    """A copy of `array` in an unnamed file in `directory`, mapped: use `array` of this object from then on.
 
-    The file goes with the last view of the array. What is in memory of it is in the system's page cache; `rest` lets go
-    of that too, the first time all of it, later on all but what has changed and is still to be written. A page that the
-    device cannot give back ends the process (SIGBUS), as with the `mapped` engine. Raises `StoreFullError`,
-    `StoreError`, with nothing left behind.
+    The file goes with the last view of the array. Its resident part is in the system's page cache. The first `rest`
+    drops all of that, later ones all pages but those still to be written. A page that the device cannot return ends the
+    process (SIGBUS), as with the `mapped` engine. Raises `StoreFullError`, `StoreError`, with nothing left behind.
 
     Attributes:
-        descriptor: of the file, as long as this object is there.
+        descriptor: the file's descriptor while this object lives.
     """
 
     def __init__(self, directory: Path, name: str, array: np.ndarray) -> None:
@@ -37,14 +35,14 @@ class MappedTable:
         self._file = open_scratch(directory, name)
         descriptor = self._file.fd
         try:
-            _take_space(descriptor, size)  # a page that found no space later would end the process
+            _take_space(descriptor, size)  # a page without space would end the process later
             self._map = mmap.mmap(descriptor, size)
         except OSError as error:
             self._file.close()
             kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
             raise kind(
                 error.errno, f"{name}: no table of {size:,} bytes in {str(directory)!r} ({error.strerror}): free some "
-                f"space, raise `ulimit -n` where files are too many, or keep it in memory"
+                f"space, raise `ulimit -n` if there are too many files, or keep it in memory"
             ) from error  # fmt: skip
         self.descriptor, self.nbytes = descriptor, size
         self._name, self._fresh = name, True
@@ -53,13 +51,13 @@ class MappedTable:
         self.array[...] = array
 
     def will_need(self) -> None:
-        """It is about to be read: the system may begin."""
+        """Let the system begin to read the table."""
         advise_map(self._map, "MADV_WILLNEED")
 
     def rest(self) -> None:
-        """It is not read for a while: none of it is in memory until it is. The first time this waits until it is
-        written, as long as the system does. Raises `StoreError` where it cannot be, then and from then on: what the
-        system still has of it may be lost at any time."""
+        """Drop the table from memory until it is read again. The first call waits until the table is on the disk. If it
+        cannot be written, this call and all later ones raise `StoreError`, because the system may lose its pages at any
+        time."""
         if self._fresh:
             self._fresh = False
             try:
@@ -68,7 +66,7 @@ class MappedTable:
                 self._failed = error.errno or 0, str(error.strerror)
         if self._failed is not None:
             raise StoreError(
-                self._failed[0], f"{self._name}: its table could not be written ({self._failed[1]}); what is cached is "
+                self._failed[0], f"{self._name}: its table could not be written ({self._failed[1]}); the records are "
                 "still on the disk: `reset` the cache, or keep the table in memory"
             )  # fmt: skip
         advise_map(self._map, "MADV_DONTNEED")
@@ -76,7 +74,7 @@ class MappedTable:
 
 
 def _take_space(descriptor: int, size: int) -> None:
-    """Make an empty file `size` bytes long, none of them a hole."""
+    """Make an empty file `size` bytes long, without holes."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, 0, size)
@@ -94,47 +92,38 @@ def _take_space(descriptor: int, size: int) -> None:
 class MappedStore(FileStore):
     """A file store read from a map of the file; works on every file system that can map files.
 
-    `advise` makes the kernel read ahead without a thread of ours; `read` copies and then drops the pages from the map
-    and from the page cache. Pages that were advised and not read yet count as `memory_bytes`. Writes bypass the page
-    cache where the file system allows that. A device error while a page is being read kills the process (SIGBUS):
-    the kernel has no other way to say so through a map.
+    `advise` makes the kernel read ahead without a thread of ours; `read` copies pages and then drops them from the map
+    and from the page cache. Pages advised and not read yet count as `memory_bytes`. Writes bypass the page cache if the
+    file system allows that. A device error while a page is read kills the process (SIGBUS): the kernel reports it in no
+    other way through a map.
     """
 
     advises = True
 
-    def __init__(
-        self,
-        place: str | os.PathLike[str] | FrozenFile,
-        record_bytes: int,
-        name: str,
-        guard: RecordGuard | None = None,
-    ) -> None:
-        super().__init__(place, record_bytes, name, guard)
+    def _begin(self) -> None:
         self._tables = threading.Lock()
         # Replaced as a pair when the file grows: a read in another thread keeps the pair that it began with, and the
         # old map goes when the last such read has ended. Never `mmap.close`: the tensor does not hold it open.
         self._map: tuple[mmap.mmap, torch.Tensor] | None = None
         self._advised = np.zeros(0, dtype=bool)
         if not self._frozen:
-            self._file.try_direct()  # for the writes; without it they go through the page cache and are dropped there
+            self._file.try_direct()  # for writes; without it they pass through the page cache
         elif self._capacity:
             try:
-                self._resized(self._capacity * record_bytes)
+                self._resized(self._capacity * self.record_bytes)
             except OSError as error:
-                failure = self._failure("mapping", error)
-                self.close()
-                raise failure from error
+                raise self._failure("mapping", error) from error
 
     @classmethod
     def planned_tables(cls, records: int, record_bytes: int, tag_bytes: int) -> int:
-        """See `FileStore.planned_tables`; whether a record was advised takes a byte."""
+        """See `FileStore.planned_tables`; one more byte per record says whether it was advised."""
         advised = cls.planned_capacity(records, record_bytes)
         return super().planned_tables(records, record_bytes, tag_bytes) + advised
 
     def _resized(self, size: int) -> None:
         mapped = mmap.mmap(self._file.fd, size, prot=mmap.PROT_READ)
         advise_map(mapped, "MADV_RANDOM")
-        # By its address: torch takes no buffer that it may not write to. `view` keeps the map, and the tensor the view.
+        # By address, because torch takes no read-only buffer. `view` keeps the map, and the tensor keeps the view.
         view = (ctypes.c_ubyte * size).from_address(np.frombuffer(mapped, dtype=np.uint8).ctypes.data)
         setattr(view, "map", mapped)  # noqa: B010  (ctypes says nothing of attributes)
         records = torch.frombuffer(view, dtype=torch.uint8).view(-1, self.record_bytes)
@@ -166,7 +155,7 @@ class MappedStore(FileStore):
         try:
             self._file.check()
             end = (int(ids.max()) + 1) * self.record_bytes
-            if self._file.size < end:  # touching a page behind the end would kill the process
+            if self._file.size < end:  # a page behind the end would kill the process
                 raise ShortReadError(
                     errno.EIO, f"short read: the file ends at byte {self._file.size}, before byte {end}"
                 )
@@ -175,7 +164,7 @@ class MappedStore(FileStore):
         except OSError as error:
             raise self._failure(f"reading {self._describe(ids)}", error) from error
         finally:
-            del mapped, records  # whoever keeps an error keeps this frame: not the map, nor its descriptor, with it
+            del mapped, records  # a kept error keeps this frame, but must not keep the map and its descriptor
         self.count_read(requests, out.numel())
         self._checked(ids, out)
 
@@ -185,17 +174,17 @@ class MappedStore(FileStore):
             self._drop(self._map[0], stale)
 
     def _drop(self, mapped: mmap.mmap, ids: np.ndarray) -> int:
-        """Let go of the pages of `ids`; the number of runs."""
+        """Drop the pages of `ids`; returns the number of runs."""
         ranges = self._page_ranges(ids)
         for start, length in ranges:
-            advise_map(mapped, "MADV_DONTNEED", start, length)  # a page that is mapped cannot leave the page cache
+            advise_map(mapped, "MADV_DONTNEED", start, length)  # a mapped page cannot leave the page cache
             self._file.drop(start, length)
         with self._tables:
             self._advised[ids] = False
         return len(ranges)
 
     def _page_ranges(self, ids: np.ndarray) -> list[tuple[int, int]]:
-        """Start and length in bytes of each run, widened to whole pages (a page can be larger than a record)."""
+        """Start and length in bytes of each run, extended to complete pages (a page can be larger than a record)."""
         ranges = []
         for first, stop in runs(ids):
             start = int(ids[first]) * self.record_bytes

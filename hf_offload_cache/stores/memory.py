@@ -1,4 +1,4 @@
-"""Records in host memory: the store that cannot fail, and the twin that the others are tested against."""
+"""Records in host memory: the store that cannot fail, and the plain twin that the others are tested against."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 import torch
 
 from ..errors import StoreError
-from . import named
 from .base import FreezableStore, aligned_empty, byte_view, check_batch, check_range, describe, pinned_empty, runs
 from .guard import Checksums, RecordGuard
+from .record_file import new_file
 
-# Which records of a store are taken
+# Allocation of record ids
 
 class FreeList:
-    """Hands out record ids, adjacent ones where it can, and takes them back. One thread only.
+    """Hands out record ids, adjacent if possible, and takes them back. One thread only.
 
-    Takes `RECORD_BYTES` of host memory a record.
+    Takes `RECORD_BYTES` of host memory per record.
     """
 
     RECORD_BYTES = 1
@@ -26,17 +26,17 @@ class FreeList:
     def __init__(self, name: str) -> None:
         self._name = name
         self._taken = np.zeros(0, dtype=bool)
-        self._lowest = 0  # every record below is taken
+        self._lowest = 0  # every record below is allocated
         self.available = 0
 
     @property
     def capacity(self) -> int:
-        """Records that exist, taken or not."""
+        """Records that exist, allocated or not."""
         return self._taken.size
 
     @property
     def taken(self) -> np.ndarray:
-        """Whether each record is taken (bool), up to the last one that is: a copy."""
+        """Whether each record is allocated (bool), up to the last one that is: a copy."""
         return self._taken[: int(self._taken.nonzero()[0].max(initial=-1)) + 1].copy()
 
     def grow(self, count: int) -> None:
@@ -45,7 +45,7 @@ class FreeList:
         self.available += count
 
     def take(self, count: int) -> np.ndarray:
-        """`count` (at most `available`) ascending ids: the first gap that holds them all, else the lowest free ones."""
+        """`count` (at most `available`) ascending ids: the first gap that fits them all, else the lowest free ones."""
         assert 0 <= count <= self.available
         if count == 0:
             return np.empty(0, dtype=np.int64)
@@ -60,7 +60,8 @@ class FreeList:
         return ids
 
     def give(self, ids: np.ndarray) -> None:
-        """Take `ids` back. Raises `StoreError`, having changed nothing, when one is not taken or comes twice."""
+        """Take `ids` back. Raises `StoreError`, with nothing changed, for an id that is not allocated or occurs
+        twice."""
         if len(ids) == 0:
             return
         check_range(self._name, ids, self.capacity)
@@ -74,17 +75,18 @@ class FreeList:
 
 
 CHUNK_BYTES = 4 * 2**20
-"""Memory is taken in pieces of at most this size, so that growing copies nothing; or of a record, if one is larger."""
+"""Memory is allocated in chunks of at most this size, so that growing copies nothing; or of a record, if that is
+larger."""
 
 
 class MemoryStore(FreezableStore):
-    """Records in a list of tensors of equal size. `read` copies on the calling thread: there is nothing to await.
+    """Records in a list of tensors of equal size. `read` copies on the calling thread: nothing is awaited.
 
-    Nothing is checked here. A file that is exported is sealed by a fresh guard of `guard`'s kind (None: checksums).
+    Nothing is checked here. An exported file is sealed by a fresh guard of `guard`'s kind (None: checksums).
 
     Args:
-        pinned: in pages that a GPU reads by itself, as long as there are such. torch keeps them for whoever asks next,
-            after `close` too: `torch.accelerator.empty_host_cache` gives them back.
+        pinned: in pages that a GPU reads by itself, while there are any. torch keeps them for later use, also after
+            `close`: `torch.accelerator.empty_host_cache` releases them.
     """
 
     advises = True
@@ -104,15 +106,15 @@ class MemoryStore(FreezableStore):
 
     @staticmethod
     def planned(records: int, record_bytes: int, *, pinned: bool = False) -> tuple[int, int]:
-        """`memory_bytes` and `tables_bytes` of a store in which at most `records` are taken at once."""
+        """`memory_bytes` and `tables_bytes` of a store in which at most `records` are allocated at once."""
         chunk = max(1, CHUNK_BYTES // record_bytes)
         chunks = -(-records // chunk)
         return chunks * _taken(chunk * record_bytes, pinned), chunks * chunk * (FreeList.RECORD_BYTES + 1)
 
     @classmethod
     def copy_of(cls, store: FreezableStore, guard: RecordGuard, *, pinned: bool = False) -> MemoryStore:
-        """What a frozen store holds, frozen, with the ids it has there. `guard`, `pinned`: as for a new one. Raises as
-        `store.read`, with nothing left."""
+        """A frozen copy of a frozen store, with the same ids. `guard`, `pinned`: as for a new one. Raises the errors of
+        `store.read`, with nothing left behind."""
         copy = cls(store.record_bytes, store.name, guard, pinned=pinned)
         copy.allocate(store.capacity)
         written = np.flatnonzero(store.written)
@@ -120,7 +122,7 @@ class MemoryStore(FreezableStore):
             ids = written[start : start + copy._chunk_records]
             buffer = aligned_empty(len(ids), store.record_bytes)
             store.read(ids, buffer)
-            store.verify(ids, buffer)  # what is saved of them gets new tags
+            store.verify(ids, buffer)  # they get new tags when they are saved
             copy.write(ids, buffer)
         copy.freeze()
         return copy
@@ -130,14 +132,12 @@ class MemoryStore(FreezableStore):
             raise ValueError(f"count must not be negative, got {count}")
         self._check_not_frozen(self._frozen)
         while self._free.available < count:
-            self._chunks.append(self._new_chunk())
+            empty = pinned_empty if self._pinned else aligned_empty
+            self._chunks.append(empty(self._chunk_records, self.record_bytes))
             self._free.grow(self._chunk_records)
-            with self._tables:  # what another thread notes meanwhile is not to be lost
+            with self._tables:  # changes of another thread must not be lost
                 self._written = np.concatenate([self._written, np.zeros(self._chunk_records, dtype=bool)])
         return self._free.take(count)
-
-    def _new_chunk(self) -> torch.Tensor:
-        return (pinned_empty if self._pinned else aligned_empty)(self._chunk_records, self.record_bytes)
 
     def free(self, ids: np.ndarray) -> None:
         if not self._frozen:
@@ -186,7 +186,7 @@ class MemoryStore(FreezableStore):
         return begin[chunks] + rows * self.record_bytes
 
     def _by_chunk(self, ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """For each chunk that holds some of `ids`: the chunk, the rows in it, and their positions in `ids`."""
+        """For each chunk with some of `ids`: the chunk, the rows in it, and their positions in `ids`."""
         indices, rows = np.divmod(ids, self._chunk_records)
         parts = []
         for index in np.unique(indices).tolist():
@@ -225,7 +225,7 @@ class MemoryStore(FreezableStore):
         size, taken = self.capacity * self.record_bytes, len(ids) * self.record_bytes
         buffer = aligned_empty(max(1, CHUNK_BYTES // self.record_bytes), self.record_bytes)
         try:
-            with named.new_file(folder_fd, name, size, taken) as file:
+            with new_file(folder_fd, name, size, taken) as file:
                 for first, stop in runs(ids):
                     for start in range(first, stop, len(buffer)):
                         some = ids[start : min(stop, start + len(buffer))]
@@ -258,5 +258,5 @@ class MemoryStore(FreezableStore):
 
 
 def _taken(nbytes: int, pinned: bool) -> int:
-    """What a chunk takes: torch pins powers of two."""
+    """Memory of a chunk: torch pins powers of two."""
     return 1 << (nbytes - 1).bit_length() if pinned else nbytes

@@ -1,4 +1,4 @@
-"""An open file of records: whole reads and writes, past the page cache where that works."""
+"""Files of records, without a name or with one: complete reads and writes, past the page cache if that works."""
 
 from __future__ import annotations
 
@@ -8,34 +8,32 @@ import errno
 import mmap
 import os
 import secrets
+import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from ..errors import StoreError
+from ..errors import CorruptRecordError, StoreError, StoreFullError
 from ..memory.machine import free_disk
 from .atomic_file import Descriptor, open_descriptor
 from .base import DEVICE_BLOCK
 
 MOST_PARTS = 1024
-"""Of a `write_parts`: as many as Linux takes."""
+"""The most parts of a `write_parts`: Linux takes no more."""
 BOUNCE_BYTES = 2**20
-"""Host memory that a write of unaligned or encrypted data borrows while it runs, and a copy."""
+"""Host memory that a copy, or a write of unaligned or encrypted data, borrows while it runs."""
 
 SYNC_BYTES = 2**20
-"""Bytes written through the page cache before they are forced to the disk and dropped from it."""
+"""Bytes written through the page cache before they are forced to the disk and dropped from the cache."""
 
 
 REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
-"""What a system call fails with that a sandbox forbids, or that this kernel or file system does not have."""
+"""Errors of a system call that a sandbox forbids, or that this kernel or file system lacks."""
 
 
 def drop_pages(fd: int, offset: int = 0, length: int = 0) -> str | None:
-    """Drop a range of a file (`length` 0: to its end) from the page cache. Returns None, or the reason why that is not
-    possible here.
-
-    Only the page cache's size depends on it, so a failure is not an error.
-    """
+    """Drop a range of a file (`length` 0: to its end) from the page cache. Returns None, or the reason for a failure,
+    which is not an error: only the page cache's size depends on it."""
     if not hasattr(os, "posix_fadvise"):
         return "this platform has no posix_fadvise"
     try:
@@ -62,7 +60,7 @@ def advise_map(mapped: mmap.mmap, advice: str, start: int = 0, length: int | Non
 
 
 class ShortReadError(OSError):
-    """The file ends before the bytes that were asked for."""
+    """The file ends before the requested bytes."""
 
 
 class _Known:
@@ -70,7 +68,7 @@ class _Known:
 
     Attributes:
         vouched: `_state_of` the file when it was known to be as it was written; None: it is not.
-        on_damage: called once, in any thread, with the reason why it is not; None: no callback.
+        on_damage: called once, in any thread, with the reason if it is not; None: no callback.
     """
 
     def __init__(self) -> None:
@@ -79,17 +77,17 @@ class _Known:
 
 
 class RecordFile:
-    """An open file. `read` and `write` may run in several threads, on different bytes.
+    """An open file. Several threads may `read` and `write` different bytes.
 
-    Calls that a signal interrupts are taken up again by Python (PEP 475). The descriptor is given back by `close`, or
-    with the object; where it is shared, with the last of them.
+    Python resumes calls that a signal interrupts (PEP 475). `close`, or the object's end, releases the descriptor; if
+    it is shared, the last owner does.
 
     Attributes:
         fd: the descriptor, -1 once closed.
-        place: how errors say where it is.
+        place: the file's place in errors.
         direct: transfers bypass the page cache; offsets, lengths and read buffers must be aligned.
         unsynced: bytes written that the page cache may still hold.
-        doubtful: what was written before may be lost already: `check` says so.
+        doubtful: earlier writes may be lost; `check` raises then.
     """
 
     def __init__(self, descriptor: Descriptor, place: str) -> None:
@@ -106,7 +104,7 @@ class RecordFile:
         self._lock = threading.Lock()
 
     def share(self) -> RecordFile:
-        """Another object over the same descriptor, to be closed on its own. For a file that is not written any more."""
+        """Another object over the same descriptor, to be closed separately. For a file that is no longer written."""
         other = copy.copy(self)
         other.unsynced = 0
         other._lock = threading.Lock()
@@ -119,15 +117,15 @@ class RecordFile:
         return len(self._sharers) > 1
 
     def vouch(self) -> None:
-        """Declare the file as it was written: nothing writes to it from now on, and `unchanged` checks this."""
+        """Declare the file to be as it was written: nothing writes to it from now on, and `unchanged` checks this."""
         self._known.vouched = _state_of(self.fd)
 
     def doubt(self, why: str) -> None:
         """Note that damage was found in the file: it is no longer `unchanged`."""
         self._known.vouched = None
-        told, self._known.on_damage = self._known.on_damage, None
-        if told is not None:
-            told(why)
+        callback, self._known.on_damage = self._known.on_damage, None
+        if callback is not None:
+            callback(why)
 
     def on_damage(self, told: Callable[[str], object]) -> None:
         """Register `told` to be called, once, when damage is found in the file, also by others who share it. Any thread
@@ -136,11 +134,11 @@ class RecordFile:
 
     @property
     def unchanged(self) -> bool:
-        """Whether nothing has written to the file since `vouch`, as far as its size and its date tell."""
+        """Whether size and date show no write to the file since `vouch`."""
         return self._known.vouched == _state_of(self.fd)
 
     def try_direct(self) -> str | None:
-        """Bypass the page cache from now on where that works: None, or the reason why it does not."""
+        """Bypass the page cache from now on if that works. Returns None, or the reason why it does not."""
         if not hasattr(os, "O_DIRECT"):
             return "this platform has no O_DIRECT"
         import fcntl
@@ -168,7 +166,7 @@ class RecordFile:
             os.ftruncate(self.fd, 0)
 
     def check(self) -> None:
-        """Raise `OSError` when what was written before may be lost already."""
+        """Raise `OSError` if earlier writes may be lost."""
         if self.doubtful:
             self._check_synced()
 
@@ -177,7 +175,7 @@ class RecordFile:
             raise OSError(self._sync_error.errno, "earlier writes may be lost") from self._sync_error
 
     def read(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` (bytes) from `offset`. Raises `OSError`: `ShortReadError` when the file ends too early."""
+        """Fill `buffer` (bytes) from `offset`. Raises `OSError`: `ShortReadError` if the file ends too early."""
         self.check()
         done = 0
         while done < len(buffer):
@@ -187,7 +185,7 @@ class RecordFile:
             done += count
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write all of `data` (bytes) at `offset`; raises `OSError`, and part of it may be written then."""
+        """Write all of `data` (bytes) at `offset`. Raises `OSError`; part of it may be written then."""
         done = 0
         while done < len(data):
             count = os.pwrite(self.fd, data[done:], offset + done)
@@ -198,8 +196,7 @@ class RecordFile:
             self._sync(len(data))
 
     def write_parts(self, parts: list[memoryview], offset: int) -> None:
-        """`write` for `parts` (bytes) one behind the other, no more than `MOST_PARTS`; one request, unless cut
-        short."""
+        """Like `write`, for `parts` (bytes) end to end, at most `MOST_PARTS`; one request unless cut short."""
         left, total = list(parts), sum(len(part) for part in parts)
         done = 0
         while done < total:
@@ -215,7 +212,7 @@ class RecordFile:
             self._sync(total)
 
     def write_unaligned(self, data: memoryview, offset: int) -> None:
-        """`write` for data at any address, by way of `BOUNCE_BYTES` of aligned memory."""
+        """Like `write`, for data at any address, through `BOUNCE_BYTES` of aligned memory."""
         bounce = memoryview(mmap.mmap(-1, min(len(data), BOUNCE_BYTES)))  # anonymous memory starts on a page
         for start in range(0, len(data), BOUNCE_BYTES):
             piece = data[start : start + BOUNCE_BYTES]
@@ -223,14 +220,14 @@ class RecordFile:
             self.write(bounce[: len(piece)], offset + start)
 
     def wipe(self, start: int, stop: int) -> None:
-        """Make the bytes [start, stop) zeros, both multiples of `DEVICE_BLOCK`; what is a hole there stays one."""
+        """Zero the bytes [start, stop), both multiples of `DEVICE_BLOCK`; holes stay holes."""
         zeros = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
         for first, end in self._data(start, stop):
             for offset in range(first, end, BOUNCE_BYTES):
                 self.write(zeros[: min(BOUNCE_BYTES, end - offset)], offset)
 
     def _data(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Ranges of whole blocks in [start, stop) that are no holes; all of it where the platform does not tell."""
+        """Ranges of complete blocks in [start, stop) that are not holes; all of it if the platform does not tell."""
         if not hasattr(os, "SEEK_DATA"):
             yield start, stop
             return
@@ -238,7 +235,7 @@ class RecordFile:
             try:
                 first = os.lseek(self.fd, start, os.SEEK_DATA)
             except OSError as error:
-                if error.errno == errno.ENXIO:  # nothing but a hole up to the file's end
+                if error.errno == errno.ENXIO:  # only a hole up to the file's end
                     return
                 if error.errno in REFUSALS:
                     yield start, stop
@@ -260,28 +257,28 @@ class RecordFile:
         self._force(getattr(os, "fdatasync", os.fsync), doubtful=True)
 
     def sync(self) -> None:
-        """All that was written, and the file's size, is on the device when this returns. Raises `OSError`."""
+        """Force all writes, and the file's size, to the device. Raises `OSError`."""
         self._check_synced()
         with self._lock:
             doubtful, self.unsynced = self.unsynced > 0, 0
         self._force(os.fsync, doubtful)
 
     def _force(self, sync: Callable[[int], None], doubtful: bool) -> None:
-        """`doubtful`: some of what was written is in the page cache alone."""
+        """`doubtful`: some of the written bytes are only in the page cache."""
         try:
             sync(self.fd)
         except OSError as error:
-            self._sync_error = error  # the kernel says it once: a second try must not find all well
-            self.doubtful = self.doubtful or doubtful  # which pages failed is forgotten: any may be read as it was
+            self._sync_error = error  # the kernel reports it once; a second try must not succeed
+            self.doubtful = self.doubtful or doubtful  # the failed pages are unknown: any may have its old content
             raise
         self.drop(0, 0)
 
     def drop(self, offset: int, length: int) -> None:
-        """Let go of the page cache of a range (`length` 0: to the end), where the platform can."""
+        """Drop a range (`length` 0: to the end) from the page cache, if the platform can."""
         drop_pages(self.fd, offset, length)
 
     def resize(self, size: int) -> None:
-        """Make the file `size` bytes long; space is taken as it is written."""
+        """Make the file `size` bytes long; it takes space as it is written."""
         os.ftruncate(self.fd, size)
 
     @property
@@ -294,12 +291,13 @@ class RecordFile:
         return 0 if self.fd < 0 else os.fstat(self.fd).st_blocks * 512
 
     def free_bytes(self) -> int | None:
-        """Bytes that the file may still grow by: what its disk has, less what it was promised; None when unknown."""
+        """Bytes that the file may still grow by: its disk's free space, less what the file was promised; None:
+        unknown."""
         available, here = free_disk(self.fd), os.fstat(self.fd)
         return None if available is None else available - max(0, here.st_size - here.st_blocks * 512)
 
     def close(self) -> None:
-        """Give the descriptor back, and with the last one the space of a file without a name. Idempotent."""
+        """Release the descriptor; the last owner also frees the space of a file without a name. Idempotent."""
         self.fd = -1
         self._sharers.discard(self)
         descriptor, self._descriptor = self._descriptor, None
@@ -308,17 +306,17 @@ class RecordFile:
 
 
 def _state_of(fd: int) -> tuple[int, int]:
-    """What any write to a file changes: its date, and its size."""
-    there = os.fstat(fd)
-    return there.st_mtime_ns, there.st_size
+    """Date and size of a file, which any write changes."""
+    status = os.fstat(fd)
+    return status.st_mtime_ns, status.st_size
 
 
-# A file without a name: it takes disk space as long as its descriptor is open, and leaves nothing behind
+# A file without a name: it takes disk space while its descriptor is open, and leaves nothing behind
 
 class ScratchFile(RecordFile):
     """A new unnamed file in `directory`: see `open_scratch`.
 
-    Where the file system can, a name can be given to it later (`os.link` of its place under /proc).
+    If the file system can, a name can be given to it later (`os.link` of its place under /proc).
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
@@ -353,14 +351,14 @@ def _open_unnamed(directory: str) -> Descriptor:
         try:
             return open_descriptor(directory, os.O_TMPFILE | os.O_RDWR)
         except OSError:
-            pass  # not every file system can: the named way below works, or says what is wrong
+            pass  # not every file system can; the way below works, or raises
     path = os.path.join(directory, f".hf_offload_cache-{secrets.token_hex(16)}")
     try:
         descriptor = open_descriptor(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR)
     except FileExistsError:
         raise
     except BaseException:
-        with contextlib.suppress(OSError):  # an interrupt may have come when it was made
+        with contextlib.suppress(OSError):  # an interrupt may have arrived after it was created
             os.unlink(path)
         raise
     try:
@@ -372,10 +370,155 @@ def _open_unnamed(directory: str) -> Descriptor:
 
 
 def _make_private(fd: int) -> None:
-    """Give the file mode 0600: a umask may have taken the owner's rights too, which a name would need."""
+    """Set mode 0600: a umask may have removed the owner's rights too, which a name would need."""
     try:
         if os.fstat(fd).st_mode & 0o777 != 0o600:
             os.fchmod(fd, 0o600)
     except OSError as error:
         if error.errno not in REFUSALS:
-            raise  # a file system without modes (vfat): no name leads to this file, and an export checks its own
+            raise  # without modes (vfat) it is accepted: no name leads to it, and an export checks its own file
+
+
+# A file with a name in a folder: opened to be read, linked, copied
+
+_NEEDS_A_COPY = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOENT, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""Errors of linking to another file system, one without links, a file that lost its last name, and too many links."""
+
+_NOT_THERE = {
+    errno.ENOENT: "",
+    errno.ELOOP: "it is a symbolic link, which is not followed",
+    errno.ENXIO: "it is not a regular file",  # a socket
+}
+"""Errors of opening if our file is not there, and their meaning; empty: the system's text."""
+
+
+class NamedFile(RecordFile):
+    """The file `file_name` in the open directory `folder_fd`, read only. Its size must be `size`.
+
+    Raises `CorruptRecordError` (naming `name`) if it is missing, a link, not a regular file, or of another size;
+    `StoreError` if it cannot be opened; `ValueError` for a name that leads out of the folder.
+    """
+
+    def __init__(self, folder_fd: int, file_name: str, size: int, name: str) -> None:
+        place = place_of(folder_fd, file_name)
+        # Without O_NONBLOCK, opening a pipe would wait for its other end.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            descriptor = open_descriptor(file_name, flags, folder_fd=folder_fd)
+        except OSError as error:
+            kind = CorruptRecordError if error.errno in _NOT_THERE else StoreError
+            reason = _NOT_THERE.get(error.errno or 0) or error.strerror
+            raise kind(error.errno, f"{name}: {place!r} cannot be opened: {reason}") from error
+        super().__init__(descriptor, place)
+        status = os.fstat(self.fd)
+        wrong = None
+        if not stat.S_ISREG(status.st_mode):
+            wrong = "it is not a regular file"
+        elif status.st_size != size:
+            wrong = f"it has {status.st_size:,} bytes and was written with {size:,}"
+        if wrong:
+            self.close()
+            raise CorruptRecordError(errno.EIO, f"{name}: {place!r} is not what was written: {wrong}")
+        self.vouch()
+
+    def _probe(self, view: memoryview) -> None:
+        if self.size:
+            self.read(view[:DEVICE_BLOCK], 0)
+
+
+def link_file(file: RecordFile, folder_fd: int, name: str) -> bool:
+    """Give `file` the new name `name` in `folder_fd`. Returns False if that is not possible, or if others than its
+    owner may use the file, because a link has the same rights. Raises `OSError`, e.g. `EEXIST`."""
+    place_of(folder_fd, name)
+    if stat.S_IMODE(os.fstat(file.fd).st_mode) & 0o077:
+        return False
+    try:
+        os.link(f"/proc/self/fd/{file.fd}", name, dst_dir_fd=folder_fd, follow_symlinks=True)
+    except OSError as error:
+        if error.errno in _NEEDS_A_COPY:
+            return False
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def new_file(folder_fd: int, name: str, size: int, taken: int) -> Iterator[RecordFile]:
+    """A new file `name` of `size` bytes in `folder_fd`, mode 0600, to be written inside the `with`; it is on the device
+    after it.
+
+    `taken` bytes are written, the others are holes. If those do not fit, raises `StoreFullError` with the numbers
+    before anything is created; other `OSError`s pass through. After any error, in here or inside, the name is gone.
+    """
+    place = place_of(folder_fd, name)
+    available = free_disk(folder_fd)
+    if available is not None and available < taken:
+        raise StoreFullError(
+            errno.ENOSPC,
+            f"{place!r} needs {taken:,} bytes and its disk has {available:,} free; make room there",
+        )
+    flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR
+    file = RecordFile(open_descriptor(name, flags, folder_fd=folder_fd), place)
+    try:
+        os.fchmod(file.fd, 0o600)  # the umask may have taken more
+        if os.fstat(file.fd).st_mode & 0o077:
+            raise OSError(errno.EPERM, "this file system cannot keep a file from other users")
+        file.try_direct()  # so that a copy does not fill the page cache; without it, pages are dropped one by one
+        yield file
+        file.resize(size)
+        file.sync()
+    except BaseException as error:
+        undo_name(folder_fd, name, error)
+        raise
+    finally:
+        file.close()
+
+
+def pieces(
+    file: RecordFile, ranges: Sequence[tuple[int, int]], record_bytes: int
+) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of `file` in the half-open `ranges` of complete records, several records at a time: the start of each
+    piece, and a view that is valid until the next. Raises `OSError`; `ShortReadError` if `file` is shorter."""
+    step = max(1, BOUNCE_BYTES // record_bytes) * record_bytes
+    buffer = memoryview(mmap.mmap(-1, step))  # anonymous memory starts on a page
+    for first, end in ranges:
+        for start in range(first, end, step):
+            piece = buffer[: min(step, end - start)]
+            file.read(piece, start)
+            yield start, piece
+            if not file.direct:
+                file.drop(start, len(piece))
+
+
+def copy_file(
+    file: RecordFile, size: int, ranges: Sequence[tuple[int, int]], folder_fd: int, name: str, record_bytes: int,
+    check: Callable[[int, memoryview], object],
+) -> None:  # fmt: skip
+    """Create a file `name` of `size` bytes with those of `file` in the half-open `ranges`, and holes elsewhere.
+
+    `check` gets each piece of `pieces` before it is written, and raises to refuse it. Raises the errors of `new_file`,
+    `pieces` and `check`; then no file of that name exists.
+    """
+    with new_file(folder_fd, name, size, sum(end - first for first, end in ranges)) as target:
+        for start, piece in pieces(file, ranges, record_bytes):
+            check(start, piece)
+            target.write(piece, start)
+
+
+def undo_name(folder_fd: int, name: str, error: BaseException) -> None:
+    """Remove a new name because of `error`, which is unchanged, with a note if the removal fails."""
+    try:
+        os.unlink(name, dir_fd=folder_fd)
+    except OSError as left:
+        error.add_note(f"{name!r} could not be removed: {left}")
+
+
+def place_of(folder_fd: int, name: str) -> str:
+    """Path of `name` in the open directory, for messages. Raises `ValueError` unless `name` is a plain name."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"a file name must be a plain name in its folder, got {name!r}")
+    try:
+        return os.path.join(os.readlink(f"/proc/self/fd/{folder_fd}"), name)
+    except OSError:  # a platform that does not tell
+        return name
+
+

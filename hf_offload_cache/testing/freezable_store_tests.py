@@ -203,8 +203,8 @@ class FreezableStoreTests(StoreTests):
             with closing(socket.socket(socket.AF_UNIX)) as listening:
                 listening.bind(f"/proc/self/fd/{folder}/socket")  # a short path: a socket's may have 107 bytes
             for name, reason in (
-                ("missing", "No such file"), ("link", "symbolic link"), ("folder", "no regular file"),
-                ("pipe", "no regular file"), ("socket", "no regular file"),
+                ("missing", "No such file"), ("link", "symbolic link"), ("folder", "not a regular file"),
+                ("pipe", "not a regular file"), ("socket", "not a regular file"),
             ):  # fmt: skip
                 with pytest.raises(CorruptRecordError, match=f"layer.*{name}.*{reason}"):
                     self.reopen(folder, guard, 5, name)

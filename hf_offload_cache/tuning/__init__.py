@@ -1,4 +1,4 @@
-"""Offline tuning (KVSwap, section 3.5 and appendix A). Names are imported when first asked for."""
+"""Choosing a cache and its fields by measurement. Names are imported when first asked for."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,29 +11,16 @@ if TYPE_CHECKING:
     from .by_trial import distance as distance
     from .by_trial import divergence as divergence
     from .by_trial import perplexity_over as perplexity_over
-    from .grid import bundled_prose as bundled_prose
-    from .grid import bundled_text as bundled_text
-    from .grid import sample_ids as sample_ids
-    from .grid import windows as windows
-    from .lookup import Reader as Reader
-    from .lookup import Selections as Selections
-    from .lookup import recorded as recorded
-    from .lookup import replay as replay
     from .measure_caches import TURN as TURN
     from .measure_caches import Contender as Contender
     from .measure_caches import follow_in_turns as follow_in_turns
     from .measure_caches import together as together
     from .measure_caches import without_seams as without_seams
-    from .solve import Limits as Limits
-    from .solve import Solution as Solution
-    from .synthetic import random_keys_and_values as random_keys_and_values
-    from .synthetic import two_blocks as two_blocks
-    from .tables import CompressionTable as CompressionTable
-    from .tables import IoProfile as IoProfile
-    from .tables import ModelProfile as ModelProfile
-    from .tables import ReuseTable as ReuseTable
-    from .tables import along as along
-    from .tuned import Tuned as Tuned
+    from .sample import bundled_prose as bundled_prose
+    from .sample import bundled_text as bundled_text
+    from .sample import sample_ids as sample_ids
+    from .sample import windows as windows
+    from .task import Tuned as Tuned
     from .which_cache import ComparedPlan as ComparedPlan
     from .which_cache import compare_plans as compare_plans
     from .which_cache import identity_of as identity_of
@@ -42,24 +29,15 @@ if TYPE_CHECKING:
 
 _HOME = {
     "ComparedPlan": "which_cache",
-    "CompressionTable": "tables",
     "Contender": "measure_caches",
-    "IoProfile": "tables",
     "LEAD": "by_trial",
-    "Limits": "solve",
-    "ModelProfile": "tables",
     "Nearness": "by_trial",
     "RECITED": "by_trial",
-    "Reader": "lookup",
-    "ReuseTable": "tables",
-    "Selections": "lookup",
-    "Solution": "solve",
     "TURN": "measure_caches",
     "Trial": "by_trial",
-    "Tuned": "tuned",
-    "along": "tables",
-    "bundled_prose": "grid",
-    "bundled_text": "grid",
+    "Tuned": "task",
+    "bundled_prose": "sample",
+    "bundled_text": "sample",
     "compare_plans": "which_cache",
     "distance": "by_trial",
     "divergence": "by_trial",
@@ -67,14 +45,10 @@ _HOME = {
     "identity_of": "which_cache",
     "measured_caches": "which_cache",
     "perplexity_over": "by_trial",
-    "random_keys_and_values": "synthetic",
-    "recorded": "lookup",
-    "replay": "lookup",
-    "sample_ids": "grid",
+    "sample_ids": "sample",
     "shape_of": "which_cache",
     "together": "measure_caches",
-    "two_blocks": "synthetic",
-    "windows": "grid",
+    "windows": "sample",
     "without_seams": "measure_caches",
 }
 

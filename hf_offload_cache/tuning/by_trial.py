@@ -1,5 +1,5 @@
-"""Rows by trying: a method names what to try, caches with it decode the same texts on this machine, and every row has
-the fastest of those that come nearest to an exact cache."""
+"""Tunes by trial: caches decode the same texts on this machine with the values that a method names, and each row gets
+the fastest of those closest to an exact cache."""
 
 from __future__ import annotations
 
@@ -16,59 +16,56 @@ from ..config import SelectiveConfig
 from ..core.selective_cache import SelectiveCache
 from ..errors import BudgetError
 from ..stores.engines import choose_engine
-from .calibrate import ObservedCache, observed
-from .grid import Progress, rows_for, sample_sizes
-from .synthetic import attention_modules, fill
-from .task import Task
-from .tuned import Tuned
+from .fill import ObservedCache, attention_modules, fill, observed
+from .sample import Progress, rows_for, sample_sizes
+from .task import Task, Tuned
 
-# How far what a model says with one cache is from what it says with another: what tuning and benchmarks measure
+# Distances between the outputs of two caches, for tuning and benchmarks
 
 def divergence(reference: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """KL(reference || logits) in nats, of each step: logits (..., V), or logarithms of probabilities, to (...)."""
+    """KL(reference || logits) in nats, per step: logits (..., V), or log probabilities, to (...)."""
     sure, other = reference.log_softmax(-1), logits.log_softmax(-1)
     return (sure.exp() * (sure - other)).sum(-1)
 
 
 def distance(reference: torch.Tensor, logits: torch.Tensor) -> dict[str, float]:
-    """Of logits (..., V): the mean over steps of `divergence`, and the share of steps whose likeliest token is the
-    same."""
+    """For logits (..., V): the mean `divergence` over steps, and the share of steps with the same most likely token."""
     same = reference.argmax(-1) == logits.argmax(-1)
     return {"kl": float(divergence(reference, logits).mean()), "top1": float(same.float().mean())}
 
 
 def perplexity_over(reference: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor) -> float | None:
-    """The perplexity of ids (1, S) by logits (S, V), each after the token of its place, over that by the reference's;
-    None of a single token."""
+    """Perplexity of ids (1, S) by logits (S, V), each after the token at its position, over that by the reference's;
+    None for a single token."""
     following = ids[0, 1:]
     if not following.numel():
         return None
-    losses = [torch.nn.functional.cross_entropy(said[:-1].float(), following) for said in (logits, reference)]
+    losses = [torch.nn.functional.cross_entropy(scores[:-1].float(), following) for scores in (logits, reference)]
     return float((losses[0] - losses[1]).exp())
 
 
-# One text, what an exact cache says behind it, and how near and how fast another cache comes to that
+# Fidelity and speed of a cache on one text
 
 LEAD, RECITED = 8, 16
-"""Tokens of a recital: of its beginning, which tells where it is from, and of what can be known from there."""
+"""Tokens of a recital: its beginning, which identifies the place, and the tokens that can be known from there."""
 RECITAL = LEAD + RECITED
 
 
 @dataclass(frozen=True)
 class Nearness:
-    """What one cache did."""
+    """Results of one cache."""
 
     seconds: float
-    """Of a step, the median."""
+    """Per step, the median."""
     text_distance: float
-    """KL from the exact cache, nats a token, where the text goes on; 0 where it does not."""
+    """KL from the exact cache, nats per token, where the text continues; 0 if it does not."""
     recital_distance: float
-    """The same where earlier parts of it are recited: a cache that does not find the place cannot say them."""
+    """The same where earlier parts of the text are recited: a cache that misses the place cannot predict them."""
 
 
 class Trial:
-    """`ids` (T,): the first `context` are put into each cache; behind them the rest is decoded as it stands, and then
-    `recitals` parts of the context, from places at even distances. Holds keys and values of the context in memory."""
+    """Measures caches on `ids` (T,): the first `context` are put into each cache, then the others are decoded, and then
+    `recitals` parts of the context, from evenly spaced places. Holds keys and values of the context in memory."""
 
     def __init__(self, model: Any, ids: torch.Tensor, context: int, recitals: int) -> None:
         ids = ids.to(model.device)
@@ -82,44 +79,44 @@ class Trial:
             for layer in whole.offloaded:
                 keys, values = (part.clone() for part in layer.whole()[:2])
                 self._layers[layer.layer_idx] = keys, values, observed(layer)
-            said = model(input_ids=self._fed[None], past_key_values=whole, use_cache=True).logits[0]
-            self._exact = said.float().cpu()
+            logits = model(input_ids=self._fed[None], past_key_values=whole, use_cache=True).logits[0]
+            self._exact = logits.float().cpu()
 
     def of(self, cache: SelectiveCache) -> Nearness:
-        """What an empty cache does, which is for this call."""
+        """Measure an empty cache, which is used up by this call."""
         for layer in cache.offloaded:
             fill(layer, self._modules[layer.layer_idx], *self._layers[layer.layer_idx])
         cache.storage.prefetcher.flush()
-        said, seconds = self._decode(cache)
-        distances = divergence(self._exact, said)
+        logits, seconds = self._decode(cache)
+        distances = divergence(self._exact, logits)
         recited = distances[self._text :].unflatten(0, (-1, RECITAL))[:, LEAD:]
         text = float(distances[: self._text].mean()) if self._text else 0.0
         return Nearness(statistics.median(seconds), text, float(recited.mean()))
 
     def _decode(self, cache: Any) -> tuple[torch.Tensor, list[float]]:
         """Logits (n, V), float32, after each token, and the seconds of each step."""
-        said, seconds = [], []
+        all_logits, seconds = [], []
         with torch.no_grad():
             for token in self._fed.split(1):
                 start = time.perf_counter()
                 logits = self._model(input_ids=token[None], past_key_values=cache, use_cache=True).logits[0, -1]
-                said.append(logits.float().cpu())
+                all_logits.append(logits.float().cpu())
                 seconds.append(time.perf_counter() - start)
-        return torch.stack(said), seconds
+        return torch.stack(all_logits), seconds
 
 
 _SAMPLE = 4096
-"""Tokens of a sample, at most."""
+"""Upper bound on a sample's tokens."""
 NEAR, NOISE = 1.25, 0.005
-"""A distance within so many times the least, and so many nats, is as good as it."""
+"""A distance within this factor of the smallest, plus so many nats, counts as equal."""
 
 
 def tune_by_trial(task: Task, settings: SelectiveConfig) -> Tuned:
-    """Try what the method names, and what `for_budget` would choose, as they are at the largest batch and context, on
-    samples of one sequence. Raises `BudgetError` where not even the latter fits, `ConfigError`.
+    """Try the method's values, and those of `for_budget`, at the largest batch and context, on samples of one sequence.
 
-    Of those that fit a row, it has the fastest whose distance from an exact cache is not far over the least (`NEAR`,
-    `NOISE`): the mean over text that goes on and over parts of the context that are recited.
+    Each row gets the fastest configuration that fits it and whose distance from an exact cache is close to the smallest
+    (`NEAR`, `NOISE`): the mean over continued text and over recited parts of the context. Raises `BudgetError` if not
+    even the configuration of `for_budget` fits, and `ConfigError`.
     """
     inner, (text, recitals) = task.model, (16, 3) if task.quick else (48, 6)
     store = choose_engine(settings.engine, task.directory)[1]
@@ -127,7 +124,7 @@ def tune_by_trial(task: Task, settings: SelectiveConfig) -> Tuned:
     context, steps = sample_sizes(inner, settings.attended(_SAMPLE), task.max_context, text + recitals * RECITAL)
     least = _least([config for _, config in tried], context)
     stretches = task.stretches(task.samples or (3 if task.quick else 20), least + text, context + text)
-    found: list[list[Nearness]] = [[] for _ in tried]
+    measured: list[list[Nearness]] = [[] for _ in tried]
     with Progress(task.seconds, task.progress) as bar:
         bar.begin("sample text: ", 1.0)
         for number, ids in enumerate(stretches):
@@ -139,22 +136,22 @@ def tune_by_trial(task: Task, settings: SelectiveConfig) -> Tuned:
                 fields, config = tried[place]
                 done((count + 1) / (len(tried) + 1), _named(fields))
                 with task.measured(inner, path=task.path, config=config) as cache:
-                    found[place].append(trial.of(cache))
+                    measured[place].append(trial.of(cache))
             if bar.seconds_left < before - bar.seconds_left:
                 break
-    trials = [(fields, _mean(each)) for (fields, _), each in zip(tried, found, strict=True)]
+    trials = [(fields, _mean(each)) for (fields, _), each in zip(tried, measured, strict=True)]
     rows, left_out = _rows(task, trials)
     results = {
         "trials": [{"fields": fields, **_rounded(mean)} for fields, mean in trials],
         "rows": rows,
         "left_out": left_out,
     }
-    sample = {"texts": len(found[0]), "context": len(stretches[0]) - text, "steps": steps}
+    sample = {"texts": len(measured[0]), "context": len(stretches[0]) - text, "steps": steps}
     return Tuned(task.values(store, sample, results), None)
 
 
 def _least(configs: list[SelectiveConfig], context: int) -> int:
-    """Tokens of which each of them leaves a third unseen, and from which there is something to recite; no more than
+    """Tokens of which each configuration leaves a third unread, and which are long enough to recite from; at most
     `context`."""
     lengths = range(4 * RECITAL, context, 32)
     return next((held for held in lengths if all(one.brought(held) * 3 // 2 <= held for one in configs)), context)
@@ -166,27 +163,27 @@ def _fitted(task: Task, fields: dict[str, Any], batch: int, context: int) -> Any
 
 
 def _that_fit(task: Task) -> list[tuple[dict[str, Any], Any]]:
-    """What the user's fields leave to try, with its configuration for the largest row, without that row's limits; each
-    configuration once. The first is what `for_budget` would choose, and names nothing."""
-    found: list[tuple[dict[str, Any], Any]] = []
+    """Candidate fields next to the user's, with their configuration for the largest row, without that row's limits;
+    each configuration once. The first is that of `for_budget`, and names no fields."""
+    candidates: list[tuple[dict[str, Any], Any]] = []
     for one in ({}, *task.measured.to_try(task.fields)):
         fields = {name: value for name, value in one.items() if name not in task.fields}
         try:
             config = _fitted(task, fields, task.max_batch, task.max_context)
         except BudgetError:
-            if not found:
+            if not candidates:
                 raise
             continue
         config = dataclasses.replace(config, memory=None, max_context=None, max_batch=None)
-        if not any(config == other for _, other in found):
-            found.append((fields, config))
-    return found
+        if not any(config == other for _, other in candidates):
+            candidates.append((fields, config))
+    return candidates
 
 
 def _rows(
     task: Task, trials: list[tuple[dict[str, Any], Nearness]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows, and the pairs that the budget is too little for."""
+    """The rows, and the pairs for which the budget is too small."""
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     batches, contexts = rows_for(task.max_batch, task.max_context)
@@ -215,7 +212,7 @@ def _rows(
 
 
 def _naming(config: SelectiveConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """`given`, and what else has to be named for the same configuration: what is as the others have it is not."""
+    """The fields that name this configuration: those `given`, and others whose values do not follow from the rest."""
     limits = ("memory", "max_context", "max_batch")
     fields = {one.name: getattr(config, one.name) for one in dataclasses.fields(config) if one.name not in limits}
     fields |= given
@@ -227,7 +224,7 @@ def _naming(config: SelectiveConfig, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def best_of(means: list[Nearness]) -> int:
-    """The place of the fastest that is near the least distance."""
+    """Index of the fastest close to the smallest distance."""
     distances = [(mean.text_distance + mean.recital_distance) / 2 for mean in means]
     least = min(distances)
     near = [place for place, distance in enumerate(distances) if distance <= NEAR * least + NOISE]

@@ -1,4 +1,4 @@
-"""All caches in one memory, on this model and machine: what `offload_cache` chooses from."""
+"""Measures all caches in one memory size, on this model and machine, for `offload_cache` to choose from."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from ..config import OffloadConfig, at_least, parse_memory
+from ..core.cache import OffloadCache
 from ..core.filling import prefill
 from ..errors import BudgetError, ConfigError, UnsupportedModelError
 from ..memory.machine import free_memory
-from ..methods.disk_swap.cache import DiskSwapCache
 from ..model.geometry import Geometry
 from ..model.place import inner_model
 from ..model.plain_caches import dynamic_cache
@@ -28,14 +28,14 @@ from ..registry import cache_class
 from ..report.report import size_text
 from ..stores.engines import choose_engine, resolve_engine
 from .by_trial import distance, perplexity_over
-from .grid import Progress, sample_ids, windows
+from .sample import Progress, sample_ids, windows
 from .task import machine_of
 from .which_cache import compare_plans, identity_of, written
 
-# Several caches decode one text, open at once and in turns: a machine that gets slower gets slower for all of them
+# Several caches decode one text in turns, so that a slower phase of the machine affects all of them
 
 TURN = 8
-"""Steps of one cache before it is the next one's turn."""
+"""Steps of one cache before the next one's turn."""
 
 Followed = tuple[torch.Tensor, list[float]]
 """Logits (steps, V) and seconds of the steps."""
@@ -46,31 +46,32 @@ class Contender:
     """A cache that decodes with others."""
 
     model: Any
-    """That it runs on."""
+    """The model it runs on."""
     open: Callable[[], contextlib.AbstractContextManager[Any]]
-    """Makes it, empty; the end of the `with` closes it."""
+    """Creates it, empty; the end of the `with` closes it."""
 
 
 def without_seams(model: Any) -> Any:
-    """A twin of `model`, of the same weights, for caches that are not ours: the seams that ours put on a model take
-    time of every cache. The model itself where its weights are spread over devices, which its own modules know."""
+    """A copy of `model` that shares its weights, for caches that are not ours, because our hooks on a model slow down
+    every cache. The model itself if its weights are spread over devices, which its own modules know."""
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return model
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 def together(needs: Mapping[str, int], room: int | None) -> list[list[str]]:
-    """Names in their order, as many beside each other as fit `room` bytes (None: all); what does not is alone."""
-    found: list[list[str]] = []
+    """Names in their order, grouped so that each group fits `room` bytes (None: all in one); what does not fit is
+    alone."""
+    groups: list[list[str]] = []
     taken = 0
     for name, needed in needs.items():
-        if found and (room is None or taken + needed <= room):
-            found[-1].append(name)
+        if groups and (room is None or taken + needed <= room):
+            groups[-1].append(name)
             taken += needed
         else:
-            found.append([name])
+            groups.append([name])
             taken = needed
-    return found
+    return groups
 
 
 def follow_in_turns(
@@ -78,13 +79,13 @@ def follow_in_turns(
     on_step: Callable[[float, str], object] = lambda done, name: None,
 ) -> dict[str, Followed]:  # fmt: skip
     """Run ids (1, T) through each cache. They are prefilled in pieces if the model allows it, and the last `steps`
-    tokens are decoded one by one, whatever the model would predict. Each turn takes `TURN` tokens, going forth and back
-    over the caches. All caches are open, and use memory, at the same time.
+    tokens are decoded one by one, whatever the model would predict. Each turn takes `TURN` tokens, forth and back over
+    the caches. All caches are open, and use memory, at the same time.
 
     Returns by name the logits (steps, V), float32 on the host, after each token, and the seconds of each step, at whose
     end the model's device has finished. `on_step` gets the finished share, from 0 to 1, and a name, in this thread.
     """
-    said: dict[str, list[torch.Tensor]] = {name: [] for name in contenders}
+    outputs: dict[str, list[torch.Tensor]] = {name: [] for name in contenders}
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     with contextlib.ExitStack() as stack, torch.no_grad():
         opened = {}
@@ -99,14 +100,14 @@ def follow_in_turns(
                 for token in turn.split(1, 1):
                     start = time.perf_counter()
                     logits = model(input_ids=token, past_key_values=opened[name], use_cache=True).logits[0, -1]
-                    said[name].append(logits.float().cpu())
+                    outputs[name].append(logits.float().cpu())
                     seconds[name].append(time.perf_counter() - start)
-    return {name: (torch.stack(said[name]), seconds[name]) for name in contenders}
+    return {name: (torch.stack(outputs[name]), seconds[name]) for name in contenders}
 
 
-_DYNAMIC, _EXACT = "DynamicCache", "an exact DiskSwapCache"
+_DYNAMIC, _EXACT = "DynamicCache", "an exact OffloadCache"
 _OF_ONE = ("max_batch", "trace")
-"""Fields that caches which are open at once do not share."""
+"""Fields that caches open at once do not share."""
 
 
 def measure_caches(
@@ -122,13 +123,14 @@ def measure_caches(
     progress: bool = True,
     **fields: Any,
 ) -> dict[str, Any]:
-    """Each cache of the registry within `memory`, with the default `num_selected` and with more (`WIDER`), and
+    """Measure each cache of the registry within `memory`, with the default `num_selected` and with more (`WIDER`), and
     `DynamicCache`, on the same texts, token by token.
 
-    Texts are prefilled in pieces. Caches are open at once and decode in turns, so that a machine which gets slower gets
-    slower for all: that takes `memory` for each of them, and the full KV for `DynamicCache`. Where that is more than
-    half of this machine's free memory, those that go into it decode in turns, and the others after them. Where the full
-    KV alone is more, `DynamicCache` is left out, and distances are from an exact `DiskSwapCache`, which says the same.
+    Texts are prefilled in pieces. Caches are open at once and decode in turns, so that a slower phase of the machine
+    affects all of them: that takes `memory` for each of them, and the full KV for `DynamicCache`. If that is more than
+    half of this machine's free memory, those that fit decode in turns, and the others after them. If the full KV is
+    more on its own, `DynamicCache` is left out, and distances are from an exact `OffloadCache`, which gives the same
+    output.
 
     Args:
         model: a decoder-only `PreTrainedModel`.
@@ -136,25 +138,25 @@ def measure_caches(
         memory: of each cache: bytes, "300MiB", or a share of the full KV of a text.
         max_context: tokens of each text, or as many as the longest has; the last `steps` of them are decoded, and the
             first 8 of these not timed.
-        texts: what to measure on: a string, or strings, or token ids; None: Python's help texts.
+        texts: texts to measure on: a string, or strings, or token ids; None: Python's help texts.
         samples: stretches of text.
         path: folder on the disk to use; None: the temporary folder.
         progress: show a bar on stderr; in a notebook a widget, without a terminal one line at the end.
-        fields: fields that all caches have, to stay as they are.
+        fields: fields for all caches.
 
-    Returns plain JSON values, as `measured_caches` reads them. "cells": of each cache that fits "cache", "tokens",
-    "memory", "num_selected" where it is not the default's, "kl" in nats and "perplexity" to the reference's, and
-    "seconds" of a step, the median; "refused": why others are not among them; "turns": which were timed beside each
-    other; "reference", "model" (another one refuses the table), "fields", "machine". Raises `ConfigError`,
-    `StoreError`, and `BudgetError` where no cache fits.
+    Returns plain JSON values, as `measured_caches` reads them. "cells": for each cache that fits, "cache", "tokens",
+    "memory", "num_selected" if it is not the default's, "kl" in nats and "perplexity" relative to the reference's, and
+    "seconds" per step, the median; "refused": why the others are missing; "turns": the groups timed together;
+    "reference", "model" (another one refuses the table), "fields", "machine". Raises `ConfigError`, `StoreError`, and
+    `BudgetError` if no cache fits.
     """
     inner = inner_model(model)
     at_least(max_context=max_context, samples=samples, steps=steps)
     if steps < 2:
-        raise ConfigError(f"steps must be at least 2, got {steps}: a perplexity is of tokens that follow another")
+        raise ConfigError(f"steps must be at least 2, got {steps}: perplexity needs a token that follows another")
     for name in _OF_ONE:
         if name in fields:
-            raise ConfigError(f"{name} is not to be given: caches that are open at once do not share it; leave it out")
+            raise ConfigError(f"{name} cannot be set: caches open at the same time do not share it; leave it out")
     geometry = Geometry.of(inner)
     if not geometry.layers:
         raise UnsupportedModelError(f"{type(inner).__name__} has no layer that could be offloaded: nothing to measure")
@@ -179,12 +181,15 @@ def measure_caches(
         reference, contenders, needs = _DYNAMIC, {_DYNAMIC: whole, **contenders}, {_DYNAMIC: full, **needs}
     else:
         reference = _EXACT
-        refused.append(f"{_DYNAMIC}: holds {size_text(full)}, half of this machine's free memory is {size_text(room)}")
+        refused.append(f"{_DYNAMIC}: needs {size_text(full)}, half of this machine's free memory is {size_text(room)}")
     turns = together(needs, room)
     passes = [{name: contenders[name] for name in names} for names in turns]
     if reference == _EXACT:
-        passes.insert(0, {_EXACT: Contender(inner, functools.partial(_exact_cache, inner, path, used))})
-    found: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name in contenders}
+        common = {field.name for field in dataclasses.fields(OffloadConfig)}
+        shared = {name: value for name, value in used.items() if name in common and name != "exact"}
+        make = functools.partial(OffloadCache, inner, path=path, exact=True, **shared)
+        passes.insert(0, {_EXACT: Contender(inner, make)})
+    measurements: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name in contenders}
     with Progress(1.0, progress) as bar:
         bar.begin("sample text: ", 1.0)
         for number, ids in enumerate(stretches):
@@ -194,13 +199,13 @@ def measure_caches(
                 done = bar.within(number * len(passes) + count, len(stretches) * len(passes))
                 ran |= follow_in_turns(opened, row, steps, done)
             exact = ran[reference][0]
-            for name, measured in found.items():
+            for name, measured in measurements.items():
                 logits, seconds = ran[name]
                 worse = perplexity_over(exact, logits, ids[None, -steps:])
                 assert worse is not None
                 measured.append((distance(exact, logits)["kl"], worse, seconds[min(TURN, steps - 1) :]))
     cells = []
-    for name, measured in found.items():
+    for name, measured in measurements.items():
         distances, perplexities, times = zip(*measured, strict=True)
         cell: dict[str, Any] = {"cache": name, "tokens": held, "memory": "1"}
         if name in fitting:
@@ -212,10 +217,3 @@ def measure_caches(
     store = choose_engine(used["engine"], tempfile.gettempdir() if path is None else path)[1]
     return {"model": identity_of(inner), "machine": machine_of(inner, store), "fields": written(fields),
             "reference": reference, "turns": turns, "cells": cells, "refused": refused}  # fmt: skip
-
-
-def _exact_cache(model: Any, path: str | Path | None, fields: dict[str, Any]) -> DiskSwapCache:
-    """Holds little: whatever of `fields` is of a store, and blocks of one layer at a time."""
-    common = {field.name for field in dataclasses.fields(OffloadConfig)}
-    own = {name: value for name, value in fields.items() if name in common}
-    return DiskSwapCache(model, path=path, **{**own, "exact": True})

@@ -1,66 +1,51 @@
-"""`tune`: measures, decides, and hands back a `Tuned`."""
+"""`tune`: measures, decides, and returns a `Tuned`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..config import at_least, parse_memory
 from ..core.selective_cache import SelectiveCache
 from ..errors import ConfigError, UnsupportedModelError
-from ..methods.disk_swap.cache import DiskSwapCache
-from ..methods.disk_swap.config import DiskSwapConfig
 from ..model.geometry import Geometry
 from ..model.place import inner_model
 from ..registry import cache_class
-from .by_solver import tune_by_solver
 from .by_trial import tune_by_trial
-from .solve import Limits
-from .task import Task
-from .tuned import Tuned
+from .task import Task, Tuned, refuse
 
-# What can be tuned: which caches, and with which fields given
+# The caches and fields that can be tuned
 
 _NO_PART = ("memory", "max_context", "max_batch", "exact", "trace")
-"""Fields that have no part in tuning."""
-_SOLVED = ("group_size", "rank", "summary_bytes", "reuse_capacity", "adapter")
-"""Those of `DiskSwapCache` that the solver decides."""
+"""Fields without a part in tuning."""
 
 
 def tunable(cache: str | type[Any]) -> type[SelectiveCache]:
-    """The class of that name. Raises `ConfigError` where there is nothing that tuning could measure."""
-    found = cache_class(cache) if isinstance(cache, str) else cache
-    if not issubclass(found, SelectiveCache) or not (issubclass(found, DiskSwapCache) or found.to_try({})):
+    """The class of that name. Raises `ConfigError` if tuning could measure nothing."""
+    kind = cache_class(cache) if isinstance(cache, str) else cache
+    if not issubclass(kind, SelectiveCache) or not (kind.solver or kind.to_try({})):
         raise ConfigError(
-            f"cache must be DiskSwapCache, inherit from it, or name what is to be tried, got {found.__name__}: use "
-            f"{found.__name__}.for_budget, which chooses by memory alone"
+            f"cache must have a `solver`, like DiskSwapCache, or values `to_try`, got {kind.__name__}: use "
+            f"{kind.__name__}.for_budget, which needs no measurement"
         )
-    return found
+    return kind
 
 
 def settings_of(measured: type[SelectiveCache], fields: dict[str, Any]) -> Any:
     """The configuration of the user's `fields`. Raises `ConfigError`."""
-    solved = issubclass(measured, DiskSwapCache)
-    for name in (*_NO_PART, *(_SOLVED if solved else ())):
-        if name in fields:
-            raise ConfigError(f"{name} is not to be given: tuning decides it, or does without; leave it out")
+    refuse(_NO_PART, fields)
     for name, value in fields.items():
         try:
             json.dumps(value)
         except TypeError:
             raise ConfigError(
-                f"{name} goes to the file that tuning writes, as JSON, got {type(value).__name__}: give it as text, or "
-                "to the cache that takes the file"
+                f"{name} must fit the JSON file of the result, got {type(value).__name__}: pass it as text, or "
+                "to the cache that opens the file"
             ) from None
-    if not solved:
-        return measured.config_class.load(None, fields)
-    if fields.get("look_ahead") is False:
-        raise ConfigError("look_ahead=False reads nothing ahead, so there is nothing to hide: leave it out")
-    settings = measured.config_class.load(None, fields)
-    assert isinstance(settings, DiskSwapConfig)
-    return settings
+    return measured.config_class.load(None, fields)
 
 
 _SECONDS, _QUICK_SECONDS = 1500.0, 120.0
@@ -89,33 +74,33 @@ def tune(
     """Fields of a cache for each batch size and context, chosen for this model, machine and disk.
 
     `tune(model, tokenizer, memory="1/13", max_context=32768, max_batch=8).save("config.json")`, and later
-    `DiskSwapCache(model, config="config.json")`. Nothing is written but an unnamed scratch file, which is gone on
-    return and after an interruption.
+    `DiskSwapCache(model, config="config.json")`. Writes only an unnamed scratch file, which is gone on return and after
+    an interruption.
 
     Args:
         model: a decoder `PreTrainedModel` whose layers all have full attention.
         tokenizer: the model's; needed unless `texts` are token ids.
-        cache: a registered name, "module:Class", or the class. `DiskSwapCache`, or one that inherits from it, is tuned
-            by KVSwap's solver, from tables and profiles; one that names what `to_try` by trying that.
+        cache: a registered name, "module:Class", or the class. KVSwap's solver tunes `DiskSwapCache` and its
+            subclasses, from tables and profiles; a class with `to_try` is tuned by trial.
         memory: for `max_batch` sequences: bytes, "300MiB", or a fraction of the full KV of `max_context` x `max_batch`
             such as "1/13". Each row gets its share for each of its sequences.
-        max_context: the largest to tune for, tokens a sequence.
+        max_context: the largest to tune for, tokens per sequence.
         max_batch: the largest to tune for, sequences.
-        texts: what to measure on: a string, or strings, or token ids; None: Python's help texts.
+        texts: texts to measure on: a string, or strings, or token ids; None: Python's help texts.
         path: folder on the disk to tune for; None: the temporary folder.
         quick: under 3 minutes for a small model on two cores, instead of under 30: fewer samples, a coarser grid.
-        samples: stretches of text, 20 by default (quick: 3). Fewer are read when the time does not suffice; at least
-            two by the solver, if there may be as many, and one by trying.
-        alpha: of the solver alone, as the next two: share of the reads that need not be hidden.
-        delta: by how many tokens the reuse buffer grows when reads are not hidden; None: a quarter of `num_selected`.
-        sigma_max: the largest compression of keys that is tried.
-        max_group_size: of the solver alone, G_max, tokens.
-        time_limit: seconds to aim at in all, instead of the above.
+        samples: stretches of text, 20 by default (quick: 3). Fewer are read if time runs out; at least two by the
+            solver, if that many are allowed, and one by trial.
+        alpha: for the solver only, like the next two: share of the reads that need not be hidden.
+        delta: tokens by which the reuse buffer grows if reads are not hidden; None: a quarter of `num_selected`.
+        sigma_max: the largest compression of keys to try.
+        max_group_size: for the solver only, G_max, tokens.
+        time_limit: target duration in seconds, instead of the above.
         progress: show a bar on stderr; in a notebook a widget, without a terminal one line at the end.
-        **fields: fields of the configuration that every row is to have, such as `num_selected` or `engine`.
+        **fields: fields of the configuration for every row, such as `num_selected` or `engine`.
 
-    Raises `ConfigError`, `UnsupportedModelError`, `StoreError`, and `BudgetError` where the memory does not do for
-    the largest context and batch.
+    Raises `ConfigError`, `UnsupportedModelError`, `StoreError`, and `BudgetError` if the memory is too small for the
+    largest context and batch.
     """
     measured = tunable(cache)
     settings = settings_of(measured, fields)
@@ -133,8 +118,9 @@ def tune(
         inner, measured, geometry, budget, max_context, max_batch, fields, texts, tokenizer, path, quick, samples,
         time_limit or (_QUICK_SECONDS if quick else _SECONDS), progress,
     )  # fmt: skip
-    if not issubclass(measured, DiskSwapCache):
+    if measured.solver is None:
         return tune_by_trial(task, settings)
-    delta = max(1, settings.num_selected // 4) if delta is None else delta
-    limits = Limits(settings.num_selected, settings.num_sinks, sigma_max=sigma_max, alpha=alpha, delta=delta)
-    return tune_by_solver(task, settings, limits, max_group_size)
+    module, _, function = measured.solver.partition(":")
+    solve = getattr(import_module(module), function)
+    tuned: Tuned = solve(task, settings, alpha, delta, sigma_max, max_group_size)
+    return tuned

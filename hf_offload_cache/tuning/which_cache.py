@@ -1,4 +1,4 @@
-"""Which cache? The one that does best, of those that fit the memory, by what was measured of all of them."""
+"""Chooses the cache that measured best, of those that fit the memory."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
     from ..memory.plan import MemoryPlan
 
 
-# What each cache of the registry would hold in the same memory, side by side
+# Plans of all caches for the same memory
 
 WIDER = {"disk-swap": (800, 1600), "cluster": (800,)}
-"""Tokens that a step may attend to instead of the default's: closer to `DynamicCache`, and slower."""
+"""Tokens per step to try besides the default: closer to `DynamicCache`, and slower."""
 
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """Of one cache. `plan` and `config` None: it does not fit, or lacks a package, as `refused` says."""
+    """One cache's plan. `plan` and `config` None: it does not fit, or lacks a package, as `refused` says."""
 
     name: str
     plan: MemoryPlan | None
     config: OffloadConfig | None
     refused: str | None
     notes: tuple[str, ...]
-    """All that the plan says below its table."""
+    """The lines below the plan's table."""
     attended: int | None
-    """Tokens whose own keys and values a step attends to, beyond sinks and latest ones; None: all, or not known."""
+    """Tokens whose own keys and values a step attends to, beyond sinks and latest ones; None: all, or unknown."""
     read_bytes: int | None
-    """About what a step reads for all rows, if nothing that it wants is in memory, if all layers have the same form."""
+    """Estimate of a step's reads for all rows, if nothing it needs is in memory and all layers have the same form."""
     num_selected: int | None = None
-    """One of `WIDER`; None: as the cache has it by default."""
+    """One of `WIDER`; None: the cache's default."""
     shortfalls: tuple[str, ...] = ()
-    """Those of `notes` that say what steps lose."""
+    """Those of `notes` that describe losses."""
 
     @property
     def label(self) -> str:
-        """What tells it from others: its name, and `num_selected` where that is wider."""
+        """Its name, and `num_selected` if that is wider."""
         return labelled(self.name, self.num_selected)
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,32 +69,32 @@ def compare_plans(
     geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any], wider: bool = False,
     installed: bool = False,
 ) -> list[ComparedPlan]:  # fmt: skip
-    """In the order of the registry.
+    """Plans of all caches, in the order of the registry.
 
     Args:
-        memory: bytes; None: what each one's own fields take.
-        fields: those that all caches have.
-        wider: behind each also those of `WIDER` that fit the memory as well, with no shortfall that the default has
-            not, and attend to half of the context at most.
-        installed: refuse what lacks a package here.
+        memory: bytes; None: as much as each one's own fields take.
+        fields: fields for all caches.
+        wider: after each cache, also those of `WIDER` that fit the memory, have no shortfall that the default lacks,
+            and attend to half of the context at most.
+        installed: refuse caches that lack a package here.
 
     Raises `ConfigError` for a field that one of them lacks.
     """
     from ..registry import CACHES, cache_class
 
-    found = []
+    plans = []
     for name in CACHES:
         if installed and (missing := cache_class(name).missing()) is not None:
-            found.append(ComparedPlan(name, None, None, missing, (), None, None))
+            plans.append(ComparedPlan(name, None, None, missing, (), None, None))
             continue
-        own = _planned(name, geometry, memory, context, batch, fields, None)
-        found.append(own)
+        usual = _planned(name, geometry, memory, context, batch, fields, None)
+        plans.append(usual)
         free = wider and "num_selected" not in fields and not fields.get("exact")
-        for count in WIDER.get(name, ()) if free and own.plan is not None else ():
+        for count in WIDER.get(name, ()) if free and usual.plan is not None else ():
             other = _planned(name, geometry, memory, context, batch, fields, count)
-            if 2 * count <= context and other.plan is not None and set(other.shortfalls) <= set(own.shortfalls):
-                found.append(other)
-    return found
+            if 2 * count <= context and other.plan is not None and set(other.shortfalls) <= set(usual.shortfalls):
+                plans.append(other)
+    return plans
 
 
 def _planned(
@@ -123,14 +123,14 @@ def _planned(
     return ComparedPlan(name, plan, config, None, tuple(notes), attended, read, num_selected, tuple(lost))
 
 
-# Which model a table of `measure_caches` is of, and whether that is another one
+# The model and the fields of a table of measurements
 
 Identity = dict[str, str]
-"""Named values; "name" is for people, others are equal for equal models."""
+"""Named values; "name" is for people, the others are equal for equal models."""
 
 
 def shape_of(name: str, geometry: Geometry) -> Identity:
-    """What is known of the model that people call `name` without its weights."""
+    """The identity of the model that people call `name`, as far as it is known without its weights."""
     layers = [
         f"{len(list(alike))} of {one.num_heads} heads, {one.num_key_heads} x {one.key_dim} keys and "
         f"{one.num_value_heads} x {one.value_dim} values"
@@ -145,7 +145,7 @@ def shape_of(name: str, geometry: Geometry) -> Identity:
 
 
 def identity_of(model: Any) -> Identity:
-    """Of a `PreTrainedModel`: its class and where it is from, its shape, and its `fingerprint`."""
+    """Identity of a `PreTrainedModel`: its class and source, its shape, and its `fingerprint`."""
     inner = inner_model(model)
     place = inner.config.name_or_path
     name = type(inner).__name__ + (f" ({place})" if place else "")
@@ -153,11 +153,11 @@ def identity_of(model: Any) -> Identity:
 
 
 def check_model(stored: Any, path: str | Path, model: Identity) -> None:
-    """Raises `ConfigError` where a table that lies at `path` is `stored` to be of another model than `model`, by what
-    is known of that; both, and the value that differs, are named."""
-    anew = "measure this one with `tune --compare`, or leave measured out for the table that is shipped"
+    """Raise `ConfigError` if the table at `path` is `stored` to be of another model than `model`, as far as that is
+    known; the message names both, and the value that differs."""
+    anew = "measure this one with `tune --compare`, or leave `measured` out to use the shipped table"
     if not isinstance(stored, dict):
-        raise ConfigError(f"measured: {str(path)!r} does not say which model it is of: {anew}")
+        raise ConfigError(f"measured: {str(path)!r} does not name its model: {anew}")
     for field, value in model.items():
         if field != "name" and stored.get(field) != value:
             raise ConfigError(
@@ -167,14 +167,14 @@ def check_model(stored: Any, path: str | Path, model: Identity) -> None:
 
 
 def written(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of caches as a table has them: plain JSON values; of a key nothing."""
+    """Fields of caches in a table: plain JSON values, and nothing of a key."""
     kept = {name: value for name, value in fields.items() if name != "encryption_key"}
     return {name: value if isinstance(value, bool | int | float | None) else str(value) for name, value in kept.items()}
 
 
 def not_measured(fields: dict[str, Any], config: OffloadConfig) -> dict[str, Any]:
     """Those of `fields` that the shipped table was not measured with: other than the defaults of the class of `config`,
-    and not of a run alone."""
+    and not only for a run."""
     usual = type(config)()
     return {
         name: value for name, value in written(fields).items()
@@ -183,8 +183,8 @@ def not_measured(fields: dict[str, Any], config: OffloadConfig) -> dict[str, Any
 
 
 def check_fields(stored: Any, path: str | Path, fields: dict[str, Any]) -> None:
-    """Raises `ConfigError` where a table that lies at `path` was measured with other fields than these: but for the
-    engine, which is of a machine."""
+    """Raise `ConfigError` if the table at `path` was measured with other fields than these, except the engine, which
+    belongs to a machine."""
     both = stored or {}, written(fields)
     then, now = ({name: value for name, value in each.items() if name != "engine"} for each in both)
     if then != now:
@@ -197,43 +197,43 @@ def check_fields(stored: Any, path: str | Path, fields: dict[str, Any]) -> None:
 GOALS = ("fidelity", "speed")
 HINTS = ("long-prompt", "long-output")
 _ALIKE, _ONE = 0.05, 1.5
-"""Shares of needles within this of each other are ties, and so are those that differ by one needle."""
+"""Shares of needles within 5% count as ties, and so do shares that differ by one needle."""
 _ENOUGH = math.log(1.05)
-"""KL in nats that a cache chosen for its speed may have: what text as the model writes it would lose is 5% of its
-perplexity then. Perplexities of a few texts vary more than that."""
+"""KL in nats that a cache chosen for its speed may have: text that the model writes itself would then lose 5% of its
+perplexity. Perplexities of a few texts vary more than that."""
 _NEAR = round(math.log(2), 2)
-"""What was measured after a long output says something of half its memory to twice it, and of no other."""
+"""A measurement after a long output counts for half to twice its memory only."""
 
 Cell = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A cache of the registry, and why: `plan` has its name, its configuration and what it will hold."""
+    """A cache of the registry, and the reasons: `plan` has its name, configuration and memory."""
 
     plan: ComparedPlan
     why: str
-    """A line a cache, the chosen one first: what was measured of it, or why it is left out."""
+    """One line per cache, the chosen one first: its measurements, or why it is left out."""
 
     @property
     def name(self) -> str:
-        """As the registry has it."""
+        """Its registered name."""
         return self.plan.name
 
 
 def measured_caches(
     path: str | Path | None = None, model: Identity | None = None, fields: dict[str, Any] | None = None
 ) -> list[Cell]:
-    """What was measured of each cache at lengths of context and shares of memory: the shipped table (SmolLM2-135M,
-    Python's help texts; made by `eval.fidelity`), or that of `path`, as `measure_caches` writes it.
+    """Measurements of each cache at several contexts and memory sizes: the shipped table (SmolLM2-135M, Python's help
+    texts; made by `eval.fidelity`), or that of `path`, as `measure_caches` writes it.
 
-    A cell has "cache", "tokens" and "memory" (a share of the full KV, "1/13"), "num_selected" where that was not the
-    default's, and of the following what was measured:
-    "kl" in nats and "perplexity" to `DynamicCache`'s, "found" of "known" facts in contexts of "fact_tokens", "seconds"
-    of a step, and the first two after a long output, "long_kl" and "long_perplexity". Raises `ConfigError` for a
-    file that is none, and for one that is of another model than `model`, by what is known of that, or was measured
-    with other fields of the caches than `fields` (None: it is not compared); the shipped one, a first guess, is for
-    all, but that it tells nothing of exact caches, which all say the same.
+    A cell has "cache", "tokens" and "memory" (a share of the full KV, "1/13"), "num_selected" if that was not the
+    default's, and those of the following that were measured: "kl" in nats and "perplexity" relative to
+    `DynamicCache`'s, "found" of "known" needles in contexts of "fact_tokens", "seconds" per step, and the first two
+    after a long output, "long_kl" and "long_perplexity". Raises `ConfigError` for an invalid file, for a table of
+    another model than `model`, as far as that is known, and for one measured with other `fields` (None: not compared).
+    The shipped table, a first guess, is for all models and fields; but for exact caches, which all give the same
+    output, the result is empty.
     """
     if path is None and (fields or {}).get("exact"):
         return []
@@ -271,19 +271,19 @@ def which_cache(
     """The best of the caches that have a plan.
 
     Args:
-        plans: of every cache, by `compare_plans`, for this memory and context; of one cache several that differ in
-            `num_selected`, of which those count that were measured.
-        cells: of `measured_caches`. Those of one memory and context are compared: where most of the caches that fit
-            were measured, and of such places the one that is nearest in memory, then in context.
+        plans: of every cache, by `compare_plans`, for this memory and context; several of one cache differ in
+            `num_selected`, and only measured ones count.
+        cells: of `measured_caches`. Only cells of one memory and context are compared: where most of the caches that
+            fit were measured, and among such places the closest in memory, then in context.
         memory: share of the full KV.
-        context: tokens a sequence, answer included.
-        goal: "fidelity": what finds most facts, and of those that find as many what is nearest to `DynamicCache`; where
-            facts were asked of others, what was asked for none comes last, but a wider step has its cache's. "speed":
-            the fastest of those whose KL from `DynamicCache` is at most .049 nats, if there are some.
-        hint: "long-prompt", or "long-output": for fidelity counts what is nearest after a long output, where that was
-            measured in half to twice this memory; else what counts after long prompts, and that is said.
+        context: tokens per sequence, answer included.
+        goal: "fidelity": the cache that retrieves most needles, and among ties the closest to `DynamicCache`; if only
+            some were tested with needles, untested ones rank last, but a wider step has its cache's result. "speed":
+            the fastest of those whose KL from `DynamicCache` is at most .049 nats, if there are any.
+        hint: "long-prompt", or "long-output": fidelity is then the closeness after a long output, if that was measured
+            in half to twice this memory; otherwise that after long prompts, and the reason says so.
 
-    Raises `ConfigError` for another goal or hint, `BudgetError` where no cache fits.
+    Raises `ConfigError` for another goal or hint, `BudgetError` if no cache fits.
     """
     for name, value, known in (("goal", goal, GOALS), ("hint", hint, HINTS)):
         if value not in known:
@@ -293,82 +293,65 @@ def which_cache(
         refused = "; ".join(f"{plan.name}: {plan.refused}" for plan in plans)
         raise BudgetError(f"no cache fits this memory: {refused}")
     names = [plan.label for plan in fitting]
-    told, beside = _told(cells, names, memory, context, goal, hint), ""
-    if not told and (goal, hint) == ("fidelity", "long-output"):
-        hint, beside = "long-prompt", "; after a long output nothing was measured in such a memory"
-        told = _told(cells, names, memory, context, goal, hint)
-    best = min(told, key=lambda label: _rank(label, told, goal, hint)) if told else names[0]
-    first = f"the first that fits, since nothing that tells {goal} was measured of any"
-    if fitting[0].config is not None and fitting[0].config.exact:
-        first = "the first that fits: where all is attended to, every cache says the same"
-    if told:
-        first = _sentence(told[best]) + _facts_of_its_cache(told[best], told)
-    reasons = [f"{best}: {first}{beside}"]
+    compared, note = _compared(cells, names, memory, context, goal, hint), ""
+    if not compared and (goal, hint) == ("fidelity", "long-output"):
+        hint, note = "long-prompt", "; no measurement after a long output at this memory"
+        compared = _compared(cells, names, memory, context, goal, hint)
+    best = min(compared, key=lambda label: _rank(label, compared, goal, hint)) if compared else names[0]
+    if compared:
+        usual = compared.get(compared[best]["cache"], compared[best])
+        borrowed = not compared[best].get("known") and usual.get("known")
+        reason = _sentence(compared[best]) + (f", needles as of {usual['cache']}" if borrowed else "")
+    elif fitting[0].config is not None and fitting[0].config.exact:
+        reason = "the first that fits: exact caches all give the same output"
+    else:
+        reason = f"the first that fits, because none has a measurement of {goal}"
+    reasons = [f"{best}: {reason}{note}"]
     for plan in plans:
-        if plan.label in told and plan.label != best:
-            reasons.append(f"{plan.label}: {_sentence(told[plan.label])}")
+        if plan.label in compared and plan.label != best:
+            reasons.append(f"{plan.label}: {_sentence(compared[plan.label])}")
         elif plan.label != best and plan.num_selected is None:
-            unknown = "nothing was measured of it there" if plan.plan else f"left out: {plan.refused}"
-            reasons.append(f"{plan.label}: {unknown}")
+            reasons.append(f"{plan.label}: {'no measurement there' if plan.plan else f'left out: {plan.refused}'}")
     return Chosen(next(plan for plan in fitting if plan.label == best), "\n".join(reasons))
 
 
-def _told(
+def _compared(
     cells: list[Cell], names: list[str], memory: float, context: int, goal: str, hint: str
 ) -> dict[str, Cell]:
-    """By label the cells to compare these caches by, of those that have what counts."""
-    if goal == "speed":
-        return _side_by_side([cell for cell in cells if "seconds" in cell], names, memory, context)
-    if hint == "long-output":
-        near = [cell for cell in cells if round(abs(math.log(Fraction(cell["memory"]) / memory)), 2) <= _NEAR]
-        return _side_by_side([cell for cell in near if "long_kl" in cell], names, memory, context)
-    return _side_by_side([cell for cell in cells if "kl" in cell], names, memory, context)
-
-
-def _side_by_side(cells: list[Cell], names: list[str], memory: float, context: int) -> dict[str, Cell]:
-    """Cells of these caches, all of one memory and one context, by label: the nearest in memory, then in context, of
-    those that have most of the caches; caches are told apart by no other."""
-    found: dict[tuple[str, int], dict[str, Cell]] = {}
+    """By label, the cells to compare these caches by: those with the deciding value, all of one memory and one context.
+    Of the places with most of the caches, the closest in memory, then in context."""
+    value = "seconds" if goal == "speed" else "long_kl" if hint == "long-output" else "kl"
+    places: dict[tuple[str, int], dict[str, Cell]] = {}
     for cell in cells:
         label = labelled(cell["cache"], cell.get("num_selected"))
-        if label in names:
-            found.setdefault((cell["memory"], cell["tokens"]), {})[label] = cell
+        far = value == "long_kl" and round(abs(math.log(Fraction(cell["memory"]) / memory)), 2) > _NEAR
+        if label in names and value in cell and not far:
+            places.setdefault((cell["memory"], cell["tokens"]), {})[label] = cell
 
-    def distance(point: tuple[str, int]) -> tuple[float, float, float]:
-        apart = abs(math.log(Fraction(point[0]) / memory)), abs(math.log(point[1] / context))
-        classes = {cell["cache"] for cell in found[point].values()}  # one cache's several are no reason to go far
-        return -len(classes), round(apart[0], 2), apart[1]
+    def distance(place: tuple[str, int]) -> tuple[float, float, float]:
+        caches = {cell["cache"] for cell in places[place].values()}  # several entries of one cache count once
+        in_memory, in_context = abs(math.log(Fraction(place[0]) / memory)), abs(math.log(place[1] / context))
+        return -len(caches), round(in_memory, 2), in_context
 
-    return found[min(found, key=distance)] if found else {}
+    return places[min(places, key=distance)] if places else {}
 
 
-def _rank(label: str, told: dict[str, Cell], goal: str, hint: str) -> tuple[float, ...]:
-    cell = told[label]
+def _rank(label: str, compared: dict[str, Cell], goal: str, hint: str) -> tuple[float, ...]:
+    cell = compared[label]
     if goal == "speed":
         return float(cell.get("kl", math.inf) > _ENOUGH), cell["seconds"]
     if hint == "long-output":
         return (cell["long_kl"],)
-    asked = [_found(one) for one in told.values() if one.get("known")]
-    most = max(asked, default=0.0)
-    facts = cell if cell.get("known") else told.get(cell["cache"], cell)
-    if not facts.get("known"):
-        return float(bool(asked)), cell["kl"]
-    share = _found(facts)
-    return (most - share if share < most - max(_ALIKE, _ONE / facts["known"]) else 0.0), cell["kl"]
-
-
-def _facts_of_its_cache(cell: Cell, told: dict[str, Cell]) -> str:
-    """What a wider step is judged by where it was not asked for all that its cache was."""
-    usual = told.get(cell["cache"], cell)
-    return "" if cell.get("known") or not usual.get("known") else f", facts as of {cell['cache']}"
-
-
-def _found(cell: Cell) -> float:
-    return float(cell["found"] / cell["known"])
+    shares = {name: one["found"] / one["known"] for name, one in compared.items() if one.get("known")}
+    tested = label if label in shares else cell["cache"]  # a wider step has its cache's result
+    if tested not in shares:
+        return float(bool(shares)), cell["kl"]
+    best, tie = max(shares.values()), max(_ALIKE, _ONE / compared[tested]["known"])
+    return (best - shares[tested] if shares[tested] < best - tie else 0.0), cell["kl"]
 
 
 def _check(cell: Cell) -> None:
-    """Raises `ValueError`, `KeyError` or `TypeError` for what is no cell."""
+    """Raise `ValueError`, `KeyError` or `TypeError` for an invalid cell."""
     memory = str(cell["memory"])  # "1e999999999" is a fraction, too, which takes a day
     share = Fraction(memory) if re.fullmatch(r"\d{1,9}(/[1-9]\d{0,8}|\.\d{1,9})?", memory) else 0
     if not isinstance(cell["cache"], str) or not (_is_count(cell["tokens"]) and 0 < share <= 1):
@@ -395,7 +378,7 @@ def _sentence(cell: Cell) -> str:
     if cell.get("known"):
         lengths = [f"{length:,}" for length in cell.get("fact_tokens", ())]
         of = f" in contexts of {', '.join(lengths)} tokens" if lengths else ""
-        parts.append(f"{cell['found']} of {cell['known']} facts{of}")
+        parts.append(f"{cell['found']} of {cell['known']} needles{of}")
     if "long_kl" in cell:
         parts.append(f"KL {cell['long_kl']:.3g} after a long output")
     if "seconds" in cell:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from page_model import TEXT
 
-from hf_offload_cache.tuning import by_solver, measure_caches, profile, tuner
+from hf_offload_cache.methods.disk_swap.tuning import by_solver, profile
+from hf_offload_cache.tuning import measure_caches, tuner
 
 
 def tune_shortly(patch: pytest.MonkeyPatch) -> None:

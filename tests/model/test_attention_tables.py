@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -127,6 +128,26 @@ def test_code_that_looks_up_by_a_name() -> None:
             assert_exact(CASES["greedy"](model, dynamic(model)), CASES["greedy"](model, cache))
             assert cache.report().layers["tagged"] == 3, put
         assert ALL_ATTENTION_FUNCTIONS is TRANSFORMERS_TABLE
+
+
+class OtherName(OldStyle):
+    """Has the table under a name of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        names = {**globals(), "ALL_ATTENTION_FUNCTIONS": TRANSFORMERS_TABLE}
+        return types.FunctionType(OldStyle.forward.__code__, names)(self, *args, **kwargs)
+
+
+def test_a_table_under_another_name() -> None:
+    """It is found by what it is: `import ... as` is common in code for several versions of transformers."""
+    model, plain = build(LlamaForCausalLM, LlamaConfig(**COMMON)), TRANSFORMERS_TABLE
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = OtherName
+    with exact(model) as cache:
+        assert TRANSFORMERS_TABLE is not plain
+        assert_exact(CASES["greedy"](model, dynamic(model)), CASES["greedy"](model, cache))
+        assert cache.report().layers["tagged"] == 3
+    assert TRANSFORMERS_TABLE is plain
 
 
 @pytest.mark.parametrize("upcast", [False, True])

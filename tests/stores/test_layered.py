@@ -248,7 +248,7 @@ def test_parts_of_records_in_memory(tmp_path: Path) -> None:
     part, _ = frozen(5, 0, lambda: open_store("mapped", tmp_path, RECORD_BYTES, "layer 3"))
     with closing(LayeredStore([part], in_memory)) as store:
         assert not store.in_memory
-        with pytest.raises(NotImplementedError, match="read whole"):
+        with pytest.raises(NotImplementedError, match="read completely"):
             store.read_parts(np.array([0]), np.array([0]), out[:1])
 
 
@@ -369,7 +369,7 @@ def test_what_is_shared_is_told_from_what_is_not(tmp_path: Path) -> None:
         assert store.tables_bytes >= tables + 64 * 8
         with closing(part.share()) as other, closing(LayeredStore([other], make)) as fork:
             assert (fork.own_disk_bytes, fork.disk_bytes) == (0, part.disk_bytes)
-        assert store.memory_bytes == sum(one.memory_bytes for one in store._stores())
+        assert store.memory_bytes == sum(one.memory_bytes for one in store._layout.stores)
 
 
 def test_records_of_parts_are_not_freed() -> None:
@@ -421,20 +421,6 @@ def test_errors_call_records_by_their_own_ids(tmp_path: Path) -> None:
             read(store, ids)
         with closing(store.share()) as other, pytest.raises(CorruptRecordError, match=r"layer 3: record 12 is not"):
             read(other, ids)
-
-
-def test_what_is_stored_already_may_be_taken_in() -> None:
-    """A layer's only store becomes the own one of a layered store: ids stay what they are."""
-    own = in_memory()
-    ids, records = fill(own, 6)
-    store = LayeredStore((), in_memory, own)
-    more, new = fill(store, 2, seed=5)
-    assert more.tolist() == [6, 7]
-    store.freeze()
-    assert store.parts == (own,)
-    last, newest = fill(store, 1, seed=6)
-    assert last.tolist() == [8]
-    assert torch.equal(read(store, np.r_[ids, more, last]), torch.cat([records, new, newest]))
 
 
 def test_freezing_nothing_adds_no_part(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from hf_offload_cache.stores import (
     UringStore,
     aligned_empty,
     choose_engine,
-    named,
+    copy_file,
     open_guard,
     open_named,
     open_store,
@@ -432,7 +432,7 @@ def test_copies_move_bounded_pieces(tmp_path: Path, folder: int, monkeypatch: py
     with closing(store):
         size = 3 * BOUNCE_BYTES
         checked: list[int] = []
-        named.copy(
+        copy_file(
             store._file, size, [(0, size)], folder, "saved", RECORD_BYTES,  # type: ignore[attr-defined]
             lambda start, piece: checked.append(start),
         )  # fmt: skip

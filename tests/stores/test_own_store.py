@@ -99,7 +99,7 @@ def test_a_prefetcher_reads_and_writes_it() -> None:
 
 def test_freezing_it_is_refused_with_what_is_missing() -> None:
     store = DictStore(RECORD_BYTES, "layer 3")
-    with pytest.raises(TypeError, match=r"layer 3 is in a DictStore, which is no FreezableStore: implement freeze"):
+    with pytest.raises(TypeError, match=r"layer 3 is in a DictStore, which is not a FreezableStore: implement freeze"):
         require_freezable(store)
     around = FaultyStore(store, "read", 10**9)
     ids, records = fill(around, 3)

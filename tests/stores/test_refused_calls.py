@@ -120,7 +120,7 @@ def test_a_cache_works_without(case: tuple[Any, ...], results: dict[tuple[Any, .
         assert not found["store"].startswith("uring") and f"{calls.removesuffix('_setup')} refused: " in found["store"]
     if engine == "mapped" and calls in ("fadvise64", "madvise"):
         call = {"fadvise64": "posix_fadvise"}.get(calls, calls)
-        assert f"what is read stays in the page cache ({call} refused: Function not implemented)" in found["store"]
+        assert f"reads stay in the page cache ({call} refused: Function not implemented)" in found["store"]
 
 
 @pytest.mark.parametrize("case", LATE, ids=lambda case: errno.errorcode[case[3]])

@@ -37,7 +37,7 @@ def test_the_sizes_are_those_of_the_layers() -> None:
 
 def test_texts_that_say_nothing_are_refused() -> None:
     model = long_model()
-    with pytest.raises(ValueError, match="give longer ones"):
+    with pytest.raises(ValueError, match="pass longer texts"):
         calibrate_chunks(model, [prompt(model, 1, 60)])
     with pytest.raises(ValueError, match="least must be one of 64, 32, 16, 8, got 128"):
         calibrate_chunks(model, [prompt(model, 1, LENGTH)], least=128)

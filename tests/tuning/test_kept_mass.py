@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from hf_offload_cache.methods.disk_swap import DiskSwapConfig
-from hf_offload_cache.tuning import CompressionTable
-from hf_offload_cache.tuning.kept_mass import kept_mass
+from hf_offload_cache.methods.disk_swap.tuning import CompressionTable, kept_mass
 
 SETTINGS = DiskSwapConfig(num_selected=64, num_recent=8, num_sinks=4)
 

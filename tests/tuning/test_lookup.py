@@ -13,8 +13,8 @@ from tiny_llama import LAYERS, tiny_llama, token_ids
 
 from hf_offload_cache import DiskSwapCache, DiskSwapConfig, calibrate
 from hf_offload_cache.methods.disk_swap import principal_directions
+from hf_offload_cache.methods.disk_swap.tuning import Reader, Selections, recorded, replay
 from hf_offload_cache.testing import open_descriptors
-from hf_offload_cache.tuning import Reader, Selections, recorded, replay
 
 CONTEXT, STEPS = 640, 6
 FIELDS: dict[str, Any] = {"num_selected": 32, "num_recent": 8}

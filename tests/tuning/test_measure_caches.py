@@ -110,8 +110,8 @@ def test_a_full_cache_that_memory_does_not_hold_is_left_out(
     """Others are as far from an exact cache as from it; those that together are more take no turns."""
     monkeypatch.setattr(measuring, "free_memory", lambda device: 2 * FULL - 2)
     found = measured(model, tmp_path, num_selected=16, engine="mapped")
-    assert found["reference"] == "an exact DiskSwapCache" and sparse[0]["reference"] == "DynamicCache"
-    assert found["refused"] == ["DynamicCache: holds 900.0 KiB, half of this machine's free memory is 900.0 KiB"]
+    assert found["reference"] == "an exact OffloadCache" and sparse[0]["reference"] == "DynamicCache"
+    assert found["refused"] == ["DynamicCache: needs 900.0 KiB, half of this machine's free memory is 900.0 KiB"]
     assert [name for names in found["turns"] for name in names] == NAMES[1:] and len(found["turns"]) > 1
     assert [cell["cache"] for cell in found["cells"]] == NAMES[1:]
     for one, other in zip(found["cells"], sparse[0]["cells"][1:], strict=True):
@@ -223,7 +223,7 @@ def test_without_weights_the_shape_is_compared(table: Path, model: Any) -> None:
     with pytest.raises(ConfigError, match="LlamaForCausalLM, and this is this one: dtype was float32, here it is bfl"):
         measured_caches(table, shape_of("this one", half))
     table.write_text(json.dumps({"cells": []}))
-    with pytest.raises(ConfigError, match="does not say which model it is of: measure this one"):
+    with pytest.raises(ConfigError, match="does not name its model: measure this one"):
         measured_caches(table, shape_of("this one", geometry))
 
 
@@ -242,7 +242,7 @@ def test_what_was_measured_with_other_fields_is_said(model: Any, tmp_path: Path)
         assert "measured without" not in cache.why
     with offload_cache(model, MEMORY, CONTEXT, exact=True, path=tmp_path) as cache:
         assert type(cache) is DiskSwapCache
-        first = "disk-swap: the first that fits: where all is attended to, every cache says the same\n"
+        first = "disk-swap: the first that fits: exact caches all give the same output\n"
         assert cache.why.startswith(first) and "KL" not in cache.why and "measured without" not in cache.why
     with offload_cache(model, MEMORY, CONTEXT, exact=False, num_sinks=4, path=tmp_path) as cache:
         assert "KL" in cache.why and "measured without" not in cache.why  # as they are by default
@@ -287,5 +287,5 @@ def test_bad_requests(model: Any, tmp_path: Path) -> None:
         measure_caches(model, memory="1/2", max_context=0, texts=[TEXT])
     with pytest.raises(ConfigError, match="texts: one must have"):
         measure_caches(model, memory="1/2", max_context=CONTEXT, texts=[TEXT[:30]])
-    with pytest.raises(ConfigError, match="trace is not to be given: caches that are open at once do not share it"):
+    with pytest.raises(ConfigError, match="trace cannot be set: caches open at the same time do not share it"):
         measured(model, tmp_path, trace=str(tmp_path / "trace"))

@@ -16,9 +16,9 @@ from tiny_llama import tiny_llama, token_ids
 from hf_offload_cache import DiskSwapConfig
 from hf_offload_cache.errors import StoreError, UnsupportedModelError
 from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.methods.disk_swap.tuning import profile, random_keys_and_values, two_blocks
 from hf_offload_cache.stores import MemoryStore
 from hf_offload_cache.testing import open_descriptors
-from hf_offload_cache.tuning import profile, random_keys_and_values, two_blocks
 
 FORM = RecordFormat(2, 16, 2, 16, torch.float32, 4)
 """256 bytes a token: 16 fill a block."""

@@ -10,8 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.errors import BudgetError, ConfigError
-from hf_offload_cache.tuning import CompressionTable, IoProfile, Limits, ModelProfile, ReuseTable, Solution
-from hf_offload_cache.tuning.solve import solve
+from hf_offload_cache.methods.disk_swap.tuning import (
+    CompressionTable,
+    IoProfile,
+    Limits,
+    ModelProfile,
+    ReuseTable,
+    Solution,
+)
+from hf_offload_cache.methods.disk_swap.tuning.solve import solve
 
 SIZES = (1, 2, 4, 8)
 CAPACITIES = [0, 100, 200, 300, 400]

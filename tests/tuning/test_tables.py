@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_offload_cache.tuning import CompressionTable, IoProfile, ModelProfile, ReuseTable, along
+from hf_offload_cache.methods.disk_swap.tuning import CompressionTable, IoProfile, ModelProfile, ReuseTable, along
 
 REUSE = ReuseTable(
     [0, 100, 400], {4: [0.0, 0.2, 0.8], 8: [0.0, 0.3, 0.9]}, {4: [0.0] * 3, 8: [0.0] * 3},

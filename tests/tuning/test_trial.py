@@ -139,9 +139,9 @@ def test_another_cache_does_not_take_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"memory": "1/2", "exact": True}, "exact is not to be given"),
+        ({"memory": "1/2", "exact": True}, "exact cannot be set"),
         ({"chunk_sise": 64}, "did you mean 'chunk_size'"),
-        ({"encryption_key": lambda: bytes(32)}, "encryption_key goes to the file that tuning writes"),
+        ({"encryption_key": lambda: bytes(32)}, "encryption_key must fit the JSON file"),
         ({"texts": [token_ids(30)], "num_selected": 4}, "at least 112 tokens, the longest has 30"),
         ({"max_batch": 0}, "max_batch must be a whole number of at least 1, got 0"),
         ({"texts": [token_ids(100)]}, "at least 784 tokens, the longest has 100"),

@@ -21,10 +21,11 @@ from hf_offload_cache import DiskSwapCache, OffloadCache, registry, tune
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.console import named_cache as load_model
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, UnsupportedModelError
+from hf_offload_cache.methods.disk_swap.tuning import by_solver, coarse, lookup, profile
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.model.fingerprint import fingerprint
 from hf_offload_cache.testing import open_descriptors
-from hf_offload_cache.tuning import Tuned, by_solver, grid, lookup, measured_caches, profile, tuner
+from hf_offload_cache.tuning import Tuned, measured_caches, sample, tuner
 from hf_offload_cache.tuning import which_cache as compare_plans
 
 ASKED: dict[str, Any] = {
@@ -185,8 +186,8 @@ def test_interrupted_in_the_middle_of_the_sample(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 8}, "rank is not to be given"),
-        ({"summary_bytes": 8}, "summary_bytes is not to be given"),
+        ({"rank": 8}, "rank cannot be set"),
+        ({"summary_bytes": 8}, "summary_bytes cannot be set"),
         ({"max_batch": 0}, "max_batch must be a whole number of at least 1, got 0"),
         ({"max_context": 2.5}, "max_context must be a whole number"),
         ({"samples": -1}, "samples must be"),
@@ -256,16 +257,16 @@ class OwnCache(DiskSwapCache):
 
 
 def test_rows_and_grids() -> None:
-    assert grid.rows_for(8, 32768) == (list(range(1, 9)), list(range(4096, 32769, 2048)))
-    assert grid.rows_for(1, 3000) == ([1], [3000])
-    assert grid.rows_for(3, 10000) == ([1, 2, 3], [4096, 6144, 8192, 10000])
-    batches, contexts = grid.rows_for(64, 1 << 20)
+    assert sample.rows_for(8, 32768) == (list(range(1, 9)), list(range(4096, 32769, 2048)))
+    assert sample.rows_for(1, 3000) == ([1], [3000])
+    assert sample.rows_for(3, 10000) == ([1, 2, 3], [4096, 6144, 8192, 10000])
+    batches, contexts = sample.rows_for(64, 1 << 20)
     assert (batches[0], batches[-1], contexts[0], contexts[-1]) == (1, 64, 4096, 1 << 20)
     assert len(batches) <= 17
     assert len(contexts) <= 33
-    assert grid.coarse([1, 2, 3, 4, 5], 3) == [1, 3, 5]
-    assert grid.coarse([1, 2, 3, 4, 5, 6, 7, 8], 2) == [1, 8]
-    assert grid.coarse([7], 2) == [7]
+    assert coarse([1, 2, 3, 4, 5], 3) == [1, 3, 5]
+    assert coarse([1, 2, 3, 4, 5, 6, 7, 8], 2) == [1, 8]
+    assert coarse([7], 2) == [7]
 
 
 @pytest.mark.parametrize("kind", [[], pytest.param(["--set", "summary_dtype=int8"], marks=pytest.mark.slow)])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hf_offload_cache.tuning.grid import Progress
+from hf_offload_cache.tuning.sample import Progress
 
 
 def test_parts_share_the_time_and_one_line_says_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

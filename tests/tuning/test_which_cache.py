@@ -91,19 +91,19 @@ def test_long_outputs_that_were_measured_in_another_memory_say_nothing() -> None
     for share in (1 / 6, 1 / 27):
         chosen = which_cache(fitting(*BOTH), cells, share, 4096, hint="long-output")
         assert chosen.name == "disk-swap"
-        assert chosen.why.splitlines()[0].endswith("; after a long output nothing was measured in such a memory")
+        assert chosen.why.splitlines()[0].endswith("; no measurement after a long output at this memory")
     assert which_cache(fitting(*BOTH), cells, 1 / 13, 4096, "speed", "long-output").name == "disk-swap"
     for one in cells:
         del one["seconds"]
     unmeasured = which_cache(fitting(*BOTH), cells, 1 / 13, 4096, "speed", "long-output").why.splitlines()[0]
-    assert unmeasured.endswith("since nothing that tells speed was measured of any")
+    assert unmeasured.endswith("because none has a measurement of speed")
 
 
 def test_facts_are_said_with_the_lengths_at_which_they_were_asked_for() -> None:
     cells = [cell("disk-swap", fact_tokens=[2048, 4096]), cell("cluster")]
     lines = which_cache(fitting(*BOTH), cells, 1 / 13, 4096).why.splitlines()
-    assert "10 of 10 facts in contexts of 2,048, 4,096 tokens, " in lines[0]
-    assert "10 of 10 facts, KL" in next(line for line in lines if line.startswith("cluster"))
+    assert "10 of 10 needles in contexts of 2,048, 4,096 tokens, " in lines[0]
+    assert "10 of 10 needles, KL" in next(line for line in lines if line.startswith("cluster"))
 
 
 SMALL = Geometry.uniform(4, 8, 2, 32, torch.bfloat16)
@@ -147,7 +147,7 @@ def test_a_wider_step_is_chosen_where_it_was_measured_to_be_better() -> None:
     assert len(lines) == len(registry.CACHES) + 1
     assert which_cache(plans, cells, 1 / 4, 16384, "speed").plan.num_selected is None
     del wider["found"], wider["known"]  # a wider step has the facts of its cache
-    assert which_cache(plans, cells, 1 / 4, 16384).why.splitlines()[0].endswith(", facts as of disk-swap")
+    assert which_cache(plans, cells, 1 / 4, 16384).why.splitlines()[0].endswith(", needles as of disk-swap")
     assert which_cache(plans, cells, 1 / 4, 16384).plan.num_selected == 800
     cells[0]["found"] = 5
     assert which_cache(plans, cells, 1 / 4, 16384).name == "cluster"
@@ -157,10 +157,10 @@ def test_a_wider_step_is_chosen_where_it_was_measured_to_be_better() -> None:
 
 def test_where_nothing_was_measured_that_is_said() -> None:
     unmeasured = which_cache(fitting("cluster", "spec"), [cell("disk-swap")], 1 / 13, 4096)
-    assert unmeasured.why.startswith("cluster: the first that fits, since nothing that tells fidelity was measured")
+    assert unmeasured.why.startswith("cluster: the first that fits, because none has a measurement of fidelity")
     cells = [{name: value for name, value in cell("spec").items() if name != "seconds"}, cell("cluster", seconds=9.0)]
     chosen = which_cache(fitting("cluster", "spec"), cells, 1 / 13, 4096, "speed")
-    assert chosen.name == "cluster" and "spec: nothing was measured of it there" in chosen.why
+    assert chosen.name == "cluster" and "spec: no measurement there" in chosen.why
     facts_unknown = [cell("cluster", found=0, kl=0.5), cell("spec", known=0)]
     assert which_cache(fitting("cluster", "spec"), facts_unknown, 1 / 13, 4096).name == "cluster"
     assert which_cache(fitting("spec"), facts_unknown, 1 / 13, 4096).name == "spec"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -29,6 +30,14 @@ class Adapter:
         """Write safetensors with the fingerprint as metadata."""
         tensors = {f"layer.{index}": tensor.contiguous() for index, tensor in self.projections.items()}
         save_file(tensors, path, metadata={"format": _FORMAT, "model": json.dumps(self.made_for)})
+
+    def digest(self) -> str:
+        """Eight hexadecimal digits of layers, shapes and values."""
+        digest = xxhash.xxh3_64()
+        for layer_idx, projection in sorted(self.projections.items()):
+            digest.update(f"{layer_idx} {tuple(projection.shape)}".encode())
+            digest.update(projection.contiguous().numpy().tobytes())
+        return digest.hexdigest()[:8]
 
     @classmethod
     def load(cls, path: Path, model: torch.nn.Module) -> Adapter:

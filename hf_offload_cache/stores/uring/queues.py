@@ -1,4 +1,4 @@
-"""What the kernel gives for io_uring: system calls, and queues in memory that it shares."""
+"""The kernel's side of io_uring: system calls, and queues in shared memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Waiter:
     """Waits for completions of the ring `fd`, until a given time. One thread at a time.
 
     Attributes:
-        timed: the kernel does both in one call (5.11); else the ring's descriptor is polled.
+        timed: the kernel waits and submits in one call (5.11); else the ring's descriptor is polled.
     """
 
     def __init__(self, fd: int, parameters: Parameters) -> None:
@@ -78,9 +78,8 @@ class Waiter:
         self._argument = ctypes.addressof(self._held), ctypes.sizeof(self._held)
 
     def wait(self, submit: int, wanted: int, expires: float | None) -> int:
-        """`enter`, which waits for `wanted` completions, or ends earlier: at `expires` (`time.monotonic()`; None: no
-        limit), or a signal. Without `timed` and with a limit, until there is one unseen completion.
-        """
+        """Call `enter`, which waits for `wanted` completions, or ends earlier: at `expires` (`time.monotonic()`; None:
+        no limit), or by a signal. Without `timed` and with a limit, waits until there is one unseen completion."""
         if expires is None:
             return enter(self._fd, submit, wanted, GETEVENTS)
         seconds = expires - time.monotonic()
@@ -99,7 +98,7 @@ class Waiter:
 
 
 class Queues:
-    """The queues, as they lie in memory that the kernel shares (`ring_bytes`). Unmapped with the last reference."""
+    """The queues in memory shared with the kernel (`ring_bytes`). Unmapped with the last reference."""
 
     def __init__(self, fd: int, parameters: Parameters) -> None:
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -120,7 +119,7 @@ class Queues:
 
 
 def ring_bytes(depth: int) -> int:
-    """The most bytes of memory that a ring of `depth` shares with the kernel: three queues, each in pages of its own.
+    """Upper bound on the memory that a ring of `depth` shares with the kernel: three queues, each in its own pages.
 
     Newer kernels put two of them into the same pages. The kernel rounds `depth` up to a power of two, and makes the
     completion queue twice as long.
@@ -167,7 +166,7 @@ def setup(entries: int, parameters: Parameters) -> Descriptor:
 
 
 def enter(fd: int, submit: int, wanted: int, flags: int, argument: int = 0, argument_bytes: int = 0) -> int:
-    """io_uring_enter: how many were submitted, or -1 with `ctypes.get_errno`. Other Python threads run meanwhile."""
+    """io_uring_enter: the number submitted, or -1 with `ctypes.get_errno`. Other Python threads run meanwhile."""
     return _system_call()(_ENTER, fd, submit, wanted, flags, argument, argument_bytes)
 
 

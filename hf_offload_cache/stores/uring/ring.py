@@ -23,23 +23,23 @@ from ..record_file import REFUSALS
 from . import queues as io_uring
 from .queues import WRAP, Queues, Waiter
 
-# Reads that a ring takes in and completes together
+# Reads that are queued together
 
 PENDING = np.iinfo(np.int32).min
-"""Stands for the result of a read that has not completed; no read has it."""
+"""Result of a read that has not completed; no read returns it."""
 
 
 class Batch:
     """Reads that were queued together.
 
     Attributes:
-        base, end: the numbers of the first read and behind the last one, over the life of the ring.
+        base, end: the numbers of the first read and behind the last one, counted over the ring's life.
         fd: the file's descriptor.
-        entries: the reads as the kernel takes them.
-        keep, owner: what has to live until the last read has ended: the memory that is read into, and who reads.
-        lengths: bytes asked for, one entry a read.
-        results: bytes read or a negative errno, one entry a read; valid once `finished_at` is set. Fewer bytes than
-            asked for are the caller's to complete.
+        entries: the reads in the kernel's format.
+        keep, owner: kept alive until the last read has ended: the memory read into, and the reader.
+        lengths: bytes requested, one entry per read.
+        results: bytes read or a negative errno, one entry per read; valid once `finished_at` is set. The caller
+            completes short reads.
         finished_at: `time.perf_counter()` when the last completion was seen, None before.
         unfinished: reads that have not completed.
         dropped: reads at the end were given up before they began; their results mean nothing.
@@ -66,7 +66,7 @@ class Batch:
         self.owner = owner
 
     def count(self) -> None:
-        """Count results as they arrive: the number still missing, and whether that is the end."""
+        """Update `unfinished`, and `finished_at` if no result is missing."""
         self.unfinished = (self.results == PENDING).nonzero()[0].size
         if self.unfinished == 0 and self.finished_at is None:
             self.finished_at = time.perf_counter()
@@ -78,27 +78,28 @@ class Batch:
         self.count()
 
 
-# Reads that are in flight when their ring is closed or forgotten: the kernel may still write to their memory
+# Reads in flight when their ring is closed or collected: the kernel may still write to their memory
 
 class OrphanedReads:
-    """What they need until they end: the ring's descriptor and queues, and the batches, which hold the memory."""
+    """Keeps what reads in flight need until they end: the ring's descriptor and queues, and the batches with their
+    memory."""
 
     def __init__(self, descriptor: Descriptor, memory: Queues, waiter: Waiter, batches: list[Batch]) -> None:
         self.descriptor = descriptor
         self.interrupt: KeyboardInterrupt | None = None
-        """One that came while the memory was waited for, to be raised when that is given back."""
+        """An interrupt that arrived during the wait, to be raised when the memory is released."""
         self._memory = memory
         self._waiter = waiter
         self._batches = batches
 
     def wait(self, expires: float | None) -> bool:
-        """Block until nothing is in flight, or until `expires`; whether nothing is."""
+        """Block until nothing is in flight, or until `expires`; returns whether nothing is."""
         memory = self._memory
         sq, cq = memory.sq, memory.cq
         while True:
             try:
                 tail = cq[memory.cq_tail]
-                cq[memory.cq_head] = tail  # nobody asks for results any more
+                cq[memory.cq_head] = tail  # results are no longer needed
                 in_flight = (sq[memory.sq_head] - tail) & WRAP  # submitted and not completed
                 if in_flight == 0:
                     return True
@@ -111,12 +112,12 @@ class OrphanedReads:
                 continue
 
     def wait_and_close(self) -> None:
-        """Block until nothing is in flight, however long that takes, and give all of it back."""
+        """Block until nothing is in flight, however long that takes, and release everything."""
         self.wait(None)
         self.close()
 
     def close(self) -> None:
-        """Give the descriptor and the batches back. Nothing may be in flight."""
+        """Release descriptor and batches. Nothing may be in flight."""
         self._batches.clear()
         self.descriptor.close()
 
@@ -126,9 +127,9 @@ def close_when_done(
 ) -> KeyboardInterrupt | None:
     """Close a ring once nothing is in flight; also when it is deleted, and at the end of the interpreter.
 
-    Reads that do not end in time are left to a daemon thread; if none can be started, the ring stays as it is until the
-    process ends. `exit_handler` is the ring's own, which is no longer needed. Returns an interrupt that was raised
-    meanwhile, for a caller that can raise it: a garbage collection cannot.
+    A daemon thread keeps reads that do not end in time; if none can be started, the ring stays until the process ends.
+    `exit_handler` is the ring's own, which is no longer needed. Returns an interrupt that was raised meanwhile, for a
+    caller that can raise it: a garbage collection cannot.
     """
     atexit.unregister(exit_handler)
     if not process.is_here or orphans.wait(deadline.expires()):
@@ -147,27 +148,26 @@ def close_when_done(
 
 
 IO_RING = "io ring"
-"""The owner under which a ring's queues are in the memory account."""
+"""Owner of a ring's queues in the memory account."""
 
 DEPTH = 256
-"""Reads in flight at most. A device's own queue takes about half as many, and submitting more blocks for a moment; with
-this many it stays busy while the next ones are put in (measured on a virtual NVMe disk: 128 is slower, 512 no faster).
-"""
+"""Reads in flight at most. A device's own queue takes about half as many, and submitting more blocks for a moment; this
+depth keeps it busy while the next ones are submitted (on a virtual NVMe disk, 128 is slower, 512 no faster)."""
 
 class Ring:
     """Submits file reads to the kernel and collects the completed ones.
 
-    The memory that is read into must not move: objects given as `keep` are kept until the batch's last read has ended.
-    `close` and a garbage collection of the ring wait for the reads in flight as `wait` does. Reads that do not end in
-    time are left, with everything kept for them and the ring's descriptor, to a daemon thread ("hf_offload_cache-ring")
-    that waits for them; if none can be started, all of it is kept until the process ends.
+    The memory read into must not move: `keep` objects live until the batch's last read has ended. `close` and a garbage
+    collection of the ring wait for the reads in flight as `wait` does. A daemon thread ("hf_offload_cache-ring") waits
+    for reads that do not end in time, with everything they need; if none can be started, all of it is kept until the
+    process ends.
 
     If the process forbids itself io_uring later (a sandbox), it gets one warning. Reads that the kernel has not taken
     by then, and all later reads, end with `EAGAIN` at once, so that the caller reads in another way.
 
-    Any thread may call, but only one at a time. A signal's exception (Ctrl-C) may be raised from any method; the ring
-    is then unchanged and usable. In a forked child the methods raise `ForkedProcessError`, except `close` and
-    `release`, which leave the parent's ring unchanged.
+    Any thread may call, one at a time. A signal's exception (Ctrl-C) may be raised from any method; the ring is then
+    unchanged and usable. In a forked child the methods raise `ForkedProcessError`, except `close` and `release`, which
+    leave the parent's ring unchanged.
 
     `timeout` (seconds; None: no limit) limits a wait; after it, `StalledError` is raised. The queues' host memory is in
     `account` as `IO_RING` from construction to `close`. Raises `OSError` with the reason if the kernel gives no ring
@@ -225,10 +225,11 @@ class Ring:
         keep: object,
         owner: object = None,
     ) -> Batch:
-        """Queue one read a position and submit as many as fit; the rest goes with the calls that follow.
+        """Queue one read per position and submit as many as fit; later calls submit the rest.
 
         Offsets, lengths (below 2 GiB) and addresses are in bytes; `keep` holds the memory at the addresses, and `owner`
-        the descriptor open. Does not wait for data. When it raises, reads may be in flight until `release` or `close`.
+        keeps the descriptor open. Does not wait for data. If it raises, reads may be in flight until `release` or
+        `close`.
         """
         if self._process.id != os.getpid():
             self._process.check("this io_uring")
@@ -259,8 +260,8 @@ class Ring:
         return batch
 
     def poll(self) -> None:
-        """Take in what has completed and submit what waits for a place. No system call where nothing waits."""
-        # Where the lock is taken another thread is at it. `acquire` without `with` would lose the lock to a signal.
+        """Collect completed reads and submit waiting ones. Makes no system call if nothing waits."""
+        # If the lock is taken, another thread is polling. `acquire` without `with` would lose the lock to a signal.
         if self._open and self._memory is not None and not self._lock.locked():
             self._process.check("this io_uring")
             with self._lock:
@@ -271,8 +272,8 @@ class Ring:
     def wait(self, batch: Batch) -> None:
         """Block until `batch` has finished.
 
-        Raises `StalledError` when it has not after `timeout`, or at once where nothing has completed since an earlier
-        wait ended so. The batch is still under way then, and can be waited for again.
+        Raises `StalledError` if it has not after `timeout`, or at once if nothing has completed since an earlier wait
+        timed out. The batch is still under way then, and can be waited for again.
         """
         expires, begun = None, False
         while batch.finished_at is None:
@@ -289,21 +290,21 @@ class Ring:
                     raise self._deadline.missed()
                 if self._open[-1].end > self._put:
                     self._fill(memory)
-                # With some still to be put in, few enough that the device stays busy while that is done.
+                # If entries still wait, wait for few completions: the device stays busy while they are submitted.
                 all_in = batch.end <= self._put
                 self._enter(memory, batch.unfinished if all_in else max(1, self._depth // 2), expires)
                 self._reap(memory)
 
     def drop(self, batch: Batch) -> None:
-        """Give up the reads of `batch` that were not submitted. Those that were still have to be waited for."""
+        """Give up the reads of `batch` that were not submitted. Submitted ones must still be waited for."""
         self._process.check("this io_uring")
         with self._lock:
             if self._memory is not None:  # else `close` has given them up
                 self._drop(batch, self._queues())
 
     def release(self, fd: int, owner: object = None) -> None:
-        """Give up what is queued for `fd` and wait, as `wait` does, for what was submitted; before `fd` is closed. With
-        `owner`, who is not alone in using `fd`: for what it reads."""
+        """Give up queued reads of `fd`, and wait, as `wait` does, for submitted ones; call it before `fd` is closed.
+        With `owner`, which shares `fd` with others: only for its reads."""
         if self._memory is None or not self._process.is_here:
             return
         with self._lock:
@@ -314,9 +315,9 @@ class Ring:
             self.wait(batch)
 
     def close(self) -> None:
-        """Give up what was not submitted, wait for what was (see above), and give the ring back. Idempotent.
+        """Give up reads that were not submitted, wait for the others (see above), and release the ring. Idempotent.
 
-        Raises nothing for what does not end in time: whoever waits for a batch is told.
+        Raises nothing for reads that do not end in time: whoever waits for their batch gets the error.
         """
         if self._memory is not None and self._process.is_here:
             with self._lock:
@@ -336,13 +337,13 @@ class Ring:
             raise interrupt
 
     def _release(self) -> None:
-        """The queues are out of the account, once."""
+        """Release the queues from the account, once."""
         account, self._account = self._account, None
         if account is not None:
             account.release(IO_RING, self._held)
 
     def _queues(self) -> io_uring.Queues:
-        """For who has taken the lock. `_put` is right from then on, wherever a signal's exception came before."""
+        """The queues, for whoever has taken the lock. Corrects `_put` after a signal's exception."""
         memory = self._memory
         if memory is None:
             raise OSError(errno.EBADF, "the ring was closed")
@@ -353,10 +354,10 @@ class Ring:
         begun = max(0, self._put - batch.base)
         if begun < len(batch.entries):
             batch.dropped = True
-            batch.entries["opcode"][begun:] = io_uring.OP_NOP  # they keep their turn, so that serials stay in order
+            batch.entries["opcode"][begun:] = io_uring.OP_NOP  # they stay queued, so that serials remain in order
 
     def _fill(self, memory: io_uring.Queues) -> bool:
-        """Put entries that wait into the submission queue, up to the depth; whether some are to be submitted."""
+        """Put waiting entries into the submission queue, up to the depth; returns whether some are to be submitted."""
         put = self._put
         room = self._depth - ((put - memory.cq[memory.cq_head]) & WRAP)
         if not self._open or self._open[-1].end <= put or room <= 0:
@@ -379,19 +380,18 @@ class Ring:
         return True
 
     def _enter(self, memory: io_uring.Queues, wanted: int, expires: float | None = None) -> None:
-        """Submit what is in the submission queue and wait for `wanted` completions; less long for a signal, or until
-        `expires`."""
+        """Submit the submission queue and wait for `wanted` completions, or until a signal or `expires`."""
         if self._refused:
             self._give_up(memory)
             if wanted:
-                time.sleep(0.001)  # for what the kernel had taken
+                time.sleep(0.001)  # for reads that the kernel has taken
             return
         waiting = (memory.sq[memory.sq_tail] - memory.sq[memory.sq_head]) & WRAP
         done = self._waiter.wait(waiting, wanted, expires) if wanted else io_uring.enter(self._fd, waiting, 0, 0)
         if done >= 0:
             return
         number = ctypes.get_errno()
-        if number in (errno.EAGAIN, errno.EBUSY):  # no memory for a request at the moment: it stays in the queue
+        if number in (errno.EAGAIN, errno.EBUSY):  # no memory for a request now: it stays in the queue
             if wanted:
                 in_flight = (memory.sq[memory.sq_head] - memory.cq[memory.cq_tail]) & WRAP
                 if in_flight == 0 or self._waiter.wait(0, 1, expires) < 0:
@@ -408,7 +408,7 @@ class Ring:
             raise OSError(number, f"io_uring_enter: {os.strerror(number)}")
 
     def _give_up(self, memory: io_uring.Queues) -> None:
-        """Leave to their callers the entries that the kernel has not taken, none of which it takes any more."""
+        """Return to their callers the entries that the kernel has not taken; it takes no more."""
         taken = self._put - ((memory.sq[memory.sq_tail] - memory.sq[memory.sq_head]) & WRAP)
         for batch in self._open:
             batch.leave_from(taken)
@@ -417,7 +417,7 @@ class Ring:
         self._put = taken
 
     def _reap(self, memory: io_uring.Queues) -> bool:
-        """Hand completions to their batches; whether there were any."""
+        """Pass completions to their batches; returns whether there were any."""
         head, tail = memory.cq[memory.cq_head], memory.cq[memory.cq_tail]
         if head == tail:
             return False

@@ -9,23 +9,24 @@ import numpy as np
 import torch
 
 from ...errors import CacheClosedError
-from ..base import Process, Transfer, byte_view, check_batch, check_range, run_edges
+from ..base import Transfer, byte_view, check_batch, check_range, run_edges
 from ..file import FileStore, FrozenFile
 from ..guard import RecordGuard
 from .ring import Batch, Ring
 
 LARGEST_REQUEST_BYTES = 2**20
-"""A longer run of adjacent records is submitted in pieces of at most this size: an entry's length has 32 bits."""
+"""Longer runs of adjacent records are submitted in pieces of at most this size, because an entry's length has 32
+bits."""
 
 _AGAIN = (errno.EINTR, errno.EAGAIN)
 
 
 class UringStore(FileStore):
-    """A file store read through a ring, by `O_DIRECT` where the file system has it.
+    """A file store read through a ring, by `O_DIRECT` if the file system has it.
 
     Elsewhere reads go through the page cache, which is dropped when they are finished. `ring` is the caller's, who
-    closes it after the stores; None makes one for this store alone. Raises `OSError` when there can be no ring. What
-    was read is checked by whoever finishes the transfer.
+    closes it after the stores; None makes one for this store. Raises `OSError` if there can be no ring. Whoever
+    finishes a transfer checks its records.
     """
 
     def __init__(
@@ -36,19 +37,18 @@ class UringStore(FileStore):
         ring: Ring | None = None,
         guard: RecordGuard | None = None,
     ) -> None:
-        super().__init__(place, record_bytes, name, guard)
+        self._given_ring = ring
         self._own_ring: Ring | None = None
-        self._most = max(1, LARGEST_REQUEST_BYTES // record_bytes)  # records of a request
-        self._process = Process()
-        try:
-            if ring is None:
-                ring = self._own_ring = Ring()
-            self._ring = ring
-            if not self._frozen:
-                self._file.try_direct()
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(place, record_bytes, name, guard)
+
+    def _begin(self) -> None:
+        ring = self._given_ring
+        if ring is None:
+            ring = self._own_ring = Ring()
+        self._ring = ring
+        self._most = max(1, LARGEST_REQUEST_BYTES // self.record_bytes)  # records of a request
+        if not self._frozen:
+            self._file.try_direct()
 
     def start(self, ids: np.ndarray, out: torch.Tensor) -> Transfer:
         check_range(self.name, ids, self._capacity, self.first_id)
@@ -80,7 +80,7 @@ class UringStore(FileStore):
             raise
 
     def _complete(self, batch: Batch, ids: np.ndarray, out: torch.Tensor, edges: np.ndarray, requests: int) -> None:
-        """All of `batch` has ended: bring what a request left out, check it, or raise what one failed with."""
+        """All of `batch` has ended: complete short reads, check the records, or raise the error of a failed one."""
         for index in (batch.results != batch.lengths).nonzero()[0]:
             start, stop, result = int(edges[index]), int(edges[index + 1]), int(batch.results[index])
             try:
@@ -94,19 +94,17 @@ class UringStore(FileStore):
         if not self._file.direct:
             self._file.drop(0, 0)
         self.count_read(requests, out.nbytes)
-        wrong = self._guard.check(ids, out)
-        if wrong.size:
-            self._refuse(wrong, ids, out)
+        self._checked(ids, out)
 
     def share(self, ring: Ring | None = None) -> UringStore:
-        """See `FreezableStore.share`; reads go through `ring`, the caller's (None: one of its own)."""
+        """See `FreezableStore.share`; reads go through `ring`, the caller's (None: a new one)."""
         return type(self)(self._shared_file(), self.record_bytes, self.name, ring)
 
     def close(self) -> None:
-        """Reads in flight are waited for. See `Store.close`."""
-        ring = getattr(self, "_ring", None)  # a constructor that failed closes too
+        """Wait for reads in flight. See `Store.close`."""
+        ring = getattr(self, "_ring", None)  # absent if the constructor failed
         if ring is not None and self._file.fd >= 0:
-            # Where the descriptor is shared it stays, and reads of others with it.
+            # A shared descriptor stays open, with the reads of others.
             ring.release(self._file.fd, self._file if self._file.shared else None)
         if self._own_ring is not None:
             self._own_ring.close()
@@ -165,11 +163,11 @@ class _RingRead(Transfer):
             except OSError as error:
                 self._error = error
                 raise
-            self._store = None  # all is there
+            self._store = None  # complete
 
 
 def _cut(edges: np.ndarray, most: int) -> np.ndarray:
-    """`edges` of runs with more between them, so that no two are further apart than `most`."""
+    """`edges` of runs, with more between them so that no two are further apart than `most`."""
     pieces = -((edges[:-1] - edges[1:]) // most)
     first = np.repeat(edges[:-1], pieces)
     before = np.cumsum(pieces) - pieces

@@ -1,10 +1,11 @@
-"""The profiles of appendix A.3, measured on this machine: what a disk's reads take, and what a decoder block takes.
+"""The profiles of appendix A.3, measured on this machine: times of a disk's reads, and of a decoder block.
 
-Both are measured alone: reads with nothing to overlap, the block with records that lie in memory.
+Both are measured separately: reads with nothing to overlap, the block with records in memory.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import statistics
@@ -17,24 +18,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import parse_size
-from ..fetch.prefetcher import Prefetcher
-from ..history.records import RecordFormat
-from ..memory.account import MemoryAccount
-from ..methods.disk_swap.cache import DiskSwapCache
-from ..methods.disk_swap.config import DiskSwapConfig
-from ..stores.base import Store, aligned_empty
-from ..stores.engines import open_store
-from .synthetic import attention_modules, fill, random_keys_and_values, two_blocks
-from .tables import IoProfile, ModelProfile
+from ....config import parse_size
+from ....errors import UnsupportedModelError
+from ....fetch.prefetcher import Prefetcher
+from ....history.records import RecordFormat
+from ....memory.account import MemoryAccount
+from ....model.config_values import config_value
+from ....model.place import decoder_blocks, inner_model
+from ....stores.base import Store, aligned_empty
+from ....stores.engines import open_store
+from ....tuning.fill import attention_modules, fill
+from ..cache import DiskSwapCache
+from ..config import DiskSwapConfig
+from .solve import IoProfile, ModelProfile
 
 OnStep = Callable[[float, str], object]
-"""Gets the share of the work that is done, from 0 to 1, and what is being measured."""
+"""Gets the finished share of the work, from 0 to 1, and the current measurement."""
 
 _PIECE_BYTES = 4 << 20
-"""Written to the scratch file at a time."""
+"""Bytes written to the scratch file at a time."""
 _LEAST_FILE, _MOST_FILE = 64 << 20, 512 << 20
-"""Bytes of a scratch file. Between them, so many times what the largest read takes that reads are scattered:"""
+"""Bounds on a scratch file's bytes. Between them, it is this many times as large as the largest read, so that reads are
+scattered:"""
 _TIMES_A_READ = 16
 _LIKENESS = 0.97
 """Correlation of one step's input with the next's: gives about the hit rate of a real model on text."""
@@ -51,18 +56,18 @@ def measure_io(
     points: int = 6,
     write_queue: int | str = "4MiB",
 ) -> IoProfile:
-    """How long cold reads take, through the prefetcher and the engine that a cache would use, each waited for at once.
+    """Time cold reads, through the prefetcher and the engine that a cache would use, each waited for at once.
 
     Args:
         form: of the records; its own group size does not count.
         most_records: the largest read of one layer in one step, by the group sizes to measure.
         engine: as `choose_engine` returned it for `path`.
-        path: folder that the scratch file goes to; it has no name there.
-        seconds: about how long to take, writing the files left out.
+        path: folder of the scratch file, which has no name there.
+        seconds: target duration, without writing the files.
         points: sizes of reads for each size of a record, from one record to the largest read.
 
-    Each figure is the median over reads of records drawn at random, anew each time, at least three.
-    Raises `StoreError`; nothing is left behind.
+    Each figure is the median over at least three reads of records drawn at random each time. Raises `StoreError`;
+    nothing is left behind.
     """
     record_bytes = {size: dataclasses.replace(form, group_size=size).record_bytes for size in most_records}
     largest: dict[int, int] = {}
@@ -90,7 +95,7 @@ def measure_io(
 
 
 def _scratch(prefetcher: Prefetcher, engine: str, path: Path, record_bytes: int, most: int) -> tuple[Store, int]:
-    """A store full of random bytes, many times as large as the largest read, and how many records it has."""
+    """A store full of random bytes, many times as large as the largest read, and its number of records."""
     file_bytes = max(2 * most * record_bytes, min(_MOST_FILE, max(_LEAST_FILE, _TIMES_A_READ * most * record_bytes)))
     store = open_store(engine, path, record_bytes, "the tuner's scratch file")
     try:
@@ -99,7 +104,7 @@ def _scratch(prefetcher: Prefetcher, engine: str, path: Path, record_bytes: int,
         content = generator.integers(0, 256, (max(1, _PIECE_BYTES // record_bytes), record_bytes), dtype=np.uint8)
         for start in range(0, len(ids), len(content)):
             part = ids[start : start + len(content)]
-            records = aligned_empty(len(part), record_bytes)  # the prefetcher takes what it is given over
+            records = aligned_empty(len(part), record_bytes)  # the prefetcher takes it over
             records.numpy()[:] = content[: len(part)]
             prefetcher.write(store, part, records)
         prefetcher.flush(store)
@@ -113,7 +118,7 @@ def _scratch(prefetcher: Prefetcher, engine: str, path: Path, record_bytes: int,
 def _read_time(
     prefetcher: Prefetcher, store: Store, exist: int, count: int, seconds: float, generator: np.random.Generator
 ) -> float:
-    """The median time of reading `count` of the records 0 to `exist`."""
+    """Median time of reading `count` of the records 0 to `exist`."""
     out = aligned_empty(count, store.record_bytes)
     taken: list[float] = []
     deadline = time.perf_counter() + seconds
@@ -139,22 +144,22 @@ def measure_model(
     cache_class: type[DiskSwapCache] = DiskSwapCache,
     size_field: str = "rank",
 ) -> ModelProfile:
-    """How long one decoder block takes in a decoding step, with prediction, look-ahead and reuse buffer, without I/O.
+    """Time one decoder block in a decoding step, with prediction, look-ahead and reuse buffer, without I/O.
 
-    The first two blocks of `model` run as a model of their own on made-up contexts whose records lie in host memory;
-    the time is from the entry of the first block to the entry of the second. All axes ascend. Contexts that would not
-    fit an eighth of the free memory are left out, but for the shortest. `seconds` is about how long to take. Each
-    figure is the lower quartile of at least eight steps: other work on the machine only adds to it.
+    The first two blocks of `model` run as a separate model on random contexts whose records are in host memory; the
+    time is from the entry of the first block to that of the second. All axes ascend. Contexts beyond an eighth of the
+    free memory are left out, except the shortest. `seconds` is the target duration. Each figure is the lower quartile
+    of at least eight steps, because other work on the machine only adds to it.
     """
     twin = two_blocks(model)
     device = next(twin.parameters()).device
     contexts = _that_fit(contexts, batches[-1], form)
     middle = min(capacities, key=lambda capacity: abs(capacity - settings.num_selected))
     plan = [(b, s, r, middle) for b in batches for s in contexts for r in sizes]
-    # small differences are taken between neighbours in time: other work on the machine comes and goes
+    # small differences are measured one after the other, because other work on the machine varies
     plan += [(b, contexts[0], sizes[0], c) for b in batches for c in capacities]
     weights = [batch * context for batch, context, _, _ in plan]
-    found: list[float] = []
+    times: list[float] = []
     deadline, done = time.perf_counter() + seconds, 0
     clock = _BlockClock(twin, device)
     try:
@@ -163,14 +168,14 @@ def measure_model(
             share = (deadline - time.perf_counter()) * weight / (sum(weights) - done) if sum(weights) > done else 0.0
             fields: dict[str, Any] = {"reuse_capacity": capacity, size_field: size, "group_size": group_size}
             fields |= {"engine": "memory", "look_ahead": True}
-            own = dataclasses.replace(settings, **fields)
-            found.append(_block_time(twin, clock, cache_class, own, form, batch, context, share))
+            config = dataclasses.replace(settings, **fields)
+            times.append(_block_time(twin, clock, cache_class, config, form, batch, context, share))
             done += weight
     finally:
         clock.close()
     points = len(batches) * len(contexts) * len(sizes)
-    grid = np.array(found[:points]).reshape(len(batches), len(contexts), len(sizes))
-    reuse = np.array(found[points:]).reshape(len(batches), len(capacities))
+    grid = np.array(times[:points]).reshape(len(batches), len(contexts), len(sizes))
+    reuse = np.array(times[points:]).reshape(len(batches), len(capacities))
     reuse -= reuse[:, [capacities.index(middle)]]
     return ModelProfile(batches, contexts, sizes, grid.tolist(), capacities, reuse.tolist())
 
@@ -178,13 +183,13 @@ def measure_model(
 def _that_fit(contexts: list[int], batch: int, form: RecordFormat) -> list[int]:
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # a platform that does not say
+    except (AttributeError, OSError, ValueError):  # the platform does not tell
         free = 4 << 30
     return [context for context in contexts if 2 * batch * context * form.entry_bytes <= free // 8] or contexts[:1]
 
 
 class _BlockClock:
-    """The times between the entries of a model's first block and of its second."""
+    """Times between the entries of a model's first and second block."""
 
     def __init__(self, twin: Any, device: torch.device) -> None:
         self.taken: list[float] = []
@@ -220,7 +225,7 @@ def _block_time(
     start = time.perf_counter()
     with warnings.catch_warnings(), cache_class(twin, config=settings) as cache:
         warnings.simplefilter("ignore", UserWarning)
-        cache.weighs = False  # two blocks have less than the areas that the model's blocks share
+        cache.weighs = False  # two blocks hold less than the areas shared by all blocks
         for layer in cache.offloaded:
             keys, values = random_keys_and_values(form, context, device, layer.layer_idx)
             fill(layer, modules[layer.layer_idx], keys.expand(batch, -1, -1, -1), values.expand(batch, -1, -1, -1))
@@ -237,3 +242,54 @@ def _block_time(
                 step = _LIKENESS * step + (1 - _LIKENESS**2) ** 0.5 * noise
                 twin(inputs_embeds=step.to(device, dtype), past_key_values=cache, use_cache=True)
         return float(np.quantile(clock.taken[_WARM_UP:], 0.25))
+
+
+def random_keys_and_values(
+    form: RecordFormat, tokens: int, device: torch.device, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys (1, Hk, T, Dk) and values (1, Hv, T, Dv) of one sequence, the same for the same arguments; never zeros.
+
+    Keys are a mean, a low-rank part that drifts slowly from token to token, so that neighbours are similar as in text,
+    and noise: a compact copy keeps most of their energy, not all. Values are noise.
+    """
+    rank, span = 24, 64
+    generator = torch.Generator().manual_seed(seed)
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    corners = torch.randn(tokens // span + 2, rank, **options)
+    drift = torch.nn.functional.interpolate(corners.T[None], size=tokens, mode="linear", align_corners=True)[0].T
+    keys = drift @ (torch.randn(rank, form.key_width, **options) / rank**0.5)
+    keys += torch.randn(form.key_width, **options)
+    keys += 0.5 * torch.randn(tokens, form.key_width, **options)
+    values = torch.randn(tokens, form.num_value_heads * form.value_dim, **options)
+    shaped = [
+        part.view(1, tokens, heads, -1).transpose(1, 2).to(device=device, dtype=form.dtype).contiguous()
+        for part, heads in ((keys, form.num_key_heads), (values, form.num_value_heads))
+    ]
+    return shaped[0], shaped[1]
+
+
+def two_blocks(model: Any) -> Any:
+    """A model without head, of the first two decoder blocks of `model`, which does not change; the weights are shared.
+
+    Raises `UnsupportedModelError` if the blocks are not in one list, or fewer than two.
+    """
+    backbone: Any = inner_model(model).base_model
+    blocks = [block for _, block, _ in decoder_blocks(backbone)]
+    lists = [
+        module
+        for module in backbone.modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) >= 2 and list(module) == blocks
+    ]
+    if len(lists) != 1:
+        raise UnsupportedModelError(
+            f"{type(backbone).__name__} does not keep its decoder blocks in one list of two or more: a block cannot be "
+            "timed alone, so it cannot be tuned; choose the fields by hand, or with for_budget"
+        )
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*backbone.parameters(), *backbone.buffers())}
+    memo[id(lists[0])] = torch.nn.ModuleList([copy.deepcopy(block, memo) for block in blocks[:2]])
+    twin = copy.deepcopy(backbone, memo)
+    config = twin.config.get_text_config(decoder=True)
+    config.num_hidden_layers = 2
+    if isinstance(config_value(config, "layer_types"), list):
+        config.layer_types = config.layer_types[:2]
+    return twin.eval()

@@ -1,4 +1,4 @@
-"""The grids that tuning measures and solves on."""
+"""Sample texts, the rows that are tuned, and tuning's progress."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from typing import Any, Self
 import torch
 
 from ..errors import ConfigError
-from ..history.records import RecordFormat
-from ..methods.disk_swap.compact_keys import default_rank
-from ..methods.disk_swap.config import DiskSwapConfig
-from ..methods.disk_swap.fit import sizes_to_try
 from ..model.config_values import config_value
-from ..model.geometry import Geometry
 from ..report.progress import Progress as Bar
-from ..stores.base import DEVICE_BLOCK
 
-# The progress bar of tuning: what is being measured, and about how long it will take yet
+# Progress
 
 class Progress:
-    """The progress of parts whose shares of the whole add up to 1, and the clock that they share."""
+    """Progress of parts whose shares add up to 1, and their clock."""
 
     def __init__(self, seconds: float, shown: bool = True) -> None:
         self._bar = Bar("tuning", total=1.0, shown=shown)
@@ -39,33 +33,33 @@ class Progress:
         self._bar.close()
 
     def begin(self, name: str, share: float) -> None:
-        """The next part begins, which may take `share` of the time; `name` says what is measured."""
+        """Begin the next part, which may take `share` of the time; `name` says what is measured."""
         self._before += self._share
         self._name, self._share = name, share
         self._deadline = time.perf_counter() + share * self._seconds
         self.done(0.0, "")
 
     def done(self, fraction: float, detail: str) -> None:
-        """So much of the part is done, from 0 to 1, and `detail` is being measured."""
+        """Report this fraction of the part, from 0 to 1, and the `detail` being measured."""
         self._bar.update(self._before + fraction * self._share, name=f"{self._name}{detail}")
 
     def within(self, index: int, count: int) -> Callable[[float, str], None]:
-        """As `done`, of one of `count` samples."""
+        """Like `done`, for one of `count` samples."""
         return lambda fraction, detail: self.done((index + fraction) / count, f"{index + 1} of {count}, {detail}")
 
     @property
     def seconds_left(self) -> float:
-        """Of the part; negative when it took more than its share."""
+        """Seconds left for the part; negative if it took more than its share."""
         return self._deadline - time.perf_counter()
 
 
-# Text to measure on: the user's, or Python's own help texts, which are there wherever Python is
+# Sample text: the user's, or Python's help texts, which every Python has
 
 def bundled_prose() -> list[str]:
     """Paragraphs of prose from Python's help topics, in the order of their names, each once: the same for the same
     version of Python.
 
-    Grammars, code and tables are left out: a small model goes on with them instead of answering.
+    Without grammars, code and tables, which a small model continues instead of answering.
     """
     from pydoc_data import topics
 
@@ -95,7 +89,7 @@ def text_ids(text: Any, tokenizer: Any) -> torch.Tensor:
     if isinstance(text, str):
         if tokenizer is None:
             raise ConfigError(
-                "tokenizer must be given where texts are strings or left out, got None: pass the model's tokenizer, or "
+                "tokenizer must be given if texts are strings or left out, got None: pass the model's tokenizer, or "
                 "token ids as texts"
             )
         text = tokenizer(text, verbose=False)["input_ids"]
@@ -103,10 +97,10 @@ def text_ids(text: Any, tokenizer: Any) -> torch.Tensor:
 
 
 def windows(documents: list[torch.Tensor], count: int, least: int, most: int) -> list[torch.Tensor]:
-    """`count` stretches of ids, `most` tokens long, or as long as the longest document where that is shorter.
+    """`count` stretches of ids, `most` tokens long, or as long as the longest document if that is shorter.
 
-    They begin at even distances over all documents that are long enough, and overlap where there is little text; none
-    crosses from one document to another. Raises `ConfigError` where no document has `least` tokens.
+    They begin at even distances over all documents that are long enough, overlap if there is little text, and never
+    cross from one document to another. Raises `ConfigError` if no document has `least` tokens.
     """
     longest = max((len(document) for document in documents), default=0)
     if longest < least:
@@ -123,13 +117,13 @@ LEAST_CONTEXT = 4096
 """S_min: tokens of the shortest context that is profiled and solved for."""
 _CONTEXT_STEP = 2048
 _MOST_CONTEXTS = 32
-"""Rows a batch size; the step between contexts grows, in multiples of itself, until there are no more."""
+"""Rows per batch size; the step between contexts grows in multiples of itself to stay within."""
 _MOST_BATCHES = 16
 
 
 def rows_for(max_batch: int, max_context: int) -> tuple[list[int], list[int]]:
-    """The batch sizes and contexts that are solved for: steps of 1, and of 2K from 4K (appendix A.3), or wider ones
-    where those would be too many; the largest are always among them."""
+    """Batch sizes and contexts to tune: steps of 1, and of 2K from 4K (appendix A.3), or wider ones if those would be
+    too many; the largest are always included."""
     stride = -(-max_batch // _MOST_BATCHES)
     batches = sorted({1, *range(stride, max_batch + 1, stride), max_batch})
     if max_context <= LEAST_CONTEXT:
@@ -139,47 +133,8 @@ def rows_for(max_batch: int, max_context: int) -> tuple[list[int], list[int]]:
     return batches, sorted({*range(LEAST_CONTEXT, max_context, step), max_context})
 
 
-def coarse(values: list[int], count: int) -> list[int]:
-    """At most `count` of ascending `values`, evenly spread, the first and the last among them."""
-    if len(values) <= count:
-        return values
-    return [values[round(index * (len(values) - 1) / (count - 1))] for index in range(count)]
-
-
-def largest_form(geometry: Geometry) -> RecordFormat:
-    """How the largest entries of the model's layers lie, one a record."""
-    forms = geometry.forms(1)
-    return max(forms, key=lambda form: form.entry_bytes)
-
-
-def group_sizes(form: RecordFormat, most: int) -> tuple[int, ...]:
-    """Powers of two up to `most`, from the largest whose record is one block, or else from 1."""
-    sizes = [1 << power for power in range(most.bit_length())]
-    fits = [size for size in sizes if size * form.entry_bytes <= DEVICE_BLOCK]
-    return tuple(size for size in sizes if size >= max(fits, default=1))
-
-
-def sizes_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
-    """Sizes of compact keys to choose from, descending: all bytes of coded ones that the planner tries, or ranks."""
-    return code_sizes(form) if settings.summaries == "coded" else _ranks_of(form, settings, sigma_max)
-
-
-def code_sizes(form: RecordFormat) -> list[int]:
-    """Bytes of coded keys that the planner tries, descending."""
-    return sizes_to_try(form.key_width)[::-1]
-
-
-def _ranks_of(form: RecordFormat, settings: DiskSwapConfig, sigma_max: float) -> list[int]:
-    """Ranks to choose from, descending, in steps of at least 4: from the library's default down to that of σ_max."""
-    component = getattr(torch, settings.summaries).itemsize
-    most = default_rank(form.key_width)
-    least = max(1, -(-form.key_width * form.dtype.itemsize // int(sigma_max * component)))
-    least = min(least, most)
-    return sorted({*range(most, least, -max(4, (most - least) // 24)), most, least}, reverse=True)
-
-
 def sample_sizes(model: Any, selected: int, max_context: int, steps: int) -> tuple[int, int]:
-    """Tokens of a sample's context of which so many are `selected`, and `steps` that are decoded behind it."""
+    """Tokens of a sample's context for a cache that selects `selected`, and `steps` decoded after it."""
     context = min(4096, max(max_context, 4 * selected))
     positions = config_value(model.config.get_text_config(decoder=True), "max_position_embeddings")
     return (min(context, positions - steps) if isinstance(positions, int) else context), steps

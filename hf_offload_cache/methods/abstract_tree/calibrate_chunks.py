@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,27 +9,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..methods.abstract_tree.cache import AbstractTreeCache
-from ..methods.abstract_tree.config import SIZES, best_size, expected_judged
-from ..methods.abstract_tree.layer import AbstractTreeLayer
-from ..methods.abstract_tree.predictor import bounds, front, likely, standing
-from ..model.place import inner_model
-from ..predictors.base import Query
-from .grid import text_ids
+from ...model.place import inner_model
+from ...predictors.base import Query
+from ...tuning.sample import text_ids
+from .cache import AbstractTreeCache
+from .config import SIZES, best_size, expected_judged
+from .layer import AbstractTreeLayer
+from .predictor import bounds, front, likely, standing
 
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """What `calibrate_chunks` measured, of each offloaded layer. Prints as a table."""
+    """Measurements of `calibrate_chunks` for each offloaded layer. Prints as a table."""
 
     tokens: int
-    """Tokens a text, as a mean."""
+    """Mean tokens per text."""
     density: tuple[float, ...]
     """Share of the tokens that a step attends to."""
     left_open: tuple[dict[int, float], ...]
-    """By tokens a chunk: share of the chunks that bounds leave open."""
+    """By tokens per chunk: share of the chunks that bounds leave open."""
     opened: tuple[dict[int, float], ...]
-    """By tokens a chunk: share of the chunks that are opened, which are no more than a step has room to bring."""
+    """By tokens per chunk: share of the chunks that are opened, at most as many as a step has room to read."""
     sizes: tuple[int, ...]
     """The best sizes, for `chunk_size`."""
 
@@ -52,21 +51,21 @@ class ChunkSizes:
 def calibrate_chunks(
     model: Any, texts: Iterable[Any], tokenizer: Any = None, least: int = 16, **fields: Any
 ) -> ChunkSizes:
-    """For each offloaded layer of an `AbstractTreeCache` the chunk size by which the least is judged: pass its `sizes`
+    """For each offloaded layer of an `AbstractTreeCache`, the chunk size with the fewest evaluations: pass its `sizes`
     as `chunk_size`.
 
-    The last query of each text is held against the keys of all that is before it, in chunks of every size. Bounds leave
-    open what could hold one of the tokens that are wanted. What a step opens is as many of the chunks as it has room to
-    bring, ranked as it ranks them, but for those of which it is sure.
+    The last query of each text is compared with the keys before it, in chunks of every size. Bounds leave open the
+    chunks that could hold a wanted token. A step opens as many chunks as it has room to read, in the order of its
+    ranking, except those of which it is sure.
 
     Args:
         model: a PreTrainedModel; runs forward on its own device, one text at a time.
         texts: token ids (T,) or (B, T) as tensors, or strings (then `tokenizer` is needed). As long as the contexts
             that the sizes are for.
-        least: the smallest size that is wanted, for what a read of the disk is worth: a power of two from 8 to 64.
+        least: the smallest size that a read of the disk is worth: a power of two from 8 to 64.
         **fields: further fields of that cache, e.g. num_selected, num_opened, dense_layers.
 
-    Raises `ValueError` where no text is long enough to choose from. Nothing is written.
+    Raises `ValueError` if no text is long enough to choose from. Writes nothing.
     """
     if least not in SIZES:
         raise ValueError(f"least must be one of {', '.join(map(str, SIZES))}, got {least!r}: use 16")
@@ -80,15 +79,15 @@ def calibrate_chunks(
         with torch.inference_mode(), AbstractTreeCache(inner, **{"engine": "memory", **fields}) as cache:
             queries: dict[int, torch.Tensor] = {}
             for layer in cache.selective:
-                layer.watch_query = functools.partial(_keep_last, queries)
+                layer.watch_query = queries.__setitem__
             inner(input_ids=ids, past_key_values=cache, logits_to_keep=1)
             layers = [layer for layer in cache.selective if isinstance(layer, AbstractTreeLayer)]
             if ids.shape[1] >= sizes[0] and any(layer.length > layer.config.brought(layer.length) for layer in layers):
-                found.append([_shares(layer, queries[layer.layer_idx], sizes) for layer in layers])
+                found.append([_shares(layer, queries[layer.layer_idx][:, :, -1], sizes) for layer in layers])
                 densities.append([layer.config.attended(layer.length) / layer.length for layer in layers])
                 lengths.append(ids.shape[1])
     if not found:
-        raise ValueError("texts must hold at least one text of which a step attends to a part alone: give longer ones")
+        raise ValueError("texts must include one so long that a step attends to a part of it: pass longer texts")
     shares = np.mean(found, 0)  # (layers, left open and opened, sizes)
     left_open, opened = ([dict(zip(sizes, row, strict=True)) for row in shares[:, kind].tolist()] for kind in (0, 1))
     return ChunkSizes(
@@ -97,12 +96,8 @@ def calibrate_chunks(
     )  # fmt: skip
 
 
-def _keep_last(queries: dict[int, torch.Tensor], layer_idx: int, states: torch.Tensor) -> None:
-    queries[layer_idx] = states[:, :, -1]
-
-
 def _shares(layer: AbstractTreeLayer, states: torch.Tensor, sizes: list[int]) -> tuple[list[float], list[float]]:
-    """By size, the shares of the chunks that bounds leave open to a query (B, H, D), and of those that are opened."""
+    """By size, the share of the chunks that bounds leave open to a query (B, H, D), and of those that are opened."""
     keys = layer.rows.fold(layer.whole()[0])
     length = keys.shape[2] // sizes[0] * sizes[0]
     keys = keys[:, :, :length]

@@ -7,25 +7,23 @@ from typing import Any
 
 import torch
 
-from ..core.cache import OffloadCache
-from ..core.layer import OffloadLayer
-from ..methods.disk_swap.adapter import Adapter
-from ..methods.disk_swap.coding import QUERIES_SEEN, principal_directions, query_moment, roots_of, scaled_directions
-from ..model.attention_call import AttentionCall
-from ..model.fingerprint import fingerprint
-from ..model.place import inner_model
-from .grid import text_ids
+from ....model.fingerprint import fingerprint
+from ....model.place import inner_model
+from ....tuning.fill import ObservedCache, observed
+from ....tuning.sample import text_ids
+from ..adapter import Adapter
+from ..coding import principal_directions, query_moment, roots_of, scaled_directions
 
 
 class KeyMoments:
-    """Second moments of keys, layer by layer, from which an adapter of any rank is made. Host memory."""
+    """Second moments of keys, layer by layer, which give an adapter of any rank. Host memory."""
 
     def __init__(self) -> None:
         self.by_layer: dict[int, torch.Tensor] = {}
         self.of_queries: dict[int, torch.Tensor] = {}
 
     def add(self, layer_idx: int, keys: torch.Tensor, queries: torch.Tensor | None = None) -> None:
-        """Count keys (B, Hk, T, D) of one layer in, and the latest queries (B, H, n, D) that they came with."""
+        """Add keys (B, Hk, T, D) of one layer, and their latest queries (B, H, n, D)."""
         if queries is not None:
             seen = query_moment(queries, keys.shape[1]).cpu()
             self.of_queries[layer_idx] = self.of_queries.get(layer_idx, 0) + seen
@@ -35,19 +33,19 @@ class KeyMoments:
         moment += (flat.t() @ flat).cpu()
 
     def projections(self, rank: int | None) -> dict[int, torch.Tensor]:
-        """(Hk D, rank) by layer, most energy first, of scores where queries were counted; None: half the width."""
-        found = {}
+        """(Hk D, rank) by layer, most energy first, of scores if queries were added; None: half the width."""
+        projections = {}
         for index, moment in self.by_layer.items():
             columns = min(rank or max(1, moment.shape[0] // 2), moment.shape[0])
             queries = self.of_queries.get(index)
             if queries is None:
-                found[index] = principal_directions(moment, columns)
+                projections[index] = principal_directions(moment, columns)
             else:
-                found[index] = scaled_directions(moment, roots_of(queries), columns)
-        return found
+                projections[index] = scaled_directions(moment, roots_of(queries), columns)
+        return projections
 
     def energy(self, ranks: list[int]) -> torch.Tensor:
-        """(layers, ranks), float64: the share of each layer's energy that the first columns keep."""
+        """(layers, ranks), float64: the share of each layer's energy in the first columns."""
         shares = []
         for moment in self.by_layer.values():
             values = torch.linalg.eigvalsh(moment.double()).flip(-1).clamp_min(0)
@@ -56,45 +54,16 @@ class KeyMoments:
         return torch.stack(shares)
 
 
-class _ObservedLayer(OffloadLayer):
-    """Remembers the latest queries of the last call of several."""
-
-    seen: torch.Tensor | None = None
-    scaling = 1.0
-
-    def attend(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self.scaling = call.scaling
-        if call.num_queries > 1:
-            self.seen = call.query[:, :, -QUERIES_SEEN:].detach().clone()
-        return super().attend(call)
-
-
-class ObservedCache(OffloadCache):
-    """An exact cache whose layers remember the latest queries: see `observed`."""
-
-    layer_class = _ObservedLayer
-
-
-def observed(layer: OffloadLayer) -> torch.Tensor | None:
-    """The latest queries (B, H, n, D) that a layer of an `ObservedCache` was asked; None: attention is not ours."""
-    return layer.seen if isinstance(layer, _ObservedLayer) else None
-
-
-def scaling_of(layer: OffloadLayer) -> float:
-    """What a layer of an `ObservedCache` was seen to multiply scores with."""
-    return layer.scaling if isinstance(layer, _ObservedLayer) else 1.0
-
-
 def calibrate(model: Any, texts: Iterable[Any], tokenizer: Any = None, rank: int | None = None) -> Adapter:
-    """The right singular vectors of the keys that `model` makes of `texts`, layer by layer, in the metric of the
-    queries that come with them: what approximates scores best at any rank. Beyond the paper, which takes keys alone.
+    """An adapter from the right singular vectors of the keys that `model` computes for `texts`, layer by layer, in the
+    metric of their queries: the best approximation of scores at any rank. The paper uses keys only.
 
     Args:
         model: a PreTrainedModel; runs forward on its own device, one text at a time.
         texts: token ids (T,) or (B, T) as tensors, or strings (then `tokenizer` is needed).
         rank: columns to keep; None: half the joined key width, so that a later `rank` can cut.
 
-    Nothing is written; `Adapter.save(path)` does. Holds the keys of one text in memory.
+    Writes nothing; `Adapter.save(path)` does. Holds the keys of one text in memory.
     """
     if rank is not None and rank < 1:
         raise ValueError(f"rank must be at least 1, got {rank}: use rank=1 or None")
