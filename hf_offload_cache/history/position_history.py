@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,14 +18,10 @@ from ..memory.plan import LayerPlan, Planned
 from ..stores.base import FreezableStore, Store, aligned_empty, pinned_empty
 from .base import Block, Sealed, equal_parts, frozen, joined
 from .records import RecordFormat, latest_tokens, leaving, packing_bytes, piece_groups, sealed_groups, together
-from .state import DTYPES, Array, State
+from .state import DTYPES, Number, State, Table
 from .tail import BlockTable, RollingTail
 
 # Whether what was captured of a history holds together
-
-_TAIL = State("history", tail=Array("rows recent width"))
-_TABLE = State("history", table=Array("rows groups", torch.int32, low=0, below="records"))
-
 
 def check_form(form: RecordFormat, name: str) -> None:
     """Raise `ContextError` unless a captured form is a form of keys and values."""
@@ -41,7 +37,7 @@ def check_tail(
     records, in `parts`. `group_size`: the configuration's."""
     form, tail, length = RecordFormat(**tree["form"]), tree["tail"], tree["length"]
     check_form(form, name)
-    _TAIL.check({"tail": tail}, name, form.dtype, width=form.entry_width)
+    RollingTail.STATE.check({"tail": tail}, name, form.dtype, width=form.entry_width)
     wrong = None
     if group_size not in (None, form.group_size):
         wrong = f"a record holds {form.group_size} tokens, group_size is {group_size}"
@@ -73,6 +69,10 @@ class PositionHistory:
 
     See `History` for what is promised.
     """
+
+    STATE: ClassVar[State] = State(
+        "history", length=Number(), table=Table("rows groups", torch.int32, low=0, below="records", at="table.ids")
+    )
 
     def __init__(
         self,
@@ -163,12 +163,8 @@ class PositionHistory:
 
     def capture(self) -> dict[str, Any]:
         """As `History.capture`: views, valid until the next change."""
-        return {
-            "form": dataclasses.asdict(self.form),
-            "length": self.length,
-            "table": torch.from_numpy(self.table.ids),
-            "tail": self.tail.entries,
-        }
+        own = {**self.STATE.capture(self), **self.tail.STATE.capture(self.tail)}
+        return {"form": dataclasses.asdict(self.form), **own}
 
     @classmethod
     def restore(
@@ -186,7 +182,7 @@ class PositionHistory:
         """
         form, tail, length = check_tail(tree, parts, name, config.group_size)
         records = sum(part.capacity for part in parts)
-        groups = _TABLE.check({"table": tree["table"]}, name, rows=len(tail), records=records)["groups"]
+        groups = cls.STATE.check(cls.STATE.own(tree), name, rows=len(tail), records=records)["groups"]
         if length != (stored := groups * form.group_size + tail.shape[1]):
             raise not_whole(name, f"its length is {length}, its groups and its tail hold {stored}")
         ids = tree["table"].cpu().numpy()
@@ -194,11 +190,8 @@ class PositionHistory:
         store = storage.layer_store(parts, form.record_bytes, name)
         history = cls(storage, form, tail.shape[0], device, config, name, store)
         history.table = BlockTable.of(store, ids)
-        if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
-            history.tail.close()
-            history.tail = RollingTail(form, len(tail), tail.shape[1], device, storage.account)
-        history.tail.replace(tail)
-        history.length = tree["length"]
+        history.tail.restore(tree)
+        history.length = length
         return history
 
     @classmethod

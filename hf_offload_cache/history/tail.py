@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
 import torch
 
 from ..memory.account import MemoryAccount, lasting_empty
 from ..stores.base import Store
 from .records import RecordFormat
+from .state import Array, State
 
 # Where each row's sealed groups lie in the store: rows may share records, so that batch operations copy no data
 
@@ -125,6 +128,10 @@ class RollingTail:
     tail's own: views from `entries` are valid until the next change.
     """
 
+    STATE: ClassVar[State] = State(
+        "history", "rolling tail", {"recent": "length"}, tail=Array("rows recent width", at="_buffer")
+    )
+
     def __init__(
         self,
         form: RecordFormat,
@@ -180,13 +187,19 @@ class RollingTail:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        old = self._buffer
-        self._account.hold("rolling tail", len(rows) * old[0].nbytes)
-        self._hold(lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device))
-        torch.index_select(old, 0, rows.to(old.device), out=self._buffer)
-        self._account.release("rolling tail", old.nbytes)
+        self.STATE.select_rows(self, rows)
+        self._hold(self._buffer)
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Hold what was captured; for a new tail, which gets more room if `num_recent` was larger then. Copies."""
+        rows, recent, _ = tree["tail"].shape
+        if recent > self.capacity:
+            self.STATE.close(self)
+            self.STATE.remake(self, rows=rows, recent=recent)
+            self._hold(self._buffer)
+        self.replace(tree["tail"])
 
     def close(self) -> None:
-        self._account.release("rolling tail", self._buffer.nbytes)
-        self._hold(self._buffer.new_empty(0, *self._buffer.shape[1:]))
+        self.STATE.close(self)
+        self._hold(self._buffer)
         self.length = 0

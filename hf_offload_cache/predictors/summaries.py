@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ..config import SelectiveConfig
-from ..errors import not_whole, shown
 from ..fetch.choice import Choice
 from ..history.base import Sealed, in_units
 from ..history.records import RecordFormat
-from ..history.state import is_tensor
+from ..history.state import Array, State
 from ..memory.account import MemoryAccount, lasting_empty
 from ..memory.plan import LayerPlan, Planned
 from .base import Decision, Query
@@ -31,6 +30,10 @@ class SummaryPredictor:
         rows: rows of the history.
         reserve: units a row to make room for at once.
     """
+
+    STATE: ClassVar[State] = State(
+        "predictor", "summaries", {"units": "units"}, summaries=Array("rows units *shape", at="_held", optional=True)
+    )
 
     def __init__(
         self, form: RecordFormat, rows: int, config: SelectiveConfig, account: MemoryAccount, reserve: int = 0
@@ -78,16 +81,13 @@ class SummaryPredictor:
 
     def _room(self, units: int, like: torch.Tensor) -> None:
         """Make room for `units` units of summaries as in `like`. Raises `BudgetError` with nothing changed."""
-        old = self._held
-        if old is not None and units <= old.shape[1]:
-            return
-        room = max(units if old is None else units + max(_ROOM, units // _GROWTH), self._reserve)
-        nbytes = self.rows * room * like[0, 0].nbytes
-        self._account.hold("summaries", nbytes)
-        self._held = lasting_empty(self.rows, room, *like.shape[2:], dtype=like.dtype, device=like.device)
-        if old is not None:
-            self._held[:, : self.units] = old[:, : self.units]
-            self._account.release("summaries", old.nbytes)
+        if self._held is None:
+            units = max(units, self._reserve)
+            self._held = lasting_empty(self.rows, 0, *like.shape[2:], dtype=like.dtype, device=like.device)
+        elif units > self._held.shape[1]:
+            units = max(units + max(_ROOM, units // _GROWTH), self._reserve)
+        if units > self._held.shape[1]:
+            self.STATE.remake(self, units=units)
 
     # --- choosing ----------------------------------------------------------------------------------------------
 
@@ -105,49 +105,38 @@ class SummaryPredictor:
     # --- changes and contexts ----------------------------------------------------------------------------------
 
     def truncate(self, units: int) -> None:
-        self.units = min(self.units, units)
+        self.STATE.truncate(self, units=units)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        if rows.tolist() == list(range(self.rows)):
-            return  # nothing moves, and nothing is held twice
-        old, self.rows = self._held, len(rows)
-        if old is not None:
-            self._account.hold("summaries", len(rows) * old[0].nbytes)
-            self._held = lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
-            torch.index_select(old, 0, rows.to(old.device), out=self._held)
-            self._account.release("summaries", old.nbytes)
+        self.STATE.select_rows(self, rows)
+        self.rows = len(rows)
 
     def lesson(self) -> dict[str, Any] | None:
         return None
 
     def capture(self) -> dict[str, Any]:
         """As `Predictor.capture`; valid until the next change."""
-        return {"summaries": None if self._held is None else self._held[:, : self.units]}
+        return self.STATE.capture(self)
 
     def restore(self, tree: dict[str, Any]) -> None:
         """As `Predictor.restore`; `tree` also has "units", how many the history holds. Copies."""
-        held = tree["summaries"]
-        if held is None:
+        if (held := tree["summaries"]) is None:
             return
-        form, device = self.form, held.device
-        unit = torch.zeros(1, form.num_key_heads, 1, form.group_size, form.key_dim, dtype=form.dtype, device=device)
-        like = self.summarise(unit.expand(self.rows, -1, -1, -1, -1))
-        if not is_tensor(held, (self.rows, tree["units"], *like.shape[2:]), like.dtype):
-            what = f"its summaries are {shown(held)}, for {self.rows} rows of {tree['units']} units"
-            raise not_whole("a layer", what)
-        if held.shape[1]:
-            self._room(held.shape[1], held)
-            assert self._held is not None
-            self._held[:, : held.shape[1]] = held
-        self.units = held.shape[1]
+        form, units = self.form, tree["units"]
+        shape = self.rows, form.num_key_heads, 1, form.group_size, form.key_dim
+        like = self.summarise(torch.zeros(shape, dtype=form.dtype, device=held.device))
+        self.STATE.check(self.STATE.own(tree), "a layer", like.dtype, rows=self.rows, units=units, shape=like.shape[2:])
+        if units:
+            self._room(units, held)
+            self.units = units
+            self.STATE.restore(self, tree)
 
     @property
     def tables_nbytes(self) -> int:
         return 0
 
     def close(self) -> None:
-        if self._held is not None:
-            self._account.release("summaries", self._held.nbytes)
+        self.STATE.close(self)
         self._held, self.units = None, 0
 
 

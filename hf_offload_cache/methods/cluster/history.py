@@ -338,8 +338,8 @@ class ClusterHistory:
 
     def capture(self) -> dict[str, Any]:
         """As `History.capture`, after `freeze`: views, valid until the next change."""
-        own = {"form": dataclasses.asdict(self.form), "length": self.length, "tail": self.tail.entries}
-        return {**own, "clusters": self.clustered.capture()}
+        own = {"form": dataclasses.asdict(self.form), "length": self.length, "clusters": self.clustered.capture()}
+        return {**own, **self.tail.STATE.capture(self.tail)}
 
     @classmethod
     def restore(
@@ -355,9 +355,6 @@ class ClusterHistory:
         store = storage.layer_store(parts, form.record_bytes, name)
         history = cls(storage, form, len(tail), device, config, name, clusters, readers, store)
         history.clustered.restore(tree["clusters"])
-        if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
-            history.tail.close()
-            history.tail = RollingTail(form, len(tail), tail.shape[1], device, storage.account)
-        history.tail.replace(tail)
+        history.tail.restore(tree)
         history.length = length
         return history
