@@ -49,7 +49,7 @@ class Array:
         self, shape: str, *dtypes: torch.dtype, at: str | None = None, low: float | None = None,
         high: float | None = None, below: str | None = None, optional: bool = False, booked: int = 1,
     ) -> None:  # fmt: skip
-        self.sizes, self.dtypes, self.at, self.booked = shape.split(), dtypes, at, booked
+        self.sizes, self.dtypes, self.at, self.booked = tuple(shape.split()), dtypes, at, booked
         self.low, self.high, self.below, self.optional = low, high, below, optional
 
     def check(self, value: Any, dtype: torch.dtype | None, sizes: dict[str, Any]) -> str | None:
@@ -73,6 +73,7 @@ class Table(Array):
 class Number:
     """A whole number from 0, below `below`."""
 
+    sizes: tuple[str, ...] = ()
     optional = False
 
     def __init__(self, below: int = 1 << 62, at: str | None = None) -> None:
@@ -126,9 +127,11 @@ class State:
 
     def restore(self, holder: Any, tree: dict[str, Any]) -> None:
         """Hold a tree that was checked. It is copied into the holder's tensors, which have room, and so many in use, as
-        it needs; where the holder has None, it gets the tree's own."""
+        it needs; where the holder has None, it gets the tree's own. Other objects' arrays are theirs to restore."""
         for name, entry in self.entries.items():
             value, at = tree[name], self._at[name]
+            if "." in at:
+                continue
             if isinstance(entry, Table):
                 value = None if value is None else value.numpy(force=True).copy()
             elif isinstance(value, torch.Tensor) and (held := getattr(holder, at)) is not None:
@@ -202,8 +205,7 @@ class State:
         """The part of an array that is in use, a view; a number as it is."""
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)
-        if isinstance(entry, Array) and value is not None:
-            for axis, size in enumerate(entry.sizes):
-                if size in self.used:
-                    value = value.narrow(axis, 0, getattr(holder, self.used[size]))
+        for axis, size in enumerate(entry.sizes if value is not None else ()):
+            if size in self.used:
+                value = value.narrow(axis, 0, getattr(holder, self.used[size]))
         return value

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from ...errors import not_whole, shown
+from ...errors import not_whole
 from ...history.base import Sealed
 from ...history.records import RecordFormat
-from ...history.state import is_tensor
+from ...history.state import Array, State
 from ...kernels import low_bit
 from ...kernels.low_bit import BLOCK, packed, row_bytes
 from ...kernels.on_a_device import has_kernels
@@ -85,35 +85,42 @@ class LowBitCopy:
         reserve: tokens a row to make room for at once; 0: for what comes first, and then for an eighth more.
     """
 
+    STATE: ClassVar[State] = State(
+        "low-bit copy",
+        "low-bit copy",
+        {"tokens": "tokens", "groups": "groups"},
+        keys=Array("rows key_heads groups key_dim key_bytes", torch.uint8, at="_keys"),
+        values=Array("rows value_heads parts tokens value_bytes", torch.uint8, at="_values"),
+    )
+
     def __init__(
         self, form: LowBitForm, rows: int, device: torch.device, account: MemoryAccount, reserve: int = 0
     ) -> None:
         self.form, self.rows, self.tokens, self.device = form, rows, 0, device
-        self._account, self._reserve, self._room = account, reserve // form.group * form.group, 0
-        self._parts = self._made(rows, 0)
+        self._account, self._reserve = account, reserve // form.group * form.group
+        shapes = form.layout(rows, 0).values()
+        self._keys, self._values = (lasting_empty(*shape, dtype=torch.uint8, device=device) for shape in shapes)
 
-    def _made(self, rows: int, tokens: int) -> dict[str, torch.Tensor]:
-        self._account.hold("low-bit copy", self.form.nbytes(rows, tokens))
-        layout = self.form.layout(rows, tokens)
-        return {name: lasting_empty(*shape, dtype=torch.uint8, device=self.device) for name, shape in layout.items()}
+    @property
+    def groups(self) -> int:
+        """Groups of tokens a row that are held."""
+        return self.tokens // self.form.group
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """What is held of them, as `LowBitForm.layout` has it: a view, valid until the next change, as `values`."""
+        return self._keys[:, :, : self.groups]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._values[:, :, :, : self.tokens]
 
     def _need(self, tokens: int) -> None:
         """Have room for so many a row. Raises `BudgetError` with nothing changed."""
-        if tokens > self._room:
+        if tokens > self._values.shape[3]:
             more = 0 if self._reserve or not self.tokens else tokens // 8 // self.form.group * self.form.group
             room = max(tokens + more, self._reserve)
-            old, self._parts = self._parts, self._made(self.rows, room)
-            for name, part in self._held(old, self.tokens).items():
-                self._held(self._parts, self.tokens)[name].copy_(part)
-            self._let_go(old)
-            self._room = room
-
-    def _let_go(self, parts: dict[str, torch.Tensor]) -> None:
-        self._account.release("low-bit copy", sum(part.nbytes for part in parts.values()))
-
-    def _held(self, parts: dict[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """What `parts` have of the first `tokens` tokens."""
-        return {"keys": parts["keys"][:, :, : tokens // self.form.group], "values": parts["values"][:, :, :, :tokens]}
+            self.STATE.remake(self, tokens=room, groups=room // self.form.group)
 
     # --- in ----------------------------------------------------------------------------------------------------
 
@@ -135,12 +142,12 @@ class LowBitCopy:
         for start in range(0, self.rows, rows):
             some = slice(start, start + rows)
             groups = keys[some].unflatten(2, (-1, group)).transpose(3, 4)
-            into = self._parts["keys"][some, :, first // group : stop // group]
+            into = self._keys[some, :, first // group : stop // group]
             into.copy_(self._packed(groups).view_as(into))
             own = values[some]
             filling = own[..., -1:].expand(-1, -1, -1, form.value_dim - form.entry.value_dim)
             groups = torch.cat([own, filling], 3).unflatten(3, (-1, form.value_group)).transpose(2, 3)
-            into = self._parts["values"][some, :, :, first:stop]
+            into = self._values[some, :, :, first:stop]
             into.copy_(self._packed(groups).view_as(into))
 
     def _packed(self, groups: torch.Tensor) -> torch.Tensor:
@@ -158,54 +165,43 @@ class LowBitCopy:
 
     def scores(self, queries: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Products of queries (rows, Hk, n, Dk) float32 with the keys, in `out` (rows, Hk, n, tokens) float32."""
-        self._kernels.scores(queries, self._held(self._parts, self.tokens)["keys"], self.form.bits, out)
+        self._kernels.scores(queries, self.keys, self.form.bits, out)
         return out
 
     def weighted(self, shares: torch.Tensor) -> torch.Tensor:
         """Sums of the values by `shares` (rows, Hv, n, tokens) float32: (rows, Hv, n, Dv) float32."""
-        values = self._held(self._parts, self.tokens)["values"]
-        total: torch.Tensor = self._kernels.weighted(shares, values, self.form.bits, self.form.group)
+        total: torch.Tensor = self._kernels.weighted(shares, self.values, self.form.bits, self.form.group)
         return total[..., : self.form.entry.value_dim]
 
     # --- changes and contexts ----------------------------------------------------------------------------------
 
     def truncate(self, tokens: int) -> None:
         """Only the first `tokens`, whole groups, stay."""
-        self.tokens = min(self.tokens, tokens)
+        self.STATE.truncate(self, tokens=tokens)
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        old, rows = self._parts, rows.to(self.device)
-        if len(rows) == self.rows:
-            held = self._held(old, self.tokens)
-            pieces = *held["keys"].split(BLOCK // self.form.group, 2), *held["values"].split(BLOCK, 3)
-            for some in pieces:
-                some.copy_(some.index_select(0, rows))
-            return
-        self._parts = self._made(len(rows), self._room)
-        for name, part in old.items():
-            torch.index_select(part, 0, rows, out=self._parts[name])
-        self._let_go(old)
+        self.STATE.select_rows(self, rows)
         self.rows = len(rows)
 
     def capture(self) -> dict[str, Any]:
         """Views, valid until the next change."""
-        return dict(self._held(self._parts, self.tokens))
+        return self.STATE.capture(self)
 
     def restore(self, tree: dict[str, Any], tokens: int, name: str) -> None:
         """Hold what was captured of `tokens` tokens. Copies. Raises `ContextError`, `BudgetError`."""
+        sizes: dict[str, int] = {}
         for part, shape in self.form.layout(self.rows, tokens).items():
-            if not is_tensor(tree[part], shape, torch.uint8):
-                raise not_whole(name, f"{part} of its low-bit copy is {shown(tree[part])}, expected {shape} bytes")
+            sizes.update(zip(self.STATE.entries[part].sizes, shape, strict=True))
+        self.STATE.check(self.STATE.own(tree), name, **sizes)
         self._need(tokens)
-        for part, held in self._held(self._parts, tokens).items():
-            held.copy_(tree[part])
         self.tokens = tokens
+        self.STATE.restore(self, tree)
 
     def close(self) -> None:
         """Give the memory back; it may be filled anew."""
-        self._let_go(self._parts)
-        self._parts, self.tokens, self._room = self._made(self.rows, 0), 0, 0
+        self.tokens = 0
+        self.STATE.remake(self, tokens=0, groups=0)
 
 
 def _pieces(
