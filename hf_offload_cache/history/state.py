@@ -156,10 +156,10 @@ class State:
             self.remake(holder, rows)
             held = []
         for _, array, tensor in held:
-            view = self._in_use(holder, array, tensor)
+            view, chosen = self._in_use(holder, array, tensor), rows.to(tensor.device)
             axis = next((axis for axis, size in enumerate(array.sizes) if size in self.used), 1)
             for part in view.split(max(1, _AT_ONCE * view.shape[axis] // max(1, view.nbytes)), axis):
-                part.copy_(part.index_select(0, rows.to(part.device)))
+                part.copy_(part.index_select(0, chosen))
         for at, _, table in self._held(holder, tables=True):
             setattr(holder, at, table[rows.numpy(force=True)])
 

@@ -14,14 +14,14 @@ from ..history.records import RecordFormat
 from ..history.state import Array, State
 from ..memory.account import MemoryAccount, lasting_empty
 from ..memory.plan import LayerPlan, Planned
-from .base import Decision, Query
+from .base import Decision, Predictor, Query
 from .sinks import largest, with_sinks
 
 _GROWTH, _ROOM = 8, 16
 """Where nothing is reserved, room grows by one part in so many, and by so many units at least."""
 
 
-class SummaryPredictor:
+class SummaryPredictor(Predictor):
     """Summaries (rows, units, *shape) in memory, on the device of the keys. See `Predictor` for what is promised.
 
     A method gives `summarise` and `importance`. What is kept is in the account as "summaries".
@@ -111,9 +111,6 @@ class SummaryPredictor:
         self.STATE.select_rows(self, rows)
         self.rows = len(rows)
 
-    def lesson(self) -> dict[str, Any] | None:
-        return None
-
     def capture(self) -> dict[str, Any]:
         """As `Predictor.capture`; valid until the next change."""
         return self.STATE.capture(self)
@@ -130,10 +127,6 @@ class SummaryPredictor:
             self._room(units, held)
             self.units = units
             self.STATE.restore(self, tree)
-
-    @property
-    def tables_nbytes(self) -> int:
-        return 0
 
     def close(self) -> None:
         self.STATE.close(self)

@@ -19,6 +19,7 @@ from ...kernels.low_bit import BLOCK, packed, row_bytes
 from ...kernels.on_a_device import has_kernels
 from ...memory.account import MemoryAccount, lasting_empty
 from ...memory.plan import LayerPlan, Planned
+from ...predictors.base import Learner
 
 # How a copy in a few bits lies in memory (KIVI; SpeCache, section 3.4)
 
@@ -235,7 +236,7 @@ LOYALTY = 4
 much which tokens are as they were stored, and reads are saved."""
 
 
-class LowBitPredictor:
+class LowBitPredictor(Learner):
     """Holds the copy, which attention goes over, and says what of it matters most. See `Learner`.
 
     Args:
@@ -310,9 +311,6 @@ class LowBitPredictor:
     def select_rows(self, rows: torch.Tensor) -> None:
         self.copy.select_rows(rows)
 
-    def lesson(self) -> dict[str, Any] | None:
-        return None
-
     def capture(self) -> dict[str, Any]:
         return self.copy.capture()
 
@@ -321,10 +319,6 @@ class LowBitPredictor:
         if tokens % self.copy.form.group:
             raise not_whole(self._name, f"{tokens} tokens are no whole groups of {self.copy.form.group}")
         self.copy.restore(tree, tokens, self._name)
-
-    @property
-    def tables_nbytes(self) -> int:
-        return 0
 
     def close(self) -> None:
         self.copy.close()
