@@ -110,7 +110,7 @@ class LowBitCopy:
     @property
     def keys(self) -> torch.Tensor:
         """What is held of them, as `LowBitForm.layout` has it: a view, valid until the next change, as `values`."""
-        return self._keys[:, :, : self.groups]
+        return self._keys[:, :, : self.tokens // self.form.group]
 
     @property
     def values(self) -> torch.Tensor:
