@@ -165,15 +165,22 @@ class State:
 
     def remake(self, holder: Any, rows: torch.Tensor | None = None, /, **sizes: int) -> None:
         """Replace the tensors by new ones that have what is in use, room for so many along these sizes, and these
-        `rows` (None: all). The account has both meanwhile. Raises `BudgetError` with nothing changed."""
-        held, before, shapes, nbytes = list(self._held(holder)), self.nbytes(holder), [], 0
+        `rows` (None: all). The account has both meanwhile. Raises `BudgetError`, or what the device raises, with
+        nothing changed."""
+        held, before, wanted, nbytes = list(self._held(holder)), self.nbytes(holder), [], 0
         for _, array, old in held:
             room = [sizes.get(size, count) for size, count in zip(array.sizes, old.shape, strict=False)]
-            shapes.append((room[0] if rows is None else len(rows), *room[1:], *old.shape[len(room) :]))
-            nbytes += math.prod(shapes[-1]) * old.itemsize * array.booked
+            shape = (room[0] if rows is None else len(rows), *room[1:], *old.shape[len(room) :])
+            wanted.append((shape, old.dtype, old.device))
+            nbytes += math.prod(shape) * old.itemsize * array.booked
         holder._account.hold(self.owner, nbytes)
-        for (at, array, old), shape in zip(held, shapes, strict=True):
-            new, part = lasting_empty(*shape, dtype=old.dtype, device=old.device), self._in_use(holder, array, old)
+        try:
+            made = [lasting_empty(*shape, dtype=dtype, device=device) for shape, dtype, device in wanted]
+        except BaseException:  # a device may have less than a budget allows
+            holder._account.release(self.owner, nbytes)
+            raise
+        for (at, array, old), new in zip(held, made, strict=True):
+            part = self._in_use(holder, array, old)
             into = new[tuple(map(slice, (len(part if rows is None else rows), *part.shape[1:])))]
             if rows is None:
                 into.copy_(part)

@@ -212,6 +212,21 @@ def test_without_memory_nothing_changes(change: str) -> None:
     assert part._account.current == part.booked
 
 
+def test_without_a_devices_memory_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Part(2, 7)
+    keys, held = part._keys, part._account.current
+
+    def fails(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if dtype == torch.uint8:
+            raise torch.OutOfMemoryError("no")
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    monkeypatch.setattr("hf_offload_cache.history.state.lasting_empty", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        part.STATE.remake(part, tokens=40, groups=20)
+    assert part._keys is keys and part._account.current == held
+
+
 def test_room_for_more() -> None:
     part = Part(2, 7)
     before, old = copy_of(part.STATE.capture(part)), part.booked
