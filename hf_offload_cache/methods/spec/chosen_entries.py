@@ -93,6 +93,10 @@ class ChosenEntries:
         return rows * count * (form.entry_bytes + 3 * 8 * form.num_key_heads)
 
     @property
+    def nbytes(self) -> int:
+        return self.STATE.nbytes(self)
+
+    @property
     def entries(self) -> Entries:
         """All of them: views, valid until the next change."""
         self._wait()
