@@ -149,9 +149,8 @@ class SelectiveLayer(OffloadLayer):
         self.selecting = selecting = Selecting(self.config, self.shared.storage, ahead, padded=True)
         wanted = selecting.units(self.config, kind.form.group_size, context)
         self.predictor = self.make_predictor()
-        if not hasattr(self.predictor, "rehearse"):
-            raise NotImplementedError(f"{type(self.predictor).__name__} does not say what it holds: give it `rehearse`")
-        self.predictor.rehearse(run, context, kind.num_heads * kind.batch // kind.rows, wanted)
+        rehearse = getattr(self.predictor, "rehearse", partial(Learner.rehearse, self.predictor))
+        rehearse(run, context, kind.num_heads * kind.batch // kind.rows, wanted)
         packing, fitting = run.passing("packing")[0], run.passing("fitting")[0]
         run.passes("fitting", prefill=max(0, fitting - packing) - fitting, together=True)  # one after the other
         run.decoding()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
+from ..history.state import Array, State
 from ..memory.account import MemoryAccount
-
-_PART = 2048
-"""Ids a row that are moved at a time, when rows change places."""
 
 
 class TokenLog:
@@ -19,6 +19,9 @@ class TokenLog:
     # An id that is padding is kept as -3 minus itself: UNKNOWN has one too, and no second array has to follow changes.
 
     UNKNOWN = -1
+    STATE: ClassVar[State] = State(
+        "token ids", "token ids", {"tokens": "length"}, ids=Array("rows tokens", torch.int64, at="_ids")
+    )
 
     def __init__(self, account: MemoryAccount, max_context: int | None = None) -> None:
         self._account = account
@@ -86,11 +89,7 @@ class TokenLog:
             if not self.length:
                 self._forget()
             room = max(stop, self._most or stop + stop // 8 + 64)  # with a known most, once and no copy
-            grown = self._account.empty("token ids", ids.shape[0], room, dtype=torch.int64)
-            if self.length:
-                grown[:, : self.length] = self._ids[:, : self.length]
-            self._account.free("token ids", self._ids)
-            self._ids = grown
+            self.STATE.remake(self, rows=ids.shape[0], tokens=room)
         self._ids[:, self.length : at] = self.UNKNOWN
         ids = ids.detach()
         self.padded = self.padded or (padding is not None and bool(padding.any()))
@@ -106,22 +105,12 @@ class TokenLog:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        self._select_rows(rows)
+        if self.length:
+            self.STATE.select_rows(self, rows.nonzero().reshape(-1) if rows.dtype == torch.bool else rows)
         self._look_for_padding()
 
     def _look_for_padding(self) -> None:
         self.padded = self.padded and not bool(self.visible.all())
-
-    def _select_rows(self, rows: torch.Tensor) -> None:
-        if self.length:
-            old, rows = self._ids, rows.cpu()
-            if rows.dtype == torch.bool:
-                rows = rows.nonzero().reshape(-1)
-            if len(rows) == self.batch:
-                for part in old[:, : self.length].split(_PART, 1):
-                    part.copy_(part.index_select(0, rows))
-                return
-            self._ids = self._account.selected("token ids", old, rows)
 
     def first_difference(self, ids: torch.Tensor) -> int | None:
         """The first position where ids (B, t) differ from the known ids of the first t tokens; None: no difference.

@@ -10,5 +10,9 @@ from .records import autocast_dtype as autocast_dtype
 from .records import places_within as places_within
 from .records import sealed_groups as sealed_groups
 from .records import without_autocast as without_autocast
+from .state import Array as Array
+from .state import Number as Number
+from .state import State as State
+from .state import Table as Table
 from .tail import BlockTable as BlockTable
 from .tail import RollingTail as RollingTail

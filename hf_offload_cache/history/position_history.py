@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,14 +18,10 @@ from ..memory.dry_run import DryRun
 from ..stores.base import FreezableStore, Store, aligned_empty, pinned_empty
 from .base import Block, Sealed, equal_parts, frozen, joined
 from .records import RecordFormat, latest_tokens, leaving, packing_bytes, piece_groups, together
-from .state import DTYPES, Array, State
+from .state import DTYPES, Number, State, Table
 from .tail import BlockTable, RollingTail
 
 # Whether what was captured of a history holds together
-
-_TAIL = State("history", tail=Array("rows recent width"))
-_TABLE = State("history", table=Array("rows groups", torch.int32, low=0, below="records"))
-
 
 def check_form(form: RecordFormat, name: str) -> None:
     """Raise `ContextError` unless a captured form is a form of keys and values."""
@@ -34,24 +30,25 @@ def check_form(form: RecordFormat, name: str) -> None:
         raise not_whole(name, f"its entries have the form {shown(form, 200)}")
 
 
-def check_tail(
-    tree: dict[str, Any], parts: Sequence[Store], name: str, group_size: int | None
-) -> tuple[RecordFormat, torch.Tensor, int]:
-    """The form, the tail and the length of a captured history. Raises `ContextError` unless they hold together with the
-    records, in `parts`. `group_size`: the configuration's."""
-    form, tail, length = RecordFormat(**tree["form"]), tree["tail"], tree["length"]
+def check_captured(
+    state: State, tree: dict[str, Any], parts: Sequence[Store], name: str, group_size: int | None
+) -> tuple[RecordFormat, dict[str, int]]:
+    """The form of a captured history, and the sizes of its tail and of its `state`. Raises `ContextError` unless they
+    hold together with the records, in `parts`. `group_size`: the configuration's."""
+    form, tail = RecordFormat(**tree["form"]), RollingTail.STATE
     check_form(form, name)
-    _TAIL.check({"tail": tail}, name, form.dtype, width=form.entry_width)
+    sizes = tail.check(tail.own(tree), name, form.dtype, width=form.entry_width)
+    sizes = state.check(state.own(tree), name, **sizes, records=sum(part.capacity for part in parts))
     wrong = None
     if group_size not in (None, form.group_size):
         wrong = f"a record holds {form.group_size} tokens, group_size is {group_size}"
     elif (found := {part.record_bytes for part in parts} - {form.record_bytes}):
         wrong = f"its records have {form.record_bytes} bytes, there are some of {found}"
-    elif type(length) is not int or length < tail.shape[1] or not len(tail):
-        wrong = f"its length is {shown(length)}, its tail is {shown(tail)}"
+    elif tree["length"] < sizes["recent"] or not sizes["rows"]:
+        wrong = f"its length is {tree['length']}, its tail is {shown(tree['tail'])}"
     if wrong:
         raise not_whole(name, wrong)
-    return form, tail, length
+    return form, sizes
 
 
 # A method without its object
@@ -73,6 +70,10 @@ class PositionHistory:
 
     See `History` for what is promised.
     """
+
+    STATE: ClassVar[State] = State(
+        "history", length=Number(), table=Table("rows groups", torch.int32, low=0, below="records", at="table.ids")
+    )
 
     def __init__(
         self,
@@ -162,12 +163,8 @@ class PositionHistory:
 
     def capture(self) -> dict[str, Any]:
         """As `History.capture`: views, valid until the next change."""
-        return {
-            "form": dataclasses.asdict(self.form),
-            "length": self.length,
-            "table": torch.from_numpy(self.table.ids),
-            "tail": self.tail.entries,
-        }
+        own = {**self.STATE.capture(self), **self.tail.STATE.capture(self.tail)}
+        return {"form": dataclasses.asdict(self.form), **own}
 
     @classmethod
     def restore(
@@ -183,20 +180,15 @@ class PositionHistory:
 
         Raises `ContextError` where the tree does not hold together; `parts` are the caller's then.
         """
-        form, tail, length = check_tail(tree, parts, name, config.group_size)
-        records = sum(part.capacity for part in parts)
-        groups = _TABLE.check({"table": tree["table"]}, name, rows=len(tail), records=records)["groups"]
-        if length != (stored := groups * form.group_size + tail.shape[1]):
-            raise not_whole(name, f"its length is {length}, its groups and its tail hold {stored}")
+        form, sizes = check_captured(cls.STATE, tree, parts, name, config.group_size)
+        if tree["length"] != (stored := sizes["groups"] * form.group_size + sizes["recent"]):
+            raise not_whole(name, f"its length is {tree['length']}, its groups and its tail hold {stored}")
         ids = tree["table"].cpu().numpy()
-        cls.check(tree, form, ids, records, name)
+        cls.check(tree, form, ids, sizes["records"], name)
         store = storage.layer_store(parts, form.record_bytes, name)
-        history = cls(storage, form, tail.shape[0], device, config, name, store)
+        history = cls(storage, form, sizes["rows"], device, config, name, store)
         history.table = BlockTable.of(store, ids)
-        if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
-            history.tail.close()
-            history.tail = RollingTail(form, len(tail), tail.shape[1], device, storage.account)
-        history.tail.replace(tail)
+        history.tail.restore(tree)
         history.length = tree["length"]
         return history
 

@@ -1,17 +1,24 @@
-"""The arrays of a captured state: each is declared once, with its shape, types and range, and checked by that."""
+"""The arrays of a stateful part, declared once: capture, check, restore, growth and row selection follow."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..errors import not_whole, shown
+from ..memory.account import lasting_empty
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Types that keys and values may have."""
 LARGEST = 3e38
 """What lies beyond is no number, or is none in some of these types."""
+_AT_ONCE = 256 << 10
+"""Bytes of an array that change rows at a time where they lie."""
 
 
 def is_tensor(
@@ -28,35 +35,184 @@ def is_tensor(
 
 
 class Array:
-    """One array of a state. `shape` names its sizes, such as "rows tokens"; without `dtypes` its type is the keys'.
-    Values are at least `low`, and below the size that `below` names."""
+    """A tensor of a state. `shape` names its sizes, such as "rows tokens width"; "*each" stands for several at the end.
 
-    def __init__(self, shape: str, *dtypes: torch.dtype, low: float | None = None, below: str | None = None) -> None:
-        self.sizes, self.dtypes, self.low, self.below = shape.split(), dtypes, low, below
+    Args:
+        dtypes: its types; none: the keys'.
+        at: the holder's attribute; None: that of its name. "tail.entries" is another object's, which moves by itself.
+        low, high: limits of its values, NaN excluded; `below`: the size that they are below.
+        optional: it may be None.
+        booked: how many arrays of its size the account has for it.
+    """
+
+    def __init__(
+        self, shape: str, *dtypes: torch.dtype, at: str | None = None, low: float | None = None,
+        high: float | None = None, below: str | None = None, optional: bool = False, booked: int = 1,
+    ) -> None:  # fmt: skip
+        self.sizes, self.dtypes, self.at, self.booked = tuple(shape.split()), dtypes, at, booked
+        self.low, self.high, self.below, self.optional = low, high, below, optional
+
+    def check(self, value: Any, dtype: torch.dtype | None, sizes: dict[str, Any]) -> str | None:
+        """What is expected, where `value` is not that; else None, and `sizes` has those of `value`."""
+        shape: list[int | None] = []
+        for size in self.sizes:
+            shape += sizes[size[1:]] if size[0] == "*" else [sizes.get(size)]
+        high, dtypes = self.high if self.below is None else sizes[self.below] - 1, self.dtypes or (dtype,)
+        if is_tensor(value, tuple(shape), *dtypes, low=self.low, high=high):
+            sizes.update((size, count) for size, count in zip(self.sizes, value.shape, strict=False) if size[0] != "*")
+            return None
+        wanted = ", ".join(f"{size}={sizes[size]}" if size in sizes else size for size in self.sizes)
+        limits = "" if self.low is None else f" from {self.low}" + ("" if high is None else f" to {high}")
+        return f"({wanted}) {' or '.join(map(str, dtypes))}{limits}"
+
+
+class Table(Array):
+    """An array of numpy's, in host memory: its bytes are among the holder's `tables_nbytes`, and not booked."""
+
+
+class Number:
+    """A whole number from 0, below `below`."""
+
+    sizes: tuple[str, ...] = ()
+    optional = False
+
+    def __init__(self, below: int = 1 << 62, at: str | None = None) -> None:
+        self.below, self.at = below, at
+
+    def check(self, value: Any, dtype: torch.dtype | None, sizes: dict[str, Any]) -> str | None:
+        """As `Array.check`."""
+        return None if type(value) is int and 0 <= value < self.below else f"a whole number below {self.below}"
 
 
 class State:
-    """The arrays of a captured part, by name. `part` is what errors call it, such as "clusters"."""
+    """What a class holds, by name. All functions get the holder, an object of that class.
 
-    def __init__(self, part: str, **arrays: Array) -> None:
-        self.part, self.arrays = part, arrays
+    Args:
+        part: what errors call it, such as "clusters".
+        owner: who the tensors are in the holder's `_account`.
+        used: sizes of which only the first ones are in use, and the holder's attributes that say how many.
+    """
 
-    def check(self, tree: Any, name: str, dtype: torch.dtype | None = None, **sizes: int) -> dict[str, int]:
-        """Raise `ContextError` unless `tree` has exactly these arrays, each as declared.
+    def __init__(
+        self, part: str, owner: str = "", used: dict[str, str] | None = None, /, **entries: Array | Number
+    ) -> None:
+        self.part, self.owner, self.used, self.entries = part, owner, used or {}, entries
+        self._at = {name: entry.at or name for name, entry in entries.items()}
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def capture(self, holder: Any) -> dict[str, Any]:
+        """What is in use: views, valid until the next change; tables as tensors."""
+        values = ((name, entry, attrgetter(self._at[name])(holder)) for name, entry in self.entries.items())
+        return {name: self._in_use(holder, entry, value) for name, entry, value in values}
+
+    def own(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Of a tree that has other entries too, these."""
+        return {name: tree[name] for name in self.entries if name in tree}
+
+    def check(self, tree: Any, name: str, dtype: torch.dtype | None = None, /, **sizes: Any) -> dict[str, Any]:
+        """Raise `ContextError` unless `tree` has exactly these entries, each as declared.
 
         Returns all sizes: those given, and of the others what the first array with that size has. `name`: the layer's.
         `dtype`: the keys'.
         """
-        if not isinstance(tree, dict) or tree.keys() != self.arrays.keys():
+        if not isinstance(tree, dict) or tree.keys() != self.entries.keys():
             entries = sorted(map(str, tree)) if isinstance(tree, dict) else type(tree).__name__
-            raise not_whole(name, f"entries of its {self.part} are {shown(entries)}, expected {sorted(self.arrays)}")
-        for entry, array in self.arrays.items():
-            found, dtypes = tree[entry], array.dtypes or (dtype,)
-            high = None if array.below is None else sizes[array.below] - 1
-            if not is_tensor(found, tuple(map(sizes.get, array.sizes)), *dtypes, low=array.low, high=high):
-                wanted = ", ".join(f"{size}={sizes[size]}" if size in sizes else size for size in array.sizes)
-                limits = "" if array.low is None else f" from {array.low}" + ("" if high is None else f" to {high}")
-                what = f"{shown(found)}, expected ({wanted}) {' or '.join(map(str, dtypes))}{limits}"
-                raise not_whole(name, f"{entry} of its {self.part} is {what}")
-            sizes.update(zip(array.sizes, found.shape, strict=True))
+            raise not_whole(name, f"entries of its {self.part} are {shown(entries)}, expected {sorted(self.entries)}")
+        for entry, declared in self.entries.items():
+            absent = tree[entry] is None and declared.optional
+            if not absent and (wanted := declared.check(tree[entry], dtype, sizes)) is not None:
+                raise not_whole(name, f"{entry} of its {self.part} is {shown(tree[entry])}, expected {wanted}")
         return sizes
+
+    def restore(self, holder: Any, tree: dict[str, Any]) -> None:
+        """Hold a tree that was checked. It is copied into the holder's tensors, which have room, and so many in use, as
+        it needs; where the holder has None, it gets the tree's own. Other objects' arrays are theirs to restore."""
+        for name, entry in self.entries.items():
+            value, at = tree[name], self._at[name]
+            if "." in at:
+                continue
+            if isinstance(entry, Table):
+                value = None if value is None else value.numpy(force=True).copy()
+            elif isinstance(value, torch.Tensor) and (held := getattr(holder, at)) is not None:
+                self._in_use(holder, entry, held).copy_(value)
+                continue
+            setattr(holder, at, value)
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def truncate(self, holder: Any, **sizes: int) -> None:
+        """Keep the first ones along these sizes: of what is in use, and of tables."""
+        for size in sizes.keys() & self.used.keys():
+            setattr(holder, self.used[size], min(sizes[size], getattr(holder, self.used[size])))
+        for at, array, table in self._held(holder, tables=True):
+            setattr(holder, at, table[tuple(slice(sizes.get(size)) for size in array.sizes)].copy())
+
+    def select_rows(self, holder: Any, rows: torch.Tensor, *, in_place: bool = True) -> None:
+        """Make row i what row `rows[i]` is now: of tensors where they lie, if there are as many rows as before and they
+        are not to be new ones. Raises `BudgetError` with nothing changed."""
+        held = list(self._held(holder))
+        if not in_place or any(len(tensor) != len(rows) for _, _, tensor in held):
+            self.remake(holder, rows)
+            held = []
+        for _, array, tensor in held:
+            view, chosen = self._in_use(holder, array, tensor), rows.to(tensor.device)
+            axis = next((axis for axis, size in enumerate(array.sizes) if size in self.used), 1)
+            for part in view.split(max(1, _AT_ONCE * view.shape[axis] // max(1, view.nbytes)), axis):
+                part.copy_(part.index_select(0, chosen))
+        for at, _, table in self._held(holder, tables=True):
+            setattr(holder, at, table[rows.numpy(force=True)])
+
+    def remake(self, holder: Any, rows: torch.Tensor | None = None, /, **sizes: int) -> None:
+        """Replace the tensors by new ones that have what is in use, room for so many along these sizes, and these
+        `rows` (None: all). The account has both meanwhile. Raises `BudgetError`, or what the device raises, with
+        nothing changed."""
+        held, before, wanted, nbytes = list(self._held(holder)), self.nbytes(holder), [], 0
+        for _, array, old in held:
+            room = [sizes.get(size, count) for size, count in zip(array.sizes, old.shape, strict=False)]
+            shape = (room[0] if rows is None else len(rows), *room[1:], *old.shape[len(room) :])
+            wanted.append((shape, old.dtype, old.device))
+            nbytes += math.prod(shape) * old.itemsize * array.booked
+        holder._account.hold(self.owner, nbytes)
+        try:
+            made = [lasting_empty(*shape, dtype=dtype, device=device) for shape, dtype, device in wanted]
+        except BaseException:  # a device may have less than a budget allows
+            holder._account.release(self.owner, nbytes)
+            raise
+        for (at, array, old), new in zip(held, made, strict=True):
+            part = self._in_use(holder, array, old)
+            into = new[tuple(map(slice, (len(part if rows is None else rows), *part.shape[1:])))]
+            if rows is None:
+                into.copy_(part)
+            else:
+                torch.index_select(part, 0, rows.to(part.device), out=into)
+            setattr(holder, at, new)
+        holder._account.release(self.owner, before)
+
+    def nbytes(self, holder: Any) -> int:
+        """Bytes of the tensors as they are booked: a view keeps all of the memory behind it."""
+        return sum(array.booked * tensor.untyped_storage().nbytes() for _, array, tensor in self._held(holder))
+
+    def close(self, holder: Any) -> None:
+        """Give the tensors back: those that stay have no rows."""
+        holder._account.release(self.owner, self.nbytes(holder))
+        for at, _, old in self._held(holder):
+            setattr(holder, at, old.new_empty(0, *old.shape[1:]))
+
+    def _held(self, holder: Any, *, tables: bool = False) -> Iterator[tuple[str, Array, Any]]:
+        """The holder's own tensors, or its tables, with their attributes; none that is None."""
+        for name, entry in self.entries.items():
+            at = self._at[name]
+            if not isinstance(entry, Array) or isinstance(entry, Table) != tables or "." in at:
+                continue
+            if (value := getattr(holder, at)) is not None:
+                yield at, entry, value
+
+    def _in_use(self, holder: Any, entry: Array | Number, value: Any) -> Any:
+        """The part of an array that is in use, a view; a number as it is."""
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+        for axis, size in enumerate(entry.sizes if value is not None else ()):
+            if size in self.used:
+                value = value.narrow(axis, 0, getattr(holder, self.used[size]))
+        return value

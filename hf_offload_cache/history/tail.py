@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
 import torch
 
@@ -9,6 +11,7 @@ from ..memory.account import MemoryAccount
 from ..memory.dry_run import DryRun
 from ..stores.base import Store
 from .records import RecordFormat
+from .state import Array, State
 
 # Where each row's sealed groups lie in the store: rows may share records, so that batch operations copy no data
 
@@ -127,6 +130,10 @@ class RollingTail:
     tail's own: views from `entries` are valid until the next change.
     """
 
+    STATE: ClassVar[State] = State(
+        "history", "rolling tail", {"recent": "length"}, tail=Array("rows recent width", at="_buffer")
+    )
+
     def __init__(
         self,
         form: RecordFormat,
@@ -182,9 +189,19 @@ class RollingTail:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        self._hold(self._account.selected("rolling tail", self._buffer, rows))
+        self.STATE.select_rows(self, rows)
+        self._hold(self._buffer)
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Hold what was captured; for a new tail, which gets more room if `num_recent` was larger then. Copies."""
+        rows, recent, _ = tree["tail"].shape
+        if recent > self.capacity:
+            self.STATE.close(self)
+            self.STATE.remake(self, rows=rows, recent=recent)
+            self._hold(self._buffer)
+        self.replace(tree["tail"])
 
     def close(self) -> None:
-        self._account.free("rolling tail", self._buffer)
-        self._hold(self._buffer.new_empty(0, *self._buffer.shape[1:]))
+        self.STATE.close(self)
+        self._hold(self._buffer)
         self.length = 0

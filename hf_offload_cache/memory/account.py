@@ -183,14 +183,6 @@ class MemoryAccount:
         """Book the memory behind `tensor` as given back; the caller drops it."""
         self.hold(owner, -tensor.untyped_storage().nbytes())
 
-    def selected(self, owner: str, old: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Rows `rows` of `old`, which `owner` holds, as a new tensor; `old` is booked as given back, and the caller
-        drops it. Both are booked meanwhile. Raises as `empty`."""
-        new = self.empty(owner, len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
-        torch.index_select(old, 0, rows.to(old.device), out=new)
-        self.free(owner, old)
-        return new
-
     @contextlib.contextmanager
     def holding(self, owner: str, nbytes: int) -> Iterator[None]:
         """`nbytes` are held inside. Raises `BudgetError` as `hold` does, before anything runs."""

@@ -35,7 +35,8 @@ class Query:
 class Learner(Protocol):
     """What a layer keeps of what is stored, to choose by. Never reads by itself. For the thread that runs the model.
 
-    Rows are the history's: sequences, or sequences times key heads. What it holds is in the account.
+    Rows are the history's: sequences, or sequences times key heads. What it holds is in the account. A subclass that
+    holds nothing itself needs `ready` alone.
     """
 
     def ready(self, units: int) -> bool:
@@ -44,34 +45,43 @@ class Learner(Protocol):
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         """Units were sealed. `queries` (B, H, q, D) are those of the call that added them; `visible` as in `Query`.
         What it raises leaves it as it was, or not `ready`."""
+        return
 
     def truncate(self, units: int) -> None:
         """Only the first `units` units stay."""
+        return
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
+        return
 
     def lesson(self) -> dict[str, Any] | None:
         """State fitted to queries, as `capture` gives it without units, for a predictor that is given the same keys
         without queries; None: nothing is fitted to queries, or not yet."""
+        return None
 
     def capture(self) -> dict[str, Any]:
         """All that is held, as a tree of values and tensors for `restore`: not to be changed, no copies."""
+        return {}
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Hold what was captured; for a new predictor. Computes nothing. Raises `ContextError` where the tree does not
         hold together."""
+        return
 
     @property
     def tables_nbytes(self) -> int:
         """Bytes of what it holds that is not in the account."""
+        return 0
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """Be as large as `context` tokens a row make it, and declare what is held for a while. `heads`: query heads a
         row; `wanted`: units a row that a step selects at most. Only in a dry run, right after construction."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it holds: give it `rehearse`")
 
     def close(self) -> None:
         """Give the memory back; it may learn anew."""
+        return
 
 
 class Predictor(Learner, Protocol):

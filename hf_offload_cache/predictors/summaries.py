@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ..config import SelectiveConfig
-from ..errors import not_whole, shown
 from ..fetch.choice import Choice
 from ..history.base import Sealed, in_units
 from ..history.records import RecordFormat, sealed_groups
-from ..history.state import is_tensor
+from ..history.state import Array, State
 from ..memory.account import MemoryAccount
 from ..memory.dry_run import DryRun
-from .base import Decision, Query
+from .base import Decision, Predictor, Query
 from .sinks import largest, with_sinks
 
 _GROWTH, _ROOM = 8, 16
 """Where nothing is reserved, room grows by one part in so many, and by so many units at least."""
 
 
-class SummaryPredictor:
+class SummaryPredictor(Predictor):
     """Summaries (rows, units, *shape) in memory, on the device of the keys. See `Predictor` for what is promised.
 
     A method gives `summarise` and `importance`. What is kept is in the account as "summaries".
@@ -31,6 +30,10 @@ class SummaryPredictor:
         rows: rows of the history.
         config: with `max_context`, room for that many tokens is made at once.
     """
+
+    STATE: ClassVar[State] = State(
+        "predictor", "summaries", {"units": "units"}, summaries=Array("rows units *shape", at="_held", optional=True)
+    )
 
     def __init__(self, form: RecordFormat, rows: int, config: SelectiveConfig, account: MemoryAccount) -> None:
         self.form, self.rows, self.config = form, rows, config
@@ -82,15 +85,14 @@ class SummaryPredictor:
 
     def _room(self, units: int, like: torch.Tensor) -> None:
         """Make room for `units` units of summaries as in `like`. Raises `BudgetError` with nothing changed."""
-        old = self._held
-        if old is not None and units <= old.shape[1]:
-            return
-        room = max(units if old is None else units + max(_ROOM, units // _GROWTH), self._reserve)
-        shape = self.rows, room, *like.shape[2:]
-        self._held = self._account.empty("summaries", *shape, dtype=like.dtype, device=like.device)
-        if old is not None:
-            self._held[:, : self.units] = old[:, : self.units]
-            self._account.free("summaries", old)
+        if self._held is None:
+            units = max(units, self._reserve)
+            shape = self.rows, 0, *like.shape[2:]
+            self._held = self._account.empty("summaries", *shape, dtype=like.dtype, device=like.device)
+        elif units > self._held.shape[1]:
+            units = max(units + max(_ROOM, units // _GROWTH), self._reserve)
+        if units > self._held.shape[1]:
+            self.STATE.remake(self, units=units)
 
     # --- choosing ----------------------------------------------------------------------------------------------
 
@@ -108,44 +110,29 @@ class SummaryPredictor:
     # --- changes and contexts ----------------------------------------------------------------------------------
 
     def truncate(self, units: int) -> None:
-        self.units = min(self.units, units)
+        self.STATE.truncate(self, units=units)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        if rows.tolist() == list(range(self.rows)):
-            return  # nothing moves, and nothing is held twice
-        old, self.rows = self._held, len(rows)
-        if old is not None:
-            self._held = self._account.selected("summaries", old, rows)
-
-    def lesson(self) -> dict[str, Any] | None:
-        return None
+        self.STATE.select_rows(self, rows)
+        self.rows = len(rows)
 
     def capture(self) -> dict[str, Any]:
         """As `Predictor.capture`; valid until the next change."""
-        return {"summaries": None if self._held is None else self._held[:, : self.units]}
+        return self.STATE.capture(self)
 
     def restore(self, tree: dict[str, Any]) -> None:
         """As `Predictor.restore`; `tree` also has "units", how many the history holds. Copies."""
-        held = tree["summaries"]
-        if held is None:
+        if (held := tree["summaries"]) is None:
             return
-        like = self._example(held.device)
-        if not is_tensor(held, (self.rows, tree["units"], *like.shape[2:]), like.dtype):
-            what = f"its summaries are {shown(held)}, for {self.rows} rows of {tree['units']} units"
-            raise not_whole("a layer", what)
-        if held.shape[1]:
-            self._room(held.shape[1], held)
-            assert self._held is not None
-            self._held[:, : held.shape[1]] = held
-        self.units = held.shape[1]
-
-    @property
-    def tables_nbytes(self) -> int:
-        return 0
+        like, units = self._example(held.device), tree["units"]
+        self.STATE.check(self.STATE.own(tree), "a layer", like.dtype, rows=self.rows, units=units, shape=like.shape[2:])
+        if units:
+            self._room(units, held)
+            self.units = units
+            self.STATE.restore(self, tree)
 
     def close(self) -> None:
-        if self._held is not None:
-            self._account.free("summaries", self._held)
+        self.STATE.close(self)
         self._held, self.units = None, 0
 
 

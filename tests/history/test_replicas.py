@@ -158,7 +158,7 @@ def test_captured_and_restored(storage: Storage, keeps: bool) -> None:
     assert (again.capture()["replicas"] is not None) is keeps
     config.keeps_replicas = True
     of = tree["replicas"]["of"]
-    for wrong in ({"parts": 3}, {"parts": True}, {"parts": 0}, {"parts": 2}, {"of": torch.zeros(70)}, {"of": of + 9}):
+    for wrong in ({"more": 3}, {"of": None}, {"of": of[:60]}, {"of": torch.zeros(70)}, {"of": of + 9}, {"of": of + 1}):
         damaged = {**tree, "replicas": {**tree["replicas"], **wrong}}
         with pytest.raises(ContextError, match="layer 3 of the context does not hold together"):
             ChunkHistory.restore(storage, damaged, [part.share() for part in parts], CPU, config, "layer 3")

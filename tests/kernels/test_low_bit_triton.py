@@ -30,7 +30,9 @@ def test_the_kernels_give_what_their_twins_give(
     keys, values = states(tokens, form.entry, rows)
     copy = LowBitCopy(form, rows, torch.device("cpu"), MemoryAccount(), tokens + 3 * group)
     copy.append([(keys, values)], tokens)
-    parts = copy._held({name: part.to(device) for name, part in copy._parts.items()}, tokens)
+    parts = {
+        "keys": copy._keys.to(device)[:, :, : copy.groups], "values": copy._values.to(device)[:, :, :, :tokens]
+    }  # fmt: skip
     queries = torch.randn(rows, 2, count, dims[0], generator=torch.Generator().manual_seed(1))
     expected = copy.scores(queries, torch.empty(rows, 2, count, tokens))
     found = torch.full((rows, 2, count, tokens + 1), 7.0, device=device)

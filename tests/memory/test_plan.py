@@ -79,12 +79,6 @@ def test_an_account_allocates_and_books_in_one() -> None:
         MemoryAccount().empty("tail", 1 << 60, dtype=torch.float32)
     account.free("tail", tensor[1:2])  # the memory behind it
     assert account.current == 0 and account.peak == 80
-    rows = account.empty("tail", 2, 2, dtype=torch.int64)
-    rows[:] = torch.tensor([[1, 2], [3, 4]])
-    with torch.inference_mode():
-        moved = account.selected("tail", rows, torch.tensor([1, 1]))
-    moved += 1
-    assert moved.tolist() == [[4, 5], [4, 5]] and account.current == 32
 
 
 def test_the_worst_moment_of_a_plan() -> None:

@@ -285,11 +285,16 @@ def test_codes_of_units_of_another_size_raise() -> None:
     keys, account = keys_of(2, 1200), MemoryAccount()
     coding = coding_of(keys, 8)
     tree = coded(keys, coding, unit_size=4).capture()
-    found = CodedKeys.restore(tree, KV, account, Workspace(account, "scores"), 4)
-    assert account.by_owner["compact keys"] == 2 * 1200 * coding.nbytes and found.fits(2, 1200, KV, DIM)
+    given = KV, account, Workspace(account, "scores")
+    sizes = {"rows": 2, "places": 300, "width": KV * DIM}
+    assert CodedKeys.restore(tree, *given, 4, **sizes).tokens == 1200
+    assert account.by_owner["compact keys"] == 2 * 1200 * coding.nbytes
+    for name in sizes:
+        with pytest.raises(ContextError, match=f"is .* expected .*{name}={sizes[name] + 1}"):
+            CodedKeys.restore(tree, *given, 4, **{**sizes, name: sizes[name] + 1})
     for unit_size in (1, 7):
         with pytest.raises(ContextError, match=f"codes of its coded keys is .* bytes={unit_size * coding.nbytes}, "):
-            CodedKeys.restore(tree, KV, account, Workspace(account, "scores"), unit_size)
+            CodedKeys.restore(tree, *given, unit_size)
 
 
 def test_few_of_many_are_found_by_a_rough_pass_and_a_close_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,9 +373,10 @@ def test_rows_pieces_truncation_and_the_account(unit_size: int) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda tree: tree["coding"].update(counts=[1, 2]),
-        lambda tree: tree["coding"].update(counts=[-1, 2, 4]),
-        lambda tree: tree["coding"].update(counts=[True, 2, 4]),
+        lambda tree: tree["coding"].update(counts=torch.tensor([1, 2])),
+        lambda tree: tree["coding"].update(counts=torch.tensor([-1, 2, 4])),
+        lambda tree: tree["coding"].update(counts=tree["coding"]["counts"].int()),
+        lambda tree: tree["coding"].update(counts=tree["coding"]["counts"] + 1),
         lambda tree: tree["coding"].update(mean=tree["coding"]["mean"][1:]),
         lambda tree: tree["coding"].update(keys=tree["coding"]["keys"].float()),
         lambda tree: tree["coding"].update(query_scale=tree["coding"]["query_scale"][1:]),

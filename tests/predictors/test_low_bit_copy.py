@@ -61,7 +61,7 @@ def test_it_takes_what_it_says() -> None:
     copy = made(form, account=account, reserve=700)
     copy.append([(keys, values)], 640)
     assert nbytes(form, 1, 64) * 8 == 64 * 2 * 2 * 64 * 2.5
-    assert account.by_owner["low-bit copy"] == nbytes(form, 2, 640) == sum(part.nbytes for part in copy._parts.values())
+    assert account.by_owner["low-bit copy"] == nbytes(form, 2, 640) == copy._keys.nbytes + copy._values.nbytes
     copy.close()
     assert account.by_owner["low-bit copy"] == 0 and copy.tokens == 0
     copy.append([(keys, values)], 640)
@@ -78,7 +78,7 @@ def test_rows_are_selected_and_tokens_cut() -> None:
         copy.select_rows(torch.tensor(rows))
         keys, values = keys[rows, :, :256], values[rows, :, :256]
         check(copy, keys, values)
-        assert account.by_owner["low-bit copy"] == sum(part.nbytes for part in copy._parts.values())
+        assert account.by_owner["low-bit copy"] == copy._keys.nbytes + copy._values.nbytes
     copy.append([(keys[:, :, :64], values[:, :, :64])], 320)
     check(copy, torch.cat([keys, keys[:, :, :64]], 2), torch.cat([values, values[:, :, :64]], 2))
 

@@ -293,6 +293,21 @@ def test_reserved_room_is_not_exceeded() -> None:
     assert account.by_owner["compact keys"] == 2 * 500 * 7
 
 
+def test_a_prior_lends_no_keys() -> None:
+    """What is appended after it is copied nowhere, as it is after a capture, which others go on looking at."""
+    account, keys = MemoryAccount(), keys_of(2, 500)
+    summary = predictor(keys, 7, torch.int8, account)
+    summary.reserve(500)
+    summary.append(keys[:, :, :100])
+    assert summary.lesson()["keys"].shape == (2, 0, 7)
+    summary.append(keys[:, :, 100:200])
+    assert account.peak == account.current
+    summary.capture()
+    summary.truncate(150)
+    summary.append(keys[:, :, 150:200])
+    assert account.peak > account.current
+
+
 def test_the_metric_of_queries_decides_what_is_kept() -> None:
     """Keys are largest where no query points: half the rank in the queries' metric beats the keys' own directions."""
     generator = torch.Generator().manual_seed(0)

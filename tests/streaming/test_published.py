@@ -301,7 +301,7 @@ def test_numbers_of_a_lesson_are_checked(
         published(tmp_path)
     stream_first(monkeypatch)
     with stream_context(tmp_path / "published", long_model(), ids(), path=tmp_path) as cache:
-        assert any(f"{name} is {value!r}" in one for one in cache.stream_report.trouble)
+        assert any(f"{name} of its fitted state is {value}" in one for one in cache.stream_report.trouble)
 
 
 def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...errors import StoreError, not_whole
+from ...errors import StoreError
 from ...fetch.choice import Extents
 from ...fetch.storage import Storage
 from ...history.base import Sealed
 from ...history.position_history import PositionHistory
 from ...history.records import RecordFormat, piece_groups
-from ...history.state import Array, State
+from ...history.state import Array, State, Table
 from ...history.tail import BlockTable
 from ...memory.dry_run import DryRun
 from ...stores.base import FreezableStore, Store, aligned_empty
@@ -32,8 +32,10 @@ class AbstractPages:
 
     STATE: ClassVar[State] = State(
         "abstracts",
-        table=Array("rows pages", torch.int32, low=0, below="records"),
-        open=Array("rows latest width"),
+        "abstracts",
+        {"latest": "_count"},
+        table=Table("rows pages", torch.int32, low=0, below="records", at="table.ids"),
+        open=Array("rows latest width", at="_open"),
     )
 
     def __init__(
@@ -42,13 +44,9 @@ class AbstractPages:
         self.form, self.rows, self.device = form, rows, device
         self.width, self.each = 2 * form.key_width, page_size(form)
         self.table = BlockTable(store, rows)
-        self._storage, self._store, self._name = storage, store, name
+        self._storage, self._store, self._name, self._account = storage, store, name, storage.account
         self._count = 0
-        self._open = self._empty(rows)
-
-    def _empty(self, rows: int) -> torch.Tensor:
-        shape = rows, self.each, self.width
-        return self._storage.account.empty("abstracts", *shape, dtype=self.form.dtype, device=self.device)
+        self._open = self._account.empty("abstracts", rows, self.each, self.width, dtype=form.dtype, device=device)
 
     def rehearse(self, run: DryRun, units: int) -> None:
         """Be of `units` units a row, in a dry run."""
@@ -132,10 +130,7 @@ class AbstractPages:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        old = self._open
-        self._open = self._empty(len(rows))
-        torch.index_select(old, 0, rows.to(old.device), out=self._open)
-        self._storage.account.free("abstracts", old)
+        self.STATE.select_rows(self, rows)
         self.table.select_rows(rows.cpu().numpy())
         self.rows = len(rows)
 
@@ -145,14 +140,13 @@ class AbstractPages:
         self.table.move(store)
 
     def close(self) -> None:
-        self._storage.account.free("abstracts", self._open)
-        self._open = self._open.new_empty(0, *self._open.shape[1:])
+        self.STATE.close(self)
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
         """What is held beside the records: views, valid until the next change."""
-        return {"table": torch.from_numpy(self.table.ids), "open": self._open[:, : self._count]}
+        return self.STATE.capture(self)
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Hold what was captured, which `STATE` has checked. Copies."""
@@ -248,19 +242,13 @@ class ChunkHistory(PositionHistory):
     def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
         if self.replicas is None:
             return super().live(parts)
-        count = len(parts) - self._replica_parts
+        count = sum(part.record_bytes == self.form.record_bytes for part in parts)  # replicas, behind, are smaller
         return [*super().live(parts[:count]), *self.replicas.live(parts[count:])]
-
-    @property
-    def _replica_parts(self) -> int:
-        """Of frozen stores, how many are the replicas'."""
-        assert self.replicas is not None
-        return len(getattr(self.replicas.store, "parts", ()))
 
     def capture(self) -> dict[str, Any]:
         whole = self.pages is not None and self.pages.units == self.units  # else who puts them there has to begin anew
         tree = {**super().capture(), "pages": self.pages.capture() if self.pages is not None and whole else None}
-        return {**tree, "replicas": None if self.replicas is None else self.replicas.capture(self._replica_parts)}
+        return {**tree, "replicas": None if self.replicas is None else self.replicas.STATE.capture(self.replicas)}
 
     @classmethod
     def check(cls, tree: dict[str, Any], form: RecordFormat, ids: np.ndarray, records: int, name: str) -> None:
@@ -274,11 +262,9 @@ class ChunkHistory(PositionHistory):
         cls, storage: Storage, tree: dict[str, Any], parts: Sequence[FreezableStore], *given: Any
     ) -> ChunkHistory:
         captured, own = tree["replicas"], len(parts)
-        if captured is not None:
-            count = captured["parts"]
-            if type(count) is not int or not 0 <= count <= own:
-                raise not_whole(given[-1], f"{count!r:.80} of its {own} files are replicas")
-            own -= count
+        if captured is not None:  # replicas are behind the records, and smaller
+            size = RecordFormat(**tree["form"]).record_bytes
+            own = sum(part.record_bytes == size for part in parts)
         history = super().restore(storage, tree, parts[:own], *given)
         assert isinstance(history, ChunkHistory)
         if history.pages is not None and tree["pages"] is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -342,23 +342,6 @@ class StoredAbstractsPredictor(AbstractTreePredictor):
             decision = self.judge(query, budget, guess, abstracts)
             del abstracts
         return decision if isinstance(decision, Choice) else (yield from decision)
-
-    # Rows, units and contexts are the history's.
-
-    def truncate(self, units: int) -> None:
-        self.units = self._pages.units
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        self.rows = len(rows)
-
-    def capture(self) -> dict[str, Any]:
-        return {"summaries": None}
-
-    def restore(self, tree: dict[str, Any]) -> None:
-        self.units = self._pages.units
-
-    def close(self) -> None:
-        self.units = 0
 
 
 def _looked_bytes(form: RecordFormat, rows: int, chunks: int) -> int:

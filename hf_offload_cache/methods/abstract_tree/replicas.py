@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from ...fetch.areas import ByteRows
 from ...fetch.storage import Storage
 from ...history.base import frozen
 from ...history.records import RecordFormat
-from ...history.state import Array, State
+from ...history.state import State, Table
 from ...kernels import int4
 from ...kernels.int4 import Int4Layout
 from ...kernels.on_a_device import has_kernels
@@ -51,7 +51,6 @@ class ReplicaFormat:
 
 
 _NONE = -1
-_REPLICAS = State("replicas", of=Array("records", torch.int32, low=_NONE, below="replicas"))
 
 
 class Replicas:
@@ -60,6 +59,10 @@ class Replicas:
     A replica belongs to a record, not to a row: rows that share records share them, whatever is done to rows. What
     cannot be read of them is read of the records.
     """
+
+    STATE: ClassVar[State] = State(
+        "replicas", of=Table("records", torch.int32, low=_NONE, below="replicas", at="_replica_of")
+    )
 
     def __init__(self, storage: Storage, form: ReplicaFormat, name: str, store: Store | None = None) -> None:
         self.form, self.record_bytes = form, form.record_bytes
@@ -185,25 +188,20 @@ class Replicas:
         edges = np.cumsum([part.capacity for part in parts])
         return np.split(self._named(self.store.capacity), edges[:-1])
 
-    def capture(self, parts: int) -> dict[str, Any]:
-        """What is held beside the records, of which there are `parts` frozen stores: a view, valid until the next
-        change."""
-        return {"parts": parts, "of": torch.from_numpy(self._replica_of)}
-
     @classmethod
     def restore(
         cls, storage: Storage, tree: Any, form: RecordFormat, parts: Sequence[FreezableStore], name: str
     ) -> Replicas:
         """What was captured, over the frozen stores `parts`, which it owns then. Raises `ContextError`."""
-        own, of = ReplicaFormat.of(form), tree["of"]
+        own = ReplicaFormat.of(form)
         known = sum(part.capacity for part in parts)
         if own is None or any(part.record_bytes != own.record_bytes for part in parts):
             sizes = [part.record_bytes for part in parts]
             raise not_whole(name, f"its replicas have {sizes} bytes, of records in the form {form}")
-        _REPLICAS.check({"of": of}, name, replicas=known)
-        if len(of) < 64 or int(of[-1]) != _NONE:
-            raise not_whole(name, f"its replicas are named by {len(of)} records, the last of which has none")
+        records = cls.STATE.check(tree, name, replicas=known)["records"]
+        if records < 64 or int(tree["of"][-1]) != _NONE:
+            raise not_whole(name, f"its replicas are named by {records} records, the last of which has none")
         store = storage.layer_store(parts, own.record_bytes, f"{name}, replicas")
         replicas = cls(storage, own, name, store)
-        replicas._replica_of = of.cpu().numpy().copy()
+        cls.STATE.restore(replicas, tree)
         return replicas

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 
 from ...history.records import RecordFormat
+from ...history.state import Array, State, Table
 from ...memory.account import MemoryAccount
 
 
@@ -13,18 +16,19 @@ class AppendBuffer:
     """At most `most` entries a row to wait, and room for `joining` more that have just come. Rows may hold different
     numbers of entries. On the layer's device, in the account as "append buffer". For the thread that runs the model."""
 
+    STATE: ClassVar[State] = State(
+        "append buffer", "append buffer", entries=Array("rows places width"), places=Table("rows places", torch.int64)
+    )
+
     def __init__(
         self, form: RecordFormat, rows: int, most: int, joining: int, device: torch.device, account: MemoryAccount
     ) -> None:
         self.form, self.most, self.joining, self._account, self._device = form, most, joining, account, device
         self.places = np.full((rows, most + joining), -1, dtype=np.int64)
         """Which token of its row each is, -1: none."""
-        self.entries = self._empty(rows)
+        shape = rows, most + joining, form.entry_width
+        self.entries = account.empty("append buffer", *shape, dtype=form.dtype, device=device).zero_()
         """(rows, most + joining, entry width): those where there is none are zeros."""
-
-    def _empty(self, rows: int) -> torch.Tensor:
-        shape = rows, self.most + self.joining, self.form.entry_width
-        return self._account.empty("append buffer", *shape, dtype=self.form.dtype, device=self._device).zero_()
 
     @property
     def counts(self) -> np.ndarray:
@@ -46,17 +50,6 @@ class AppendBuffer:
         self.places[rows, columns] = -1
         self.entries[torch.from_numpy(rows).to(self._device), torch.from_numpy(columns).to(self._device)] = 0
 
-    def of(self, row: int, tokens: np.ndarray) -> torch.Tensor:
-        """The entries of tokens (n,) of a row, which wait: (n, width)."""
-        own = self.places[row]
-        order = own.argsort()
-        return self.entries[row, torch.from_numpy(order[np.searchsorted(own, tokens, sorter=order)]).to(self._device)]
-
-    def where(self, row: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows and columns, (n,) each, at which those of these tokens of a row are that wait."""
-        (columns,) = (np.isin(self.places[row], tokens) & (self.places[row] >= 0)).nonzero()
-        return np.full(columns.size, row), columns
-
     def truncate(self, tokens: int) -> None:
         """Only those of the first `tokens` tokens stay."""
         gone = self.places >= tokens
@@ -65,11 +58,7 @@ class AppendBuffer:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        old, self.entries = self.entries, self._empty(len(rows))
-        torch.index_select(old, 0, rows.to(old.device), out=self.entries)
-        self.places = self.places[rows.cpu().numpy()]
-        self._account.free("append buffer", old)
+        self.STATE.select_rows(self, rows)
 
     def close(self) -> None:
-        self._account.free("append buffer", self.entries)
-        self.entries = self.entries.new_empty(0, *self.entries.shape[1:])
+        self.STATE.close(self)

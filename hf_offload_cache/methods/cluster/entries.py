@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from ...fetch.storage import Storage
 from ...history.records import RecordFormat, places_within
+from ...history.state import State, Table
 from ...stores.base import Store
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
@@ -167,6 +168,10 @@ class ClusteredEntries:
         readers: told which records are written anew.
         most_tokens: a row will have no more.
     """
+
+    STATE: ClassVar[State] = State(
+        "clusters", "", {"sealed": "sealed"}, labels=Table("rows sealed", torch.uint16, torch.uint32, at="_labels")
+    )
 
     def __init__(
         self, storage: Storage, store: Store, form: RecordFormat, partition: Partition, buffer: AppendBuffer,
@@ -429,14 +434,13 @@ class ClusteredEntries:
 
     def capture(self) -> dict[str, Any]:
         """All that is held beside the records, where nothing waits: views, valid until the next change."""
-        tables = {**self.partition.capture(), **self.pages.capture(), "labels": self.labels}
-        return {name: torch.from_numpy(table) for name, table in tables.items()}
+        tables = {**self.partition.STATE.capture(self.partition), **self.pages.STATE.capture(self.pages)}
+        return {**tables, **self.STATE.capture(self)}
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Hold what was captured, all of it closed. Copies."""
-        tables = {name: table.cpu().numpy() for name, table in tree.items()}
-        self.partition.restore(tables)
-        self.pages.restore(tables)
-        self._labels = tables["labels"].copy()
+        """Hold what was captured, all of it closed; pools are others' too. Copies."""
+        self.partition.restore(tree)
+        self.pages.STATE.restore(self.pages, tree)
+        self.STATE.restore(self, tree)
         self.sealed = self._labels.shape[1]
         self._count_stored()

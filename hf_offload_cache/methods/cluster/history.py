@@ -15,8 +15,9 @@ from ...config import OffloadConfig
 from ...fetch.choice import Extents
 from ...fetch.storage import Storage
 from ...history.base import Block, Sealed, equal_parts, frozen, joined
-from ...history.position_history import check_tail
+from ...history.position_history import check_captured
 from ...history.records import RecordFormat, leaving, places_within, sealed_groups, together
+from ...history.state import Number, State
 from ...history.tail import RollingTail
 from ...memory.dry_run import DryRun
 from ...stores.base import FreezableStore, Store
@@ -122,6 +123,7 @@ class ClusterHistory:
     method that clusters otherwise has a `partition_class` of its own.
     """
 
+    STATE: ClassVar[State] = State("history", length=Number())
     partition_class: ClassVar[type[Partition]] = Partition
 
     def __init__(
@@ -348,8 +350,8 @@ class ClusterHistory:
 
     def capture(self) -> dict[str, Any]:
         """As `History.capture`, after `freeze`: views, valid until the next change."""
-        own = {"form": dataclasses.asdict(self.form), "length": self.length, "tail": self.tail.entries}
-        return {**own, "clusters": self.clustered.capture()}
+        own = {**self.STATE.capture(self), **self.tail.STATE.capture(self.tail)}
+        return {"form": dataclasses.asdict(self.form), **own, "clusters": self.clustered.capture()}
 
     @classmethod
     def restore(
@@ -359,15 +361,12 @@ class ClusterHistory:
         """The history that `tree` was captured of, over the frozen `parts`, which it owns then. Reads nothing.
 
         Raises `ContextError` where the tree does not hold together; `parts` are the caller's then."""
-        form, tail, length = check_tail(tree, parts, name, config.group_size)
-        sealed, records = length - tail.shape[1], sum(part.capacity for part in parts)
-        check_clusters(form, tree["clusters"], len(tail), sealed, clusters.capacity, records, name)
+        form, sizes = check_captured(cls.STATE, tree, parts, name, config.group_size)
+        rows, sealed = sizes["rows"], tree["length"] - sizes["recent"]
+        check_clusters(form, tree["clusters"], rows, sealed, clusters.capacity, sizes["records"], name)
         store = storage.layer_store(parts, form.record_bytes, name)
-        history = cls(storage, form, len(tail), device, config, name, clusters, readers, store)
+        history = cls(storage, form, rows, device, config, name, clusters, readers, store)
         history.clustered.restore(tree["clusters"])
-        if tail.shape[1] > history.tail.capacity:  # it was captured with a larger `num_recent`
-            history.tail.close()
-            history.tail = RollingTail(form, len(tail), tail.shape[1], device, storage.account)
-        history.tail.replace(tail)
-        history.length = length
+        history.tail.restore(tree)
+        history.length = tree["length"]
         return history

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from ...fetch.storage import Storage
 from ...history.records import PIECE_BYTES, RecordFormat, places_within
+from ...history.state import State, Table
 from ...stores.base import Store, aligned_empty
 
 # Entries on their way into pages
@@ -86,6 +87,12 @@ class ClusterPages:
     record and grows upwards, the other at its last one and grows downwards, so that either grows in place; where a pool
     has but one, the next cluster of its row becomes its partner. A pool that no row names is given back by `sweep`.
     """
+
+    STATE: ClassVar[State] = State(
+        "clusters",
+        first=Table("rows numbers", torch.int32, at="_first"),
+        step=Table("rows numbers", torch.int8, at="_step"),
+    )
 
     def __init__(self, store: Store, rows: int, largest: int) -> None:
         self._store, self.largest = store, largest
@@ -227,16 +234,6 @@ class ClusterPages:
     def move(self, store: Store) -> None:
         """The same records are found in `store` from now on, by the same ids."""
         self._store = store
-
-    # --- contexts ----------------------------------------------------------------------------------------------
-
-    def capture(self) -> dict[str, Any]:
-        """The tables, as arrays: views, valid until the next change."""
-        return {"first": self._first, "step": self._step}
-
-    def restore(self, tree: dict[str, Any]) -> None:
-        """Hold what was captured, of pools that others hold too. Copies."""
-        self._first, self._step = tree["first"].copy(), tree["step"].copy()
 
 
 def in_order(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
 from ...fetch.storage import Storage
 from ...history.records import RecordFormat, places_within
+from ...history.state import State, Table
 from ...stores.base import Store
 from ...stores.mapped import MappedTable
 from .arrivals import Arrivals
@@ -234,6 +235,17 @@ class Partition:
         number: clusters that many at once are made into, instead of those of `size`; two keys for each, and room.
         mapped: puts means where it gives them a table; None: they are in memory. It may raise `StoreError`.
     """
+
+    STATE: ClassVar[State] = State(
+        "clusters",
+        "",
+        {"clusters": "clusters"},
+        counts=Table("rows clusters", torch.int32, at="_counts"),
+        variances=Table("rows clusters", torch.float32, at="_variances"),
+        centroids=Table("rows clusters width", torch.float16, at="_centroids"),
+        used=Table("rows", torch.int64),
+        limits=Table("rows", torch.float32),
+    )
 
     def __init__(
         self, rows: int, dim: int, size: int, capacity: int, threshold: float, most_room: float = MOST_ROOM,
@@ -477,18 +489,11 @@ class Partition:
             setattr(self, name, np.ascontiguousarray(getattr(self, name)[rows]))
         self._closed[shared] = True
 
-    def capture(self) -> dict[str, Any]:
-        """All that is held, as a tree of arrays: views, valid until the next change."""
-        return {name: getattr(self, name) for name in ("counts", "variances", "centroids", "used", "limits")}
-
-    def restore(self, tree: dict[str, Any]) -> None:
-        """Hold what was captured, all of it closed. Copies."""
-        self._need(tree["counts"].shape[1])
-        for name in ("counts", "variances", "centroids"):
-            getattr(self, f"_{name}")[:, : tree[name].shape[1]] = tree[name]
-        self.used, self.limits = tree["used"].copy(), tree["limits"].copy()
-        self.held = tree["counts"].sum(1)
-        self.close()
+    def restore(self, tree: dict[str, torch.Tensor]) -> None:
+        """Hold what `STATE` captured, all of it closed. Copies."""
+        self.STATE.restore(self, tree)
+        self._keep_centroids(self._centroids)
+        self.held, self._closed = self._counts.sum(1), np.ones(self._counts.shape, dtype=bool)
 
 
 def _wider(table: np.ndarray, more: int) -> np.ndarray:

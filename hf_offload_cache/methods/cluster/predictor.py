@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
 
 from ...config import SelectiveConfig
 from ...fetch.choice import Choice, kept_entries
-from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
-from ...predictors.base import Decision, Query
+from ...predictors.base import Decision, Predictor, Query
 from ...predictors.sinks import largest
 from .config import ClusterForm
 from .entries import ClusteredEntries
 from .partition import MOST_ROOM
 
 
-class ClusterPredictor:
+class ClusterPredictor(Predictor):
     """The clusters whose keys have most of the attention of a row's heads, if each key were its centroid.
 
     Each head's shares are of the attention to all that is there, the latest tokens by their keys; so that no head
@@ -52,9 +50,6 @@ class ClusterPredictor:
 
     def ready(self, units: int) -> bool:
         return units == self.clustered.partition.clusters
-
-    def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
-        """The history has."""
 
     def select(self, query: Query, budget: int, guess: bool) -> Decision:
         own = self.clustered
@@ -120,25 +115,6 @@ class ClusterPredictor:
             if start:
                 begin[row] = np.bincount(labels[row, :start], minlength=shares.shape[1])
         return begin, sinks
-
-    def truncate(self, units: int) -> None:
-        """The history does, and so with what follows."""
-
-    def select_rows(self, rows: torch.Tensor) -> None: ...
-
-    def lesson(self) -> dict[str, Any] | None:
-        return None
-
-    def capture(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, tree: dict[str, Any]) -> None: ...
-
-    @property
-    def tables_nbytes(self) -> int:
-        return 0
-
-    def close(self) -> None: ...
 
 
 def _best(shares: np.ndarray, most: int) -> np.ndarray:

@@ -5,23 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...errors import not_whole
 from ...history.records import RecordFormat
-from ...history.state import Array, State
-from .pages import in_order
+from ...history.state import State
+from .entries import ClusteredEntries
+from .pages import ClusterPages, in_order
+from .partition import Partition
 
 _CLUSTERS = State(
-    "clusters",
-    counts=Array("rows clusters", torch.int32),
-    variances=Array("rows clusters", torch.float32),
-    centroids=Array("rows clusters width", torch.float16),
-    used=Array("rows", torch.int64),
-    limits=Array("rows", torch.float32),
-    first=Array("rows numbers", torch.int32),
-    step=Array("rows numbers", torch.int8),
-    labels=Array("rows sealed", torch.uint16, torch.uint32),
+    "clusters", **Partition.STATE.entries, **ClusterPages.STATE.entries, **ClusteredEntries.STATE.entries
 )
 
 

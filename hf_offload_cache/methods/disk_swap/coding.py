@@ -173,6 +173,7 @@ class Coding:
         key_scale=Array("rank", torch.float32),
         queries=Array("width rank", torch.int8),
         query_scale=Array("rank", torch.float32),
+        counts=Array("classes", torch.int64, low=0),
     )
 
     @property
@@ -254,20 +255,18 @@ class Coding:
 
     def capture(self) -> dict[str, Any]:
         """As a tree for `restore`: no copies."""
-        return {**vars(self), "counts": list(self.counts)}
+        return {**vars(self), "counts": torch.tensor(self.counts, device="cpu")}
 
     @classmethod
-    def restore(cls, tree: dict[str, Any]) -> Self:
-        """What `tree` was captured of. Raises `ContextError` where it does not hold together."""
-        values = dict(tree)
-        counts = values.pop("counts")
-        rank = cls.STATE.check(values, "a layer")["rank"]
-        right = isinstance(counts, list) and len(counts) == 3 and all(type(count) is int for count in counts)
-        right = right and min(counts) >= 0 and 0 < sum(counts) == rank <= most_components(values["mean"].numel())
-        if not right or counts[1] % 2 or counts[2] % 4:
+    def restore(cls, tree: dict[str, Any], **sizes: int) -> Self:
+        """What `tree` was captured of, with these `sizes`. Raises `ContextError` where it does not hold together."""
+        sizes = cls.STATE.check(tree, "a layer", **sizes, classes=len(CLASSES))
+        rank, width = sizes["rank"], sizes["width"]
+        counts = tuple(tree["counts"].tolist())
+        if not 0 < sum(counts) == rank <= most_components(width) or counts[1] % 2 or counts[2] % 4:
             raise not_whole("a layer", f"its coding has {shown(counts)} components, of {rank}")
-        on_host = {name: values[name].cpu() for name in ("queries", "query_scale")}
-        return cls(**{**values, **on_host, "counts": tuple(counts)})
+        on_host = {name: tree[name].cpu() for name in ("queries", "query_scale")}
+        return cls(**{**tree, **on_host, "counts": counts})
 
 
 @functools.cache

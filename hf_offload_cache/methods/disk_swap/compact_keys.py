@@ -12,17 +12,23 @@ from ...errors import not_whole, shown
 from ...history.state import DTYPES, Array, State
 from ...memory.account import MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
-from .coding import PART, Coding, most_bytes, most_components, parts
+from .coding import Coding, most_bytes, most_components, parts
 from .integer_product import multiplied, rounded
 
 # Memory for something of every token of every row, which grows along the tokens and may be looked at by others
+
+_ALONG = {
+    axis: State("compact keys", "compact keys", {"places": "places"}, data=Array(shape, at="_data"))
+    for axis, shape in ((1, "rows places width"), (2, "rows width places"))
+}
+
 
 class TokenRows:
     """A tensor with rows first and tokens along `axis`, and room for more. What it takes is in the account as
     "compact keys".
 
     Args:
-        shape: (rows, room, n) or (rows, n, room), as `axis` says: 1 or 2.
+        shape: (rows, 0, n) or (rows, n, 0), as `axis` says: 1 or 2.
         each: tokens of a unit; units and not tokens lie side by side along axis 2, and the tokens of each below each
             other: (rows, n * each, room). A maximum over a unit's tokens is one over whole rows then.
     """
@@ -39,10 +45,7 @@ class TokenRows:
         self.axis, self.each, self.tokens = axis, each, 0
         self._account = account
         self._lent = 0  # so many first tokens are looked at by others too, and are not to be written to
-        self._data = self._made(shape, dtype, device)
-
-    def _made(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._account.empty("compact keys", *shape, dtype=dtype, device=device)
+        self._data = account.empty("compact keys", *shape, dtype=dtype, device=device)
 
     @classmethod
     def shared(cls, data: torch.Tensor, axis: int, account: MemoryAccount, each: int = 1) -> TokenRows:
@@ -57,6 +60,11 @@ class TokenRows:
     def _places(self, tokens: int) -> int:
         """Places along the axis that so many tokens take."""
         return -(-tokens // self.each)
+
+    @property
+    def places(self) -> int:
+        """Places along the axis that are in use."""
+        return self._places(self.tokens)
 
     @property
     def data(self) -> torch.Tensor:
@@ -81,14 +89,11 @@ class TokenRows:
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row; grows by a little beyond what is asked once there is something."""
-        old = self._data
-        if self._places(tokens) > old.shape[self.axis] or (tokens > self.tokens and self.tokens < self._lent):
-            shape = list(old.shape)
-            shape[self.axis] = self._places(tokens if not self.tokens else tokens + max(128, tokens // 32))
-            grown = self._made(tuple(shape), old.dtype, old.device)
-            grown.narrow(self.axis, 0, self._places(self.tokens)).copy_(self.data)
-            self._account.free("compact keys", old)
-            self._data, self._lent = grown, 0
+        room = self._data.shape[self.axis]
+        if self._places(tokens) > room or (tokens > self.tokens and self.tokens < self._lent):
+            more = max(128, tokens // 32) if self.tokens else 0
+            _ALONG[self.axis].remake(self, places=self._places(tokens + more))
+            self._lent = 0
 
     def rehearse(self, run: DryRun, tokens: int) -> None:
         """Be of `tokens` tokens a row, in a dry run."""
@@ -120,18 +125,13 @@ class TokenRows:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now; in place where the number of rows stays."""
-        old, rows = self._data, rows.to(self._data.device)
-        if len(rows) == len(old) and not self._lent:
-            for part in self.data.split(max(1, PART // self.each), self.axis):
-                part.copy_(part.index_select(0, rows))
-            return
-        self._data = self._account.selected("compact keys", old, rows)
+        _ALONG[self.axis].select_rows(self, rows, in_place=not self._lent)
         self._lent = 0
 
     def close(self) -> None:
         """Give the memory back."""
-        self._account.free("compact keys", self._data)
-        self._data, self.tokens = self._data.new_empty(0, 0, 0), 0
+        self.tokens = 0
+        _ALONG[self.axis].close(self)
 
 
 BLOCK = 4096
@@ -189,10 +189,6 @@ class CompactKeys(ABC):
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
         self._rows.select_rows(rows)
-
-    @abstractmethod
-    def fits(self, rows: int, tokens: int, num_key_heads: int, key_dim: int) -> bool:
-        """Whether this is of such keys."""
 
     @abstractmethod
     def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
@@ -336,10 +332,6 @@ class CodedKeys(CompactKeys):
         self._account.release("adapters", self._coding_bytes)
         self._coding_bytes = 0
 
-    def fits(self, rows: int, tokens: int, num_key_heads: int, key_dim: int) -> bool:
-        held = self._rows.data.shape[0], self.tokens, self._key_heads, len(self.coding.mean)
-        return held == (rows, tokens, num_key_heads, num_key_heads * key_dim)
-
     # --- scores ------------------------------------------------------------------------------------------------
 
     def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
@@ -375,19 +367,21 @@ class CodedKeys(CompactKeys):
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        return {"coding": self.coding.capture(), "codes": self._rows.lend()}
+        return {**self.lesson(), "codes": self._rows.lend()}
 
     def lesson(self) -> dict[str, Any]:
         return {"coding": self.coding.capture(), "codes": self._rows.data[..., :0].clone()}
 
     @classmethod
     def restore(
-        cls, tree: dict[str, Any], num_key_heads: int, account: MemoryAccount, workspace: Workspace, unit_size: int
-    ) -> CodedKeys:
-        """What `tree` was captured of. Codes are shared with whoever else holds the tree until one of them changes;
-        each one's account counts them. Raises `ContextError` where the tree does not hold together, `BudgetError`."""
-        coding, codes = Coding.restore(tree["coding"]), tree["codes"]
-        cls.STATE.check({"codes": codes}, "a layer", bytes=coding.nbytes * unit_size)
+        cls, tree: dict[str, Any], num_key_heads: int, account: MemoryAccount, workspace: Workspace, unit_size: int, /,
+        **sizes: int,
+    ) -> CodedKeys:  # fmt: skip
+        """What `tree` was captured of, with these `sizes`: rows, places, and the width of the keys. Codes are shared
+        with whoever else holds the tree until one of them changes; each one's account counts them. Raises
+        `ContextError` where the tree does not hold together, `BudgetError`."""
+        coding, codes = Coding.restore(tree["coding"], **sizes), tree["codes"]
+        cls.STATE.check({"codes": codes}, "a layer", bytes=coding.nbytes * unit_size, **sizes)
         found = cls(coding, num_key_heads, 0, account, workspace, unit_size)
         found._rows = TokenRows.shared(codes, 2, account, unit_size)
         return found
@@ -429,7 +423,7 @@ class LowRankKeys(CompactKeys):
     STATE: ClassVar[State] = State(
         "compact keys",
         adapter=Array("heads dim rank", *DTYPES),
-        queries=Array("heads dim rank", *DTYPES),
+        queries=Array("heads dim rank", *DTYPES, optional=True),
         scale=Array("rank", *DTYPES),
         keys=Array("rows tokens rank", torch.int8, *DTYPES),
     )
@@ -478,22 +472,20 @@ class LowRankKeys(CompactKeys):
         self._host_scale = scale.float().cpu().numpy()
 
     def capture(self) -> dict[str, Any]:
-        return {
-            "adapter": self.adapter,
-            "queries": None if self._plain else self._queries,
-            "scale": self.scale,
-            "keys": self._rows.lend(),
-        }
+        return {**self.lesson(), "keys": self._rows.lend()}
 
     def lesson(self) -> dict[str, Any]:
-        return {**self.capture(), "keys": self._rows.data[:, :0].clone()}
+        made_by = {"adapter": self.adapter, "queries": None if self._plain else self._queries, "scale": self.scale}
+        return {**made_by, "keys": self._rows.data[:, :0].clone()}
 
     @classmethod
-    def restore(cls, tree: dict[str, Any], account: MemoryAccount, workspace: Workspace | None = None) -> LowRankKeys:
-        """What `tree` was captured of. Keys are shared with whoever else holds the tree until one of them changes; each
-        one's account counts them. Raises `ContextError` where the tree does not hold together."""
-        queries = tree["adapter"] if tree["queries"] is None else tree["queries"]
-        sizes = cls.STATE.check({**tree, "queries": queries}, "a layer")
+    def restore(
+        cls, tree: dict[str, Any], account: MemoryAccount, workspace: Workspace | None = None, /, **sizes: int
+    ) -> LowRankKeys:
+        """What `tree` was captured of, with these `sizes`: rows, tokens, heads, dim. Keys are shared with whoever else
+        holds the tree until one of them changes; each one's account counts them. Raises `ContextError` where the tree
+        does not hold together."""
+        sizes = cls.STATE.check(tree, "a layer", **sizes)
         if not 0 < sizes["rank"] <= sizes["heads"] * sizes["dim"]:
             raise not_whole("a layer", f"adapter of its compact keys is {shown(tree['adapter'])}")
         keys = tree["keys"]
@@ -518,10 +510,6 @@ class LowRankKeys(CompactKeys):
         super().close()
         self._account.release("adapters", self._adapter_bytes)
         self._adapter_bytes = 0
-
-    def fits(self, rows: int, tokens: int, num_key_heads: int, key_dim: int) -> bool:
-        held = (*self._rows.data.shape[:2], *self.adapter.shape[:2])
-        return held == (rows, tokens, num_key_heads, key_dim)
 
     def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
         """query (B, H, D) times the projection of its key head (equation 1) and the 8-bit scale: (B, H, r) float32."""

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 import torch
 
-from ...errors import ContextError, not_whole, shown
+from ...errors import not_whole, shown
 from ...history.base import Sealed
 from ...history.records import RecordFormat
-from ...history.state import LARGEST, Array, State, is_tensor
+from ...history.state import LARGEST, Array, Number, State, Table
 from ...memory.account import MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
 from ...predictors.base import Query
@@ -34,8 +34,9 @@ class SinkKeys:
 
     STATE: ClassVar[State] = State(
         "keys of the first tokens",
+        _OWNER,
         keys=Array("rows heads sinks dim"),
-        first=Array("rows", torch.int64, low=0),
+        first=Table("rows", torch.int64, low=0, at="_first"),
     )
 
     def __init__(
@@ -96,26 +97,27 @@ class SinkKeys:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        self.keys = self._account.selected(_OWNER, self.keys, rows)
-        self._place(self._first[rows.numpy(force=True)])
+        self.STATE.select_rows(self, rows)
+        self._place(self._first)
 
     def capture(self) -> dict[str, Any]:
         """As a tree for `restore`: no copies."""
-        return {"keys": self.keys, "first": torch.from_numpy(self._first)}
+        return self.STATE.capture(self)
 
-    def restore(self, tree: dict[str, Any], held: int) -> bool:
-        """Hold what was captured, which `STATE` has checked, copied; False, with nothing changed, where it is none of
-        `held` tokens a row."""
-        if int(tree["first"].max()) > held - self.keys.shape[2]:
-            return False
-        self.keys.copy_(tree["keys"])
-        self._place(tree["first"].numpy(force=True).copy())
-        return True
+    @classmethod
+    def restore(cls, tree: Any, form: RecordFormat, rows: int, tokens: int, account: MemoryAccount) -> Self:
+        """What was captured of rows of so many tokens. Copies. Raises `ContextError`, `BudgetError`."""
+        sizes = {"rows": rows, "heads": form.num_key_heads, "dim": form.key_dim}
+        count = cls.STATE.check(tree, "a layer", form.dtype, **sizes)["sinks"]
+        if not 0 < count <= tokens - int(tree["first"].max()):
+            raise not_whole("a layer", f"its keys of the first tokens are {shown(tree['keys'])}, of {tokens} tokens")
+        found = cls(form, rows, count, tree["keys"].device, account, tree["first"].numpy(force=True))
+        cls.STATE.restore(found, tree)
+        return found
 
     def close(self) -> None:
         """Give the memory back."""
-        self._account.free(_OWNER, self.keys)
-        self.keys = self.keys.new_empty(0, *self.keys.shape[1:])
+        self.STATE.close(self)
 
 
 _REFIT, _REFIT_LAST, _REFIT_LATER = 3, 1.25, 8
@@ -156,6 +158,13 @@ class LearntKeys:
         adapter: calibrated projection (Hk D, r) float32 of this layer; None: made of the prompt's own keys, in the
             metric of its queries.
     """
+
+    STATE: ClassVar[State] = State(
+        "fitted state",
+        adapter=Array("width rank", torch.float32, low=-LARGEST, high=LARGEST, optional=True),
+        fitted_at=Number(),
+        longest_piece=Number(),
+    )
 
     def __init__(
         self, form: RecordFormat, rows: int, rules: Rules, shared: LowRankShared, adapter: torch.Tensor | None
@@ -315,53 +324,33 @@ class LearntKeys:
 
     def lesson(self) -> dict[str, Any] | None:
         """As `Learner.lesson`."""
-        if self.keys is None:
-            return None
-        own = {"adapter": self.adapter, "fitted_at": self.fitted_at, "longest_piece": self.longest_piece}
-        return {"summary": self.keys.lesson(), "sinks": None, **own}
+        keys = self.keys
+        return None if keys is None else {"summary": keys.lesson(), "sinks": None, **self.STATE.capture(self)}
 
     def capture(self) -> dict[str, Any]:
         """As `Predictor.capture`."""
-        return {
-            "summary": None if self.keys is None else self.keys.capture(),
-            "sinks": None if self.sinks is None else self.sinks.capture(),
-            "adapter": self.adapter,
-            "fitted_at": self.fitted_at,
-            "longest_piece": self.longest_piece,
-        }
+        parts = {"summary": self.keys, "sinks": self.sinks}
+        held = {name: None if part is None else part.capture() for name, part in parts.items()}
+        return {**held, **self.STATE.capture(self)}
 
     def restore(self, tree: dict[str, Any]) -> None:
         """As `Predictor.restore`; `tree` also has "units", how many the history holds. Raises `ContextError`."""
-        summary, adapter, shared, form = tree["summary"], tree["adapter"], self._shared, self.form
-        finite = {"low": -LARGEST, "high": LARGEST}
-        right = adapter is None or is_tensor(adapter, (form.key_width, None), torch.float32, **finite)
-        if not right or (adapter is not None and not 0 < adapter.shape[1] <= form.key_width):
-            raise self._wrong(f"its adapter is {shown(adapter)}, for keys of {form.key_width}")
+        summary, shared, form, units = tree["summary"], self._shared, self.form, tree["units"]
+        sizes = {"rows": self.rows, "width": form.key_width}
+        if not 0 < self.STATE.check(self.STATE.own(tree), "a layer", **sizes).get("rank", 1) <= form.key_width:
+            raise not_whole("a layer", f"adapter of its fitted state is {shown(tree['adapter'])}")
         if not isinstance(summary, dict | None):
-            raise self._wrong(f"its compact keys are {shown(summary)}")
-        if summary is not None:
-            keys: CompactKeys
-            if "coding" in summary:
-                keys = CodedKeys.restore(
-                    summary, form.num_key_heads, shared.account, shared.workspace, form.group_size
-                )
-            else:
-                keys = LowRankKeys.restore(summary, shared.account, shared.workspace)
-            self.keys, sealed = keys, tree["units"] * form.group_size
-            if not keys.fits(self.rows, sealed, form.num_key_heads, form.key_dim):
-                raise self._wrong(f"its compact keys are none of {self.rows} x {sealed} tokens of this model")
-            keys.reserve(self.rules.reserve)
+            raise not_whole("a layer", f"its compact keys are {shown(summary)}")
+        if summary is not None and "coding" in summary:
+            made_of = form.num_key_heads, shared.account, shared.workspace, form.group_size
+            self.keys = CodedKeys.restore(summary, *made_of, **sizes, places=units)
+        elif summary is not None:
+            sizes |= {"heads": form.num_key_heads, "dim": form.key_dim, "tokens": units * form.group_size}
+            self.keys = LowRankKeys.restore(summary, shared.account, shared.workspace, **sizes)
+        if self.keys is not None:
+            self.keys.reserve(self.rules.reserve)
         if tree["sinks"] is not None:
-            captured, first = tree["sinks"], np.zeros(self.rows, dtype=np.int64)
-            shape = {"rows": self.rows, "heads": form.num_key_heads, "dim": form.key_dim}
-            count = SinkKeys.STATE.check(captured, "a layer", form.dtype, **shape)["sinks"]
-            self.sinks = SinkKeys(form, self.rows, count, captured["keys"].device, shared.account, first)
-            if not count or not self.sinks.restore(captured, tree["units"] * form.group_size):
-                raise self._wrong(f"its keys of the first tokens are {shown(captured['keys'])}")
-        for name in ("fitted_at", "longest_piece"):
-            if type(tree[name]) is not int or tree[name] < 0:
-                raise self._wrong(f"{name} is {tree[name]!r:.80}")
-        self.adapter, self.fitted_at, self.longest_piece = adapter, tree["fitted_at"], tree["longest_piece"]
-
-    def _wrong(self, what: str) -> ContextError:
-        return not_whole("a layer's fitted state", what)
+            self.sinks = SinkKeys.restore(
+                tree["sinks"], form, self.rows, units * form.group_size, shared.account
+            )
+        self.adapter, self.fitted_at, self.longest_piece = (tree[name] for name in self.STATE.entries)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from ...errors import not_whole
 from ...fetch.choice import Choice
 from ...history.base import Sealed
 from ...history.records import RecordFormat
-from ...history.state import is_tensor
+from ...history.state import Number, State, Table
 from ...memory.dry_run import DryRun
 from ...predictors.base import Query
 from ...predictors.sinks import largest, with_sinks
@@ -30,6 +30,13 @@ class LowRankPredictor:
         adapter: calibrated projection (Hk D, r) float32 of this layer; None: made of the prompt's own keys.
         phase: in which of those steps all are ranked, so that not all layers do it in the same.
     """
+
+    STATE: ClassVar[State] = State(
+        "ranking",
+        latest=Table("rows ranked", torch.float32, at="_latest", optional=True),
+        beyond=Table("rows heads", torch.float32, at="_beyond", optional=True),
+        since=Number(STEPS, at="_since"),
+    )
 
     def __init__(
         self,
@@ -110,15 +117,11 @@ class LowRankPredictor:
     def truncate(self, units: int) -> None:
         if not units:
             self._latest = self._beyond = None
-        elif self._latest is not None:
-            self._latest = self._latest[:, :units].copy()
+        self.STATE.truncate(self, ranked=units)
         self.learnt.truncate(units)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        if self._latest is not None:
-            self._latest = self._latest[rows.numpy(force=True)]
-        if self._beyond is not None:
-            self._beyond = self._beyond[rows.numpy(force=True)]
+        self.STATE.select_rows(self, rows)
         self.rows = len(rows)
         self.learnt.select_rows(rows)
 
@@ -134,32 +137,20 @@ class LowRankPredictor:
 
     def lesson(self) -> dict[str, Any] | None:
         learnt = self.learnt.lesson()
-        if learnt is None:
-            return None
-        return {**learnt, "latest": None, "beyond": None, "since": 0}
+        return None if learnt is None else {**learnt, "latest": None, "beyond": None, "since": 0}
 
     def capture(self) -> dict[str, Any]:
-        latest, beyond = (
-            None if part is None else torch.from_numpy(part.copy()) for part in (self._latest, self._beyond)
-        )
-        return {**self.learnt.capture(), "latest": latest, "beyond": beyond, "since": self._since}
+        return {**self.learnt.capture(), **self.STATE.capture(self)}
 
     def restore(self, tree: dict[str, Any]) -> None:
         """As `Predictor.restore`; `tree` also has "units", how many the history holds."""
-        self._restore_latest(tree)
+        sizes = self.STATE.check(self.STATE.own(tree), self._name, rows=self.rows)
+        if sizes.get("ranked", 0) > tree["units"] or sizes.get("heads", 0) % self.form.num_key_heads:
+            raise not_whole(self._name, f"its ranking is of {sizes}, and it holds {tree['units']} groups")
+        if tree["latest"] is None and tree["beyond"] is not None:
+            raise not_whole(self._name, "beyond of its ranking is there, and latest is None")
+        self.STATE.restore(self, tree)
         self.learnt.restore(tree)
-
-    def _restore_latest(self, tree: dict[str, Any]) -> None:
-        latest, beyond, since = tree["latest"], tree["beyond"], tree["since"]
-        right = all(part is None or is_tensor(part, (self.rows, None), torch.float32) for part in (latest, beyond))
-        right = right and type(since) is int and since in range(STEPS)
-        right = right and (latest is None or latest.shape[1] <= tree["units"])
-        if not right or (beyond is not None and (latest is None or beyond.shape[1] % self.form.num_key_heads)):
-            raise not_whole(self._name, "importance of its groups")
-        self._latest, self._beyond = (
-            None if part is None else part.numpy(force=True).copy() for part in (latest, beyond)
-        )
-        self._since = since
 
 
 def _best(importance: np.ndarray, budget: int) -> Choice:

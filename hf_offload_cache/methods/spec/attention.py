@@ -68,8 +68,7 @@ class FusedAttention:
             hidden.scatter_(2, one.tokens.masked_fill(one.tokens < 0, tokens), 1)
         given = self._queries, self._scaling, self._count, form.entry.value_dim, hidden
         parts = Parts(*given, len(replaced) + len(self._latest), form.group)
-        held = self._copy.capture()
-        parts.copy(held["keys"], held["values"], form.bits)
+        parts.copy(self._copy.keys, self._copy.values, form.bits)
         for one in replaced:
             parts.stored(one.keys, one.values, one.tokens)
         after, first = sum(keys.shape[2] for keys, _ in self._latest), 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from ...fetch.areas import Areas
 from ...fetch.choice import Choice, Source
 from ...fetch.fetcher import Fetcher
 from ...fetch.storage import Storage
+from ...history.state import Array, State
 from ...kernels.on_a_device import has_kernels
 from ...memory.account import MemoryAccount, lasting_empty
 
@@ -62,6 +63,14 @@ class ChosenEntries:
     """Room for `count` entries a row and key head, in the account as "chosen entries", on the history's device. What is
     wanted again stays where it lies. For the thread that runs the model, which on a GPU waits for nothing of it."""
 
+    STATE: ClassVar[State] = State(
+        "chosen entries",
+        "chosen entries",
+        tokens=Array("rows heads count", torch.int64, low=-1, booked=3),  # with those wanted and those absent
+        keys=Array("rows heads count key_dim"),
+        values=Array("rows heads count value_dim"),
+    )
+
     def __init__(self, form: Any, rows: int, count: int, device: torch.device, account: MemoryAccount) -> None:
         self.form, self.count, self._device, self._account = form, count, device, account
         account.hold("chosen entries", self.nbytes_of(form, rows, count))
@@ -85,7 +94,7 @@ class ChosenEntries:
 
     @property
     def nbytes(self) -> int:
-        return 3 * self.tokens.nbytes + self.keys.nbytes + self.values.nbytes
+        return self.STATE.nbytes(self)
 
     @property
     def entries(self) -> Entries:
@@ -167,36 +176,22 @@ class ChosenEntries:
     def grow(self, count: int) -> None:
         """Make room for this larger number of entries. Raises `BudgetError` with nothing changed."""
         self.settle()
-        before, old = self.nbytes, {name: getattr(self, name) for name in ("tokens", "keys", "values")}
-        self._account.hold("chosen entries", self.nbytes_of(self.form, len(self.tokens), count))
-        for name, held in old.items():
-            shape = *held.shape[:2], count, *held.shape[3:]
-            grown = lasting_empty(*shape, dtype=held.dtype, device=held.device).fill_(-1 if name == "tokens" else 0)
-            grown[:, :, : self.count] = held
-            setattr(self, name, grown)
+        self.STATE.remake(self, count=count)
+        for grown, nothing in ((self.tokens, -1), (self.keys, 0), (self.values, 0)):
+            grown[:, :, self.count :] = nothing
         self.count = count
-        self._account.release("chosen entries", before)
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
         self.settle()
-        before, own = self.nbytes, rows.to(self._device)
-        after = self.nbytes_of(self.form, len(rows), self.count)
-        self._account.hold("chosen entries", after)
+        self.STATE.select_rows(self, rows)
         if self.wanted is not None and self.absent is not None:
+            own = rows.to(self._device)
             self.wanted, self.absent = self.wanted[own], self.absent[own]
-        for name in ("tokens", "keys", "values"):  # not of inference mode, which lasts no longer
-            old = getattr(self, name)
-            new = lasting_empty(len(rows), *old.shape[1:], dtype=old.dtype, device=old.device)
-            setattr(self, name, torch.index_select(old, 0, own, out=new))
-        self._account.release("chosen entries", before)
 
     def close(self) -> None:
         self.settle()
-        self._account.release("chosen entries", self.nbytes)
-        for name in ("tokens", "keys", "values"):  # a view of nothing would keep the memory
-            old = getattr(self, name)
-            setattr(self, name, old.new_empty(0, *old.shape[1:]))
+        self.STATE.close(self)
 
 
 def _among(these: torch.Tensor, those: torch.Tensor) -> torch.Tensor:

@@ -6,19 +6,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from ...errors import not_whole, shown
+from ...errors import not_whole
 from ...history.base import Sealed
 from ...history.records import RecordFormat
-from ...history.state import is_tensor
+from ...history.state import Array, State
 from ...kernels import low_bit
 from ...kernels.low_bit import BLOCK, packed, row_bytes
 from ...kernels.on_a_device import has_kernels
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
+from ...predictors.base import Learner
 
 # How a copy in a few bits lies in memory (KIVI; SpeCache, section 3.4)
 
@@ -81,46 +82,50 @@ class LowBitCopy:
         reserve: tokens a row to make room for at once; 0: for what comes first, and then for an eighth more.
     """
 
+    STATE: ClassVar[State] = State(
+        "low-bit copy",
+        "low-bit copy",
+        {"tokens": "tokens", "groups": "groups"},
+        keys=Array("rows key_heads groups key_dim key_bytes", torch.uint8, at="_keys"),
+        values=Array("rows value_heads parts tokens value_bytes", torch.uint8, at="_values"),
+    )
+
     def __init__(
         self, form: LowBitForm, rows: int, device: torch.device, account: MemoryAccount, reserve: int = 0
     ) -> None:
         self.form, self.rows, self.tokens, self.device = form, rows, 0, device
-        self._account, self._reserve, self._room = account, reserve // form.group * form.group, 0
-        self._parts = self._made(rows, 0)
+        self._account, self._reserve = account, reserve // form.group * form.group
+        self._keys, self._values = (
+            account.empty("low-bit copy", *shape, dtype=torch.uint8, device=device)
+            for shape in form.layout(rows, 0).values()
+        )
 
-    def _made(self, rows: int, tokens: int) -> dict[str, torch.Tensor]:
-        layout, parts = self.form.layout(rows, tokens), {}
-        try:
-            for name, shape in layout.items():
-                parts[name] = self._account.empty("low-bit copy", *shape, dtype=torch.uint8, device=self.device)
-        except BaseException:
-            self._let_go(parts)
-            raise
-        return parts
+    @property
+    def groups(self) -> int:
+        """Groups of tokens a row that are held."""
+        return self.tokens // self.form.group
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """What is held of them, as `LowBitForm.layout` has it: a view, valid until the next change, as `values`."""
+        return self._keys[:, :, : self.tokens // self.form.group]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._values[:, :, :, : self.tokens]
 
     def _need(self, tokens: int) -> None:
         """Have room for so many a row. Raises `BudgetError` with nothing changed."""
-        if tokens > self._room:
+        if tokens > self._values.shape[3]:
             more = 0 if self._reserve or not self.tokens else tokens // 8 // self.form.group * self.form.group
             room = max(tokens + more, self._reserve)
-            old, self._parts = self._parts, self._made(self.rows, room)
-            for name, part in self._held(old, self.tokens).items():
-                self._held(self._parts, self.tokens)[name].copy_(part)
-            self._let_go(old)
-            self._room = room
-
-    def _let_go(self, parts: dict[str, torch.Tensor]) -> None:
-        self._account.release("low-bit copy", sum(part.nbytes for part in parts.values()))
-
-    def _held(self, parts: dict[str, torch.Tensor], tokens: int) -> dict[str, torch.Tensor]:
-        """What `parts` have of the first `tokens` tokens."""
-        return {"keys": parts["keys"][:, :, : tokens // self.form.group], "values": parts["values"][:, :, :, :tokens]}
+            self.STATE.remake(self, tokens=room, groups=room // self.form.group)
 
     def rehearse(self, run: DryRun, tokens: int) -> None:
         """Be of `tokens` tokens a row, in a dry run."""
         self._need(tokens)
         if self.rows > 1:
-            run.moves(sum(part.nbytes for part in self._parts.values()))
+            run.moves(self.STATE.nbytes(self))
         many, few = (
             fitting_bytes(self.form, self.rows * min(tokens, count), self.device.type)
             for count in (tokens, self.form.group)
@@ -147,12 +152,12 @@ class LowBitCopy:
         for start in range(0, self.rows, rows):
             some = slice(start, start + rows)
             groups = keys[some].unflatten(2, (-1, group)).transpose(3, 4)
-            into = self._parts["keys"][some, :, first // group : stop // group]
+            into = self._keys[some, :, first // group : stop // group]
             into.copy_(self._packed(groups).view_as(into))
             own = values[some]
             filling = own[..., -1:].expand(-1, -1, -1, form.value_dim - form.entry.value_dim)
             groups = torch.cat([own, filling], 3).unflatten(3, (-1, form.value_group)).transpose(2, 3)
-            into = self._parts["values"][some, :, :, first:stop]
+            into = self._values[some, :, :, first:stop]
             into.copy_(self._packed(groups).view_as(into))
 
     def _packed(self, groups: torch.Tensor) -> torch.Tensor:
@@ -170,54 +175,43 @@ class LowBitCopy:
 
     def scores(self, queries: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Products of queries (rows, Hk, n, Dk) float32 with the keys, in `out` (rows, Hk, n, tokens) float32."""
-        self._kernels.scores(queries, self._held(self._parts, self.tokens)["keys"], self.form.bits, out)
+        self._kernels.scores(queries, self.keys, self.form.bits, out)
         return out
 
     def weighted(self, shares: torch.Tensor) -> torch.Tensor:
         """Sums of the values by `shares` (rows, Hv, n, tokens) float32: (rows, Hv, n, Dv) float32."""
-        values = self._held(self._parts, self.tokens)["values"]
-        total: torch.Tensor = self._kernels.weighted(shares, values, self.form.bits, self.form.group)
+        total: torch.Tensor = self._kernels.weighted(shares, self.values, self.form.bits, self.form.group)
         return total[..., : self.form.entry.value_dim]
 
     # --- changes and contexts ----------------------------------------------------------------------------------
 
     def truncate(self, tokens: int) -> None:
         """Only the first `tokens`, whole groups, stay."""
-        self.tokens = min(self.tokens, tokens)
+        self.STATE.truncate(self, tokens=tokens)
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
-        old, rows = self._parts, rows.to(self.device)
-        if len(rows) == self.rows:
-            held = self._held(old, self.tokens)
-            pieces = *held["keys"].split(BLOCK // self.form.group, 2), *held["values"].split(BLOCK, 3)
-            for some in pieces:
-                some.copy_(some.index_select(0, rows))
-            return
-        self._parts = self._made(len(rows), self._room)
-        for name, part in old.items():
-            torch.index_select(part, 0, rows, out=self._parts[name])
-        self._let_go(old)
+        self.STATE.select_rows(self, rows)
         self.rows = len(rows)
 
     def capture(self) -> dict[str, Any]:
         """Views, valid until the next change."""
-        return dict(self._held(self._parts, self.tokens))
+        return self.STATE.capture(self)
 
     def restore(self, tree: dict[str, Any], tokens: int, name: str) -> None:
         """Hold what was captured of `tokens` tokens. Copies. Raises `ContextError`, `BudgetError`."""
+        sizes: dict[str, int] = {}
         for part, shape in self.form.layout(self.rows, tokens).items():
-            if not is_tensor(tree[part], shape, torch.uint8):
-                raise not_whole(name, f"{part} of its low-bit copy is {shown(tree[part])}, expected {shape} bytes")
+            sizes.update(zip(self.STATE.entries[part].sizes, shape, strict=True))
+        self.STATE.check(self.STATE.own(tree), name, **sizes)
         self._need(tokens)
-        for part, held in self._held(self._parts, tokens).items():
-            held.copy_(tree[part])
         self.tokens = tokens
+        self.STATE.restore(self, tree)
 
     def close(self) -> None:
         """Give the memory back; it may be filled anew."""
-        self._let_go(self._parts)
-        self._parts, self.tokens, self._room = self._made(self.rows, 0), 0, 0
+        self.tokens = 0
+        self.STATE.remake(self, tokens=0, groups=0)
 
 
 def _pieces(
@@ -251,7 +245,7 @@ LOYALTY = 4
 much which tokens are as they were stored, and reads are saved."""
 
 
-class LowBitPredictor:
+class LowBitPredictor(Learner):
     """Holds the copy, which attention goes over, and says what of it matters most. See `Learner`.
 
     Args:
@@ -318,9 +312,6 @@ class LowBitPredictor:
     def select_rows(self, rows: torch.Tensor) -> None:
         self.copy.select_rows(rows)
 
-    def lesson(self) -> dict[str, Any] | None:
-        return None
-
     def capture(self) -> dict[str, Any]:
         return self.copy.capture()
 
@@ -329,10 +320,6 @@ class LowBitPredictor:
         if tokens % self.copy.form.group:
             raise not_whole(self._name, f"{tokens} tokens are no whole groups of {self.copy.form.group}")
         self.copy.restore(tree, tokens, self._name)
-
-    @property
-    def tables_nbytes(self) -> int:
-        return 0
 
     def close(self) -> None:
         self.copy.close()

@@ -17,11 +17,11 @@ from ...core.selecting import Selecting
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
 from ...core.step import Step
-from ...errors import BudgetError, not_whole, shown
+from ...errors import BudgetError
 from ...fetch.fetcher import Fetcher
 from ...history.base import Sealed
 from ...history.records import RecordFormat, latest_tokens
-from ...history.state import is_tensor
+from ...history.state import Array, State
 from ...memory.dry_run import DryRun
 from ...model.attention_call import AttentionCall
 from ...stores.base import FreezableStore
@@ -80,6 +80,7 @@ class TopUp:
         )
 
 
+_CHOICE = State("choice", chosen=Array("rows heads wanted", torch.int64, low=-1, below="held"))
 _LEAST_ROOM = 10
 """There is room for two to the power of this many chosen entries, as far as so many are wanted."""
 
@@ -443,8 +444,6 @@ class SpecLayer(SelectiveLayer):
         wanted = tree["chosen"]
         if wanted is None or self.selecting is None or not self._filled or not self.config.chosen:
             return
-        shape, most = (self.history.rows, self.history.form.num_key_heads), self.held
-        if not is_tensor(wanted, (*shape, None), torch.int64, low=-1, high=most - 1):
-            what = f"what was chosen of it is {shown(wanted)}, of {shape} rows and heads"
-            raise not_whole(self.name, what)
+        sizes = {"rows": self.history.rows, "heads": self.history.form.num_key_heads, "held": self.held}
+        _CHOICE.check({"chosen": wanted}, self.name, **sizes)
         self._held().want(wanted[:, :, : self.config.chosen].to(device))
