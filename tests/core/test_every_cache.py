@@ -236,7 +236,10 @@ def test_ctrl_c_while_waiting(method: str, number: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("method", "fields"),
-    combinations(CACHES.keys(), {"exact": {"exact": True}, "all": {"num_selected": LENGTH}, "some": {}}),
+    combinations(
+        CACHES.keys(),
+        {"exact": {"exact": True}, "bitwise": {"exact": "bitwise"}, "all": {"num_selected": LENGTH}, "some": {}},
+    ),
 )
 def test_autocast(method: str, fields: dict[str, Any]) -> None:
     """A float32 model that computes in bfloat16: `torch.autocast` is over its own attention, and over nothing that is

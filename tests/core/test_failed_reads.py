@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gathers import Gathers
-from harness import Decoded, assert_exact, generate, prompt
+from harness import Decoded, assert_exact, prompt
 from long_models import long_tiny, sparse
 
 from hf_offload_cache import DiskSwapCache
@@ -161,25 +161,6 @@ def test_an_allocation_beyond_the_budget_loses_its_step_alone(
             assert held.get(owner, 0) <= plain.get(owner, 0), owner
     assert {owner: size for owner, size in account.by_owner.items() if size} == {}
     assert len(checked_gathers) >= 2 * 3 * STEPS
-
-
-def test_generate_goes_on_after_a_failed_read(monkeypatch: pytest.MonkeyPatch, checked_gathers: Gathers) -> None:
-    """The same call again, with the tokens that came out before the error, ends as an undisturbed one."""
-    model = long_tiny("llama")
-    ids = prompt(model, 1, LENGTH)
-    fields = {**FIELDS, "look_ahead": False}
-    with sparse(model, **fields) as twin:
-        expected = generate(model, twin, ids, max_new_tokens=8)
-    with sparse(model, **fields) as cache:
-        first = generate(model, cache, ids, max_new_tokens=4)
-        with monkeypatch.context() as patch:
-            Failing(patch, "gather").times = 1
-            with pytest.raises(StoreError, match="made to fail"):
-                step(model, cache, first.tokens[:, -1:])
-        assert cache.get_seq_length() == LENGTH + 3
-        rest = [step(model, cache, token) for token in expected.tokens[:, LENGTH + 3 : -1].split(1, 1)]
-        assert_exact(expected, Decoded(expected.tokens, torch.cat([first.logits, torch.stack(rest)])))
-    assert len(checked_gathers) >= 3 * 14
 
 
 def test_a_write_that_failed_is_not_dropped_with_a_guess(

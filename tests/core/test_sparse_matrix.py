@@ -172,26 +172,6 @@ def test_reset_beside_linear_states(name: str, checked_gathers: Gathers) -> None
         harness.assert_exact(generate(model, cache, ids, max_new_tokens=5), result)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_generate(name: str, checked_gathers: Gathers) -> None:
-    """Greedy, a left-padded batch, and beams of a padded batch, with the default reuse buffer."""
-    model = long_tiny(name)
-    mask = harness.padding(3, LENGTH, 101)
-    ids = prompt(model, 3, LENGTH).masked_fill(mask == 0, PAD)
-    cases: tuple[tuple[int, dict[str, Any]], ...] = (
-        (1, {}),
-        (3, {"attention_mask": mask}),
-        (2, {"attention_mask": mask[:2], "num_beams": 3}),
-    )
-    for rows, options in cases:
-        with unchanged(model), sparse(model) as cache:
-            out = generate(model, cache, ids[:rows], max_new_tokens=6, **options)
-            assert not out.logits.isnan().any()
-            assert out.tokens.shape == (rows, LENGTH + 6)
-            assert_sparse(name, cache, checked_gathers, 5)
-        checked_gathers.calls.clear()
-
-
 @pytest.mark.parametrize("name", [*MODELS[1::2], *in_full(MODELS[::2])])
 def test_everything_selected_is_exact(name: str, checked_gathers: Gathers) -> None:
     """The same gathers, with room for all groups: what `DynamicCache` gives. The adapter exists."""

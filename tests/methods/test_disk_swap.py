@@ -342,65 +342,6 @@ def test_reset_gives_a_fresh_cache() -> None:
         assert held[0] == held[1]
 
 
-def test_prefill_in_inference_mode_then_generate() -> None:
-    """Buffers made in one mode are written to in the other."""
-    ids = prompt(long_model(), 1, LONG)
-    results = []
-    for first, second in ((False, False), (True, False), (False, True), (True, True)):
-        with sparse() as cache:
-            with torch.no_grad(), torch.inference_mode(first):
-                long_model()(ids[:, :-1], past_key_values=cache)
-                assert cache.offloaded[0].predictor.learnt.keys is not None
-            with torch.inference_mode(second):
-                results.append(generate(long_model(), cache, ids, max_new_tokens=8))
-                cache.batch_repeat_interleave(2)
-            feed(cache, ids[:, :5].repeat(2, 1), 1)
-            cache.crop(-40)
-    assert all(same(results[0], result) for result in results[1:])
-
-
-class Boom(Exception):
-    """Raised in the middle of generate."""
-
-
-@pytest.mark.parametrize("engine", ["auto", "mapped"])
-def test_an_exception_within_generate_leaves_nothing(tmp_path: Path, engine: str) -> None:
-    """Also while reads ahead are under way; the fixture counts threads, descriptors and hooks."""
-    calls = []
-
-    def explode(*arguments: Any) -> None:
-        calls.append(arguments)
-        if len(calls) == 5:  # prefill, three steps, and the second layer of the fourth
-            raise Boom
-
-    handle = long_model().model.layers[1].mlp.register_forward_pre_hook(explode)
-    try:
-        with pytest.raises(Boom), sparse(path=tmp_path, engine=engine) as cache:
-            run(cache)
-    finally:
-        handle.remove()
-    assert cache.closed
-    assert cache.memory_bytes == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_beams_with_everything_selected(rows: int) -> None:
-    """Rows share records and slots and change places at every step; the summary's own path, not the dense one."""
-    expected = run(dynamic(), rows, num_beams=3)
-    with sparse(num_selected=1024) as cache:
-        assert_exact(expected, run(cache, rows, num_beams=3))
-        assert cache.report().selected_fraction == 1
-
-
-def test_sparse_beams_hold_what_their_rows_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After every reordering the gathered entries are those of the rows' own groups (checked in `selections`)."""
-    with sparse() as cache, selections(monkeypatch) as seen:
-        run(cache, 2, num_beams=3, max_new_tokens=6)
-        assert {groups.shape for _, groups in seen} == {(6, 11)}
-        assert len(seen) == 5 * 3
-
-
 @pytest.mark.parametrize("fields", [{}, {"summary_dtype": "int8"}])
 def test_a_guess_with_no_latest_tokens(fields: dict[str, Any]) -> None:
     """A crop takes the whole tail, and there are no sinks: no token is compared exactly when the next query is

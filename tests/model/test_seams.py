@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import json
@@ -252,17 +251,6 @@ def test_gradients_enabled(mode: str) -> None:
         for logits in got[1:]:
             with pytest.raises(RuntimeError, match="gradient"):
                 gradient(logits)
-
-
-def test_use_cache_false() -> None:
-    """transformers feeds the whole prompt again at every step: right tokens, or a named error and no other tokens."""
-    model = tiny("llama")
-    expected = generate(model, None, prompt(model), use_cache=False, max_new_tokens=8)
-    with unchanged(model), ours(model) as cache:
-        with contextlib.suppress(PromptError):
-            assert_exact(expected, generate(model, cache, prompt(model), use_cache=False, max_new_tokens=8))
-        cache.reset()
-        assert_exact(harness.reference("llama", "greedy"), CASES["greedy"](model, cache))
 
 
 def test_pipeline_given_a_list() -> None:
@@ -555,16 +543,6 @@ def test_deepcopy_of_an_attached_model() -> None:
         assert_exact(expected, CASES["left_padding"](twin, dynamic(twin)), bitwise=True)
 
 
-def test_a_model_built_from_an_attached_config() -> None:
-    """It shares the config, shows our name while the cache is open, and runs."""
-    model = fresh("llama")
-    with ours(model):
-        sister = harness.build(type(model), model.config, seed=1)
-        expected = CASES["greedy"](sister, dynamic(sister))
-    assert sister.config._attn_implementation == "sdpa"
-    assert_exact(expected, CASES["greedy"](sister, dynamic(sister)), bitwise=True)
-
-
 _LOAD = """
 import pickle, sys, torch
 from transformers import DynamicCache
@@ -696,12 +674,21 @@ OPERATIONS: dict[str, Callable[[Pair], None]] = {
 """Name -> the operation on a pair of caches that hold 40 tokens of three rows."""
 
 
-@pytest.mark.parametrize(("mode", "operation"), combinations(MODES.keys(), OPERATIONS.keys()))
-def test_batch_operations(mode: str, operation: str) -> None:
+MOVED = ("reorder", "reorder with copies", "repeat", "select", "reset")
+"""Operations that the sliding layers follow too, which transformers keeps."""
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "operation"),
+    [
+        *combinations(("llama",), MODES.keys(), OPERATIONS.keys()),
+        *(("gemma3", "streamed", operation) for operation in MOVED),
+    ],
+)
+def test_batch_operations(name: str, mode: str, operation: str) -> None:
     """After the operation single steps, several queries and further sealing see what `DynamicCache` sees."""
-    model = tiny("llama")
-    with DiskSwapCache(model, **MODES[mode]) as cache:
-        pair = Pair(model, cache)
+    with DiskSwapCache(tiny(name), **MODES[mode]) as cache:
+        pair = Pair(tiny(name), cache)
         OPERATIONS[operation](pair)
         for tokens in (1, 1, 6, 1, 17, 1):
             pair.step(tokens)
@@ -723,17 +710,6 @@ def test_a_pair_notices_a_broken_cache(layer_class: type[DynamicLayer], operatio
     OPERATIONS[operation](pair)
     with pytest.raises(AssertionError, match="deviation"):
         for tokens in (1, 32):
-            pair.step(tokens)
-
-
-@pytest.mark.parametrize("operation", ["reorder", "reorder with copies", "repeat", "select", "reset"])
-def test_batch_operations_beside_sliding_layers(operation: str) -> None:
-    """The layers that transformers keeps follow the same operations."""
-    model = tiny("gemma3")
-    with ours(model) as cache:
-        pair = Pair(model, cache)
-        OPERATIONS[operation](pair)
-        for tokens in (1, 6, 1):
             pair.step(tokens)
 
 
