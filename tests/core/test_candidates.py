@@ -157,7 +157,6 @@ def test_a_union_that_is_cut(monkeypatch: pytest.MonkeyPatch, checked_gathers: G
 
 
 def test_a_verification_without_a_mask_is_causal() -> None:
-    """Where the model makes no mask, a candidate does not see those behind it."""
     model = long_tiny("llama")
     mask_of = selective_layer.gathered_mask
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -219,7 +218,6 @@ def test_the_last_piece_of_a_prompt_is_exact(checked_gathers: Gathers) -> None:
 
 
 def test_candidates_are_verified_as_single_steps_would(checked_gathers: Gathers) -> None:
-    """With room for all units, verification by candidates gives what `DynamicCache` gives, and it does select."""
     model = long_tiny("llama")
     ids = repetitive(model)[:, :620]
     options: dict[str, Any] = {"max_new_tokens": 12, "prompt_lookup_num_tokens": 4}
@@ -232,7 +230,6 @@ def test_candidates_are_verified_as_single_steps_would(checked_gathers: Gathers)
 
 
 def test_a_question_that_is_fed_by_hand_after_candidates_is_exact(checked_gathers: Gathers) -> None:
-    """Only what `generate` announces is a verification, once it has announced any: here it has ended."""
     model = long_tiny("llama")
     with sparse(model, **FIELDS) as cache, torch.no_grad():
         generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)

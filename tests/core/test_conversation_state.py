@@ -96,8 +96,6 @@ def test_conversations_on_one_model_do_not_mix(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_keep_their_offsets(name: str, tmp_path: Path) -> None:
-    """Of a batch whose pictures differ: saved, the other way round, and, where layers allow it, repeated and one
-    alone."""
     given = together(with_a_picture(name, 70, 20), with_a_picture(name, 90, 8, 4, 5))
     expected, model, mask = uninterrupted(name, given), fresh(name), given["attention_mask"]
 
@@ -365,7 +363,6 @@ class Buffered(LlamaForCausalLM):
 
 
 def test_a_buffer_of_numbers_is_followed(tmp_path: Path) -> None:
-    """As any other attribute, and it belongs to the model again in the end."""
     model, other, ids = llama(Buffered), llama(Buffered), torch.arange(5, 60)[None]
     with DiskSwapCache(model, **FIELDS) as one, DiskSwapCache(model, **FIELDS) as two, torch.no_grad():
         model(ids, past_key_values=one)

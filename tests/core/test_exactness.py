@@ -70,7 +70,6 @@ def test_bitwise_is_bitwise(name: str, case: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_history_of_one_block_is_bitwise(name: str) -> None:
-    """What fits one block goes to the model's own attention: nothing is merged, nothing is rounded."""
     decoded, _ = run(name, "greedy", exact=True, group_size=4, num_recent=8, block_tokens=1024)
     assert_exact(reference(name, "greedy"), decoded, bitwise=True)
 
@@ -187,7 +186,6 @@ def test_the_harness_notices_a_broken_cache(name: str, case: str) -> None:
     ("name", "case"), combinations(MODELS, ("left_padding", "padded_beams", "padded_chunked_prefill"))
 )
 def test_the_harness_notices_forgotten_padding(name: str, case: str) -> None:
-    """As above, for a cache that attends to padding when it decodes."""
     model, expected = tiny(name), reference(name, case)
     with padding_forgotten(model):
         found = compare(expected, CASES[case](model, DynamicCache(config=model.config)))

@@ -166,7 +166,6 @@ def test_an_allocation_beyond_the_budget_loses_its_step_alone(
 def test_a_write_that_failed_is_not_dropped_with_a_guess(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What reads ahead comes upon a failed write first: the step says so all the same, with the write's own error."""
     model = long_tiny("llama")
     fields = {"reuse_capacity": 0, "engine": "direct", "path": tmp_path, "num_selected": 2048}
     faulty: list[FaultyStore] = []

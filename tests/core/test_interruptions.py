@@ -185,7 +185,6 @@ def test_changes_after_a_step_that_failed_are_made_of_what_was_before_it(change:
 
 
 def test_a_window_that_moved_on_does_not_go_back() -> None:
-    """Of a model with sliding windows a step that failed cannot be taken back: refused until `reset`."""
     model = long_tiny("gemma3")
     with sparse(model, **EXACT) as cache:
         step(model, cache, prompt(model, 2, 60))
@@ -331,7 +330,6 @@ def test_an_error_within_the_inner_model(fields: dict[str, Any], layer_idx: int,
     ],
 )  # fmt: skip
 def test_inference_mode_then_no_grad(engine: str, reuse: int, tmp_path: Path, checked_gathers: Gathers) -> None:
-    """What one mode allocates the other writes to; beams, a crop and a reset included."""
     model = long_tiny("llama")
     ids, results = prompt(model, 2, LENGTH), []
     for first, second in ((False, False), (True, False), (False, True), (True, True)):
@@ -520,7 +518,6 @@ def test_a_cache_on_a_model_and_one_on_its_base(
     combinations({"exact": EXACT, "all": ALL}, ("llama", "gemma3"), ([2, 0], [1], [True, False, True], (2, 2, 1))),
 )
 def test_rows_given_as_a_list(fields: dict[str, Any], name: str, rows: Any, checked_gathers: Gathers) -> None:
-    """As given as a tensor, in the layers that transformers keeps too."""
     model = long_tiny(name)
     ids = prompt(model, 3, 90)
     plain = dynamic(model)
@@ -624,8 +621,6 @@ def test_buffers_shrink_with_the_batch(how: str, tmp_path: Path, checked_gathers
 def test_nothing_of_the_prompt_stays_in_memory(
     fields: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the step nobody holds the keys and values that a layer was given or gave out (DeepSeek-V2's attention
-    never asks for them)."""
     model = long_tiny(name)
     seen: list[StorageWeakRef] = []
     update = OffloadLayer.update

@@ -64,7 +64,6 @@ def test_a_bias_is_attended_with(exact: bool, checked_gathers: Gathers) -> None:
 def test_a_step_that_asks_for_weights_gets_the_whole_layers(
     tokens: int, fields: dict[str, Any], eager: Any, checked_gathers: Gathers
 ) -> None:
-    """Those of all tokens, in that step alone: the next one selects again."""
     ids, late = prompt(eager, 2, LENGTH), prompt(eager, 2, tokens, 4)
     further = prompt(eager, 2, 3, 6).split(1, 1)
     with sparse(eager, **fields) as cache:
@@ -105,7 +104,6 @@ def full_precision() -> Any:
 def test_a_later_step_without_autocast(
     fields: dict[str, Any], full_precision: Any, checked_gathers: Gathers
 ) -> None:
-    """What was kept under autocast goes on in a step of float32, and back."""
     model, ids = full_precision, prompt(full_precision, 1, LENGTH)
     with sparse(model, **fields) as cache:
         with torch.autocast("cpu", dtype=torch.bfloat16):

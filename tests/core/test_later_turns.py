@@ -97,7 +97,6 @@ def test_padding_between_turns(fields: dict[str, Any]) -> None:
 
 @MODES
 def test_a_second_turn_padded_on_the_right(fields: dict[str, Any]) -> None:
-    """In pieces, of which the last is nothing but padding for both rows: what is masked has position 0."""
     model = tiny("llama")
     ids, more = prompt(model, 2, 56), prompt(model, 2, 9, 8)
     mask = torch.ones(2, 65, dtype=torch.long)

@@ -239,7 +239,6 @@ def test_a_read_that_is_interrupted_while_it_starts(account: MemoryAccount, monk
 
 @pytest.mark.alone
 def test_a_read_of_which_a_part_cannot_start(account: MemoryAccount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What did start has ended when the error comes out."""
     gate = Gate()
     ended: list[Any] = []
 
@@ -817,7 +816,6 @@ AT_EXIT = """
 
 @pytest.mark.parametrize("engine", ["auto", "direct", "mapped"])
 def test_caches_are_used_in_exit_handlers(engine: str, tmp_path: Path) -> None:
-    """Those that were there before, too, whose own handlers have been called by then."""
     if engine != "auto":
         skip_without(engine, tmp_path)
     here = str(Path(__file__).parent.parent)
@@ -1079,8 +1077,6 @@ def test_an_interrupted_submission_is_told(model: Any) -> None:
 @pytest.mark.parametrize("engine", ["uring", "direct"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_anywhere(model: Any, engine: str, points: int, tmp_path: Path) -> None:
-    """In the prompt, or in a later step: the cache goes on token for token, at once or after it said that the step was
-    taken back, or says that it cannot."""
     skip_without(engine, tmp_path)
     ids = prompt(model, 1, LENGTH)
     fields = {"engine": engine, "path": tmp_path, "io_timeout": LONG, **ALL}

@@ -117,10 +117,7 @@ def assert_sparse(model_name: str, cache: DiskSwapCache, seen: Gathers, steps: i
 def test_changes_of_the_batch(
     name: str, engine: str, reuse: str, tmp_path: Path, checked_gathers: Gathers
 ) -> None:
-    """Three padded rows; beams' copies, repetition, selection, a crop into sealed groups, and a reset in between.
-
-    Then a batch of another size without padding.
-    """
+    """Three padded rows; beams' copies, repetition, selection, a crop into sealed groups, and a reset in between."""
     model, seen = long_tiny(name), checked_gathers
     fields = {"engine": engine, "path": tmp_path, **REUSE[reuse]}
     with unchanged(model), sparse(model, **fields) as cache:

@@ -65,7 +65,6 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["Phi3", "Phimoe", "Phi4Multimodal"])
 @pytest.mark.parametrize("length", [60, ORIGINAL, 150], ids=lambda length: f"{length} tokens")
 def test_it_generates_what_a_dynamic_cache_does(name: str, length: int) -> None:
-    """From before the original length across it, from there, and from beyond it."""
     own = model(name)
     ids, mask = prompt(own, 2, length), torch.ones(2, length, dtype=torch.long)
     mask[0, :7] = 0

@@ -78,7 +78,6 @@ def test_emptied_slots_are_the_next(policy_class: Policies) -> None:
 def test_every_slot_once_whatever_happens(
     data: st.DataObject, capacity: int, policy_class: Policies
 ) -> None:
-    """What is evicted is distinct, and all slots are always there; books do not grow."""
     policy = policy_class(capacity)
     some = st.lists(st.integers(0, max(0, capacity - 1)), unique=True, max_size=capacity)
     nbytes = policy.nbytes
@@ -116,7 +115,6 @@ def test_what_is_wanted_in_every_other_step_is_not_pushed_out_by_what_is_wanted_
 
 
 def test_what_was_wanted_long_ago_makes_room() -> None:
-    """For more steps than a table counts apart: what counts is lately."""
     table = SlotTable(1, MostUsed)
     for _ in range(500):
         step(table, 3)
@@ -130,7 +128,6 @@ def test_what_was_wanted_long_ago_makes_room() -> None:
     capacity=st.integers(0, 7),
 )
 def test_the_frequency_table_against_one_that_counts_plainly(steps: list[list[int]], capacity: int) -> None:
-    """Who is resident has been used no less, lately, than anyone who was wanted and found no slot."""
     table, uses = SlotTable(capacity, MostUsed), np.zeros(201)
     for wanted in steps:
         before = set((table.locate(np.arange(201)) >= 0).nonzero()[0].tolist())
@@ -164,7 +161,6 @@ def test_what_is_forgotten_is_the_next_to_go_and_counts_as_new() -> None:
 
 
 def test_pages_of_small_clusters_stay_first() -> None:
-    """Of those that are wanted equally often; one of a large cluster that is wanted much more often stays too."""
     sizes = np.ones(100, dtype=np.uint16)
     sizes[[1, 2, 3]] = 16
     table = SlotTable(2, AlignedWith(lambda records: sizes[records]))
@@ -177,7 +173,6 @@ def test_pages_of_small_clusters_stay_first() -> None:
 
 
 def test_what_was_written_anew_lately_stays_in_the_share_that_is_reserved() -> None:
-    """One of eight slots; when it was long ago, or others were later, no longer."""
     def table_with(*renewed: int) -> SlotTable:
         table = SlotTable(8, AlignedWith(lambda records: np.ones(len(records), dtype=np.uint16)))
         step(table, *range(8))

@@ -589,7 +589,6 @@ def test_idle_threads_hold_no_store(prefetcher: Prefetcher, tmp_path: Path) -> N
 def test_the_end_of_the_interpreter_waits_for_what_runs(
     account: MemoryAccount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a moment: killed in a read, a thread could take the process down."""
     monkeypatch.setattr("hf_offload_cache.fetch.reader_pool.EXIT_SECONDS", LONG)
     gate = Gate()
     slow, store = LatencyStore(memory(), 1.0, sleep=gate.pass_through), SlowWrites(memory())

@@ -200,7 +200,6 @@ def test_what_is_written_anew_is_told_before_and_after() -> None:
 
 
 def test_a_write_that_fails_loses_nothing() -> None:
-    """Wherever it is: clusters of a prompt, what waits, and splits. What came before is held, and goes on."""
     for number in range(6):
         with filled(2, 60) as case:
             write, results = case.storage.prefetcher.write, iter([None] * number + [StoreError(5, "told once")])
@@ -298,7 +297,6 @@ def test_what_is_restored_is_its_own() -> None:
 
 
 def test_a_page_that_was_cut_and_is_filled_anew_is_told() -> None:
-    """Who has read it before the cut has it by its number."""
     with filled(1, 100) as case:
         own = case.history.clustered
         for _ in range(30):
@@ -350,7 +348,6 @@ def test_a_crop_reads_what_stays_of_clusters_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_pools_that_no_row_names_are_given_back() -> None:
-    """Of rows that come and go, as beams do, while others stay."""
     with filled(1, 400) as case:
         case.select_rows([0] * 6)
         pages, shares = case.history.clustered.pages, []
@@ -427,7 +424,6 @@ def test_so_many_clusters_are_made_of_all_batches_together(monkeypatch: pytest.M
 
 
 def test_clusters_grow_together_and_only_what_is_written_anew_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that are not split the pages that are partly full are read, and all that grows is written at once."""
     with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=4.0, append_buffer=40, join_every=4)) as case:
         own, group = case.history.clustered, FORM.group_size
         for _ in range(24):
@@ -461,7 +457,6 @@ def test_clusters_grow_together_and_only_what_is_written_anew_is_read(monkeypatc
 
 
 def test_what_grows_is_written_with_what_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many writes as splits, all that grows with the first, and one of what is too wide and cannot be split."""
     with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=1.0, append_buffer=40, join_every=4)) as case:
         own, write, written = case.history.clustered, case.storage.prefetcher.write, list[np.ndarray]()
         for _ in range(24):

@@ -109,8 +109,6 @@ def test_where_units_lie(storage: Storage) -> None:
 
 @pytest.mark.parametrize("length", range(41))
 def test_cut_at_every_length_and_on(storage: Storage, length: int) -> None:
-    """What is left is what came in, and what comes then lies behind it. Where groups are cut, the tail is full again,
-    and the freed records are told; where only the tail is, nothing is read."""
     both, more = pair(40), pair(15, seed=1)
     history = history_of(storage, both)
     before = set(history.table.ids.reshape(-1).tolist())

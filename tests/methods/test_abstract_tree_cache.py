@@ -46,7 +46,6 @@ def test_fields_that_are_refused(fields: dict[str, Any], said: str) -> None:
 
 
 def test_a_chunk_is_a_record() -> None:
-    """Whichever of the two is given."""
     assert (AbstractTreeConfig().chunk_size, AbstractTreeConfig().group_size) == (64, 64)
     for given in ({"chunk_size": 16}, {"group_size": 16}, {"chunk_size": 16, "group_size": 16}):
         config = AbstractTreeConfig(**given)
@@ -63,7 +62,6 @@ def test_how_many_are_attended_to_and_brought() -> None:
 
 
 def test_a_step_attends_to_the_tokens_that_it_keeps() -> None:
-    """Beside the sinks and the latest: of 12 chunks that are brought 40 tokens; every layer, every step."""
     cls, model = checked(AbstractTreeCache), long_model()
     fields: dict[str, Any] = {"chunk_size": 8, "num_selected": 40, "num_opened": 88, "num_recent": 8, "num_sinks": 3}
     fields.update(dense_layers=0, early_steps=0)
@@ -91,7 +89,6 @@ def test_a_share_of_what_is_held() -> None:
 
 
 def test_a_share_within_a_budget_is_of_what_is_held() -> None:
-    """Not of the longest context that the budget is for."""
     geometry = Geometry.of(long_model())
     config = AbstractTreeCache.fit(
         geometry, geometry.full_kv_bytes(8192, 1), 8192, 1, {"num_selected": None, "dense_layers": 0}
@@ -176,7 +173,6 @@ def logits_of(cache: Any, model: Any) -> list[torch.Tensor]:
 
 
 def test_abstracts_on_the_disk_choose_as_those_in_memory() -> None:
-    """To the bit, in all ways of decoding, while they are fewer in memory by far."""
     model, found, held = long_model(), [], []
     for place in ("memory", "disk"):
         with harness.unchanged(model), checked(AbstractTreeCache)(model, abstracts=place, **FIELDS) as cache:
@@ -242,7 +238,6 @@ def test_a_context_opened_with_other_resident_layers(residents: tuple[int, int],
 
 
 def test_a_failed_look_at_abstracts_loses_the_step_alone() -> None:
-    """And nothing stays in the account of what it held; the next step is as if it had not been."""
     model, logits = long_model(), []
     ids = prompt(model, 1, LENGTH)
     for fails in (False, True):
@@ -336,7 +331,6 @@ def test_abstracts_are_read_a_layer_early(look_ahead: bool, candidates: int, mon
 
 
 def test_a_context_saved_with_abstracts_in_memory_stays_so(tmp_path: Path) -> None:
-    """In a budget that would have them on the disk: they stay, as the format fixes, or nothing fits."""
     model = long_model()
     with AbstractTreeCache(model, path=tmp_path, num_recent=8, num_selected=40, num_opened=100) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)

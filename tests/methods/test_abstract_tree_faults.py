@@ -97,7 +97,6 @@ def sweep(
     ("look_ahead", "residents"), [pytest.param(False, 0, marks=pytest.mark.slow), (True, 0), (False, 2)]
 )
 def test_the_nth_read(look_ahead: bool, residents: int, tmp_path: Path) -> None:
-    """Of chunks or abstracts, for a step or ahead of it, or for layers that are to be in memory as a whole."""
     fields = {**FIELDS, "look_ahead": look_ahead, "resident_layers": residents}
     tried, raised = sweep(tmp_path, fields, lambda cache: cache.storage.prefetcher, "read", broken, 1)
     assert tried > (10 if residents else 20) and raised > 3
@@ -117,7 +116,6 @@ def test_the_nth_allocation(fields: dict[str, Any], stride: int, tmp_path: Path)
 
 
 def test_the_nth_write(tmp_path: Path) -> None:
-    """Of units that are sealed meanwhile, their abstracts and their replicas."""
     many = list(prompt(long_model(), 2, 130, 11).split(26, 1))
     fields = {**FIELDS, "look_ahead": False, "compress": 0.0}
     tried, raised = sweep(tmp_path, fields, lambda cache: cache.storage.prefetcher, "write", broken, 1, many)
@@ -127,8 +125,6 @@ def test_the_nth_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize("look_ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_nth_read_with_replicas(share: float, look_ahead: bool, tmp_path: Path) -> None:
-    """What fails of replicas is read whole, so that logits may be closer to the truth; what is kept of the context is
-    as it was, and no area is lost."""
     fields = {**FIELDS, "dense_layers": 0, "look_ahead": look_ahead, "compress": share}
     number = 1
     with AbstractTreeCache(long_model(), path=tmp_path, **fields) as prefilled:

@@ -98,9 +98,6 @@ def test_saved_and_loaded(adapter: Adapter, path: Path) -> None:
 def test_a_loaded_adapter_selects_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, dtype: str, least: float
 ) -> None:
-    """What each layer selects overlaps with the dense oracle's choice, from the first sealed group on: no adapter has
-    to be made of the prompt. All 32 directions: the same groups. Half of them, of random keys that use all: twice the
-    fifth that chance gives."""
     model = tiny("llama")
     path = tmp_path / "adapter.safetensors"
     calibrate(model, [prompt(model, 2, 300, seed=1)], rank=rank).save(path)

@@ -53,7 +53,6 @@ def test_every_selection_is_well_formed(monkeypatch: pytest.MonkeyPatch, sinks: 
 
 
 def test_the_choice_is_the_dense_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At full rank in float32 with one's own query: the groups whose best tokens get most of exact attention."""
     expected: list[set[int]] = []
     layer_class = DiskSwapCache.layer_class
     decode = layer_class.decode
@@ -160,7 +159,6 @@ def test_the_last_piece_of_few_is_fitted_too_also_by_a_fork(pieces: list[int]) -
 
 
 def test_the_adapter_is_remade_when_the_length_has_grown_eightfold() -> None:
-    """From the store, of all keys: then it is what a prefill in one piece would have made."""
     ids = prompt(long_model(), 1, 8 * 560 + 8)
     with sparse(summary_dtype="int8") as cache:
         layer = cache.offloaded[1]
@@ -205,7 +203,6 @@ def test_padding_has_no_influence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"summary_dtype": "int8"}])
 def test_integers_and_float32_choose_alike(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
-    """Whatever a processor multiplies faster, padding included: the same logits, to the bit."""
     ids, mask = padded_prompt()
     results = []
     for fast in (True, False):
@@ -217,7 +214,6 @@ def test_integers_and_float32_choose_alike(monkeypatch: pytest.MonkeyPatch, fiel
 
 
 def test_a_padded_row_is_the_row_alone() -> None:
-    """With everything selected: padding changes nothing but rounding."""
     ids, mask = padded_prompt()
     fields = {"num_selected": 1024, "summary_dtype": "float32", "rank": 32}
     with sparse(**fields) as cache:
@@ -230,7 +226,6 @@ def test_a_padded_row_is_the_row_alone() -> None:
 
 
 def test_padded_then_reset_then_without() -> None:
-    """What was visible in the last batch does not decide how much is selected of the next one."""
     with sparse() as cache:
         ids, mask = padded_prompt()
         generate(long_model(), cache, ids, attention_mask=mask, max_new_tokens=3)
@@ -371,8 +366,6 @@ def test_another_prompt_after_a_crop_of_nearly_all() -> None:
 
 @pytest.mark.parametrize(("padding", "num_sinks"), [(601, 4), (0, 600), (37, 600)])
 def test_sinks_that_come_later_are_the_rows_own(padding: int, num_sinks: int) -> None:
-    """Where a row is all padding when keys are first made compact, or has fewer tokens than there are sinks: until all
-    are known none is compared exactly, and then those that are."""
     model = long_model()
     ids = prompt(model, 2, 1120)
     mask = torch.ones_like(ids)
@@ -388,8 +381,7 @@ def test_sinks_that_come_later_are_the_rows_own(padding: int, num_sinks: int) ->
 
 
 def test_crop_into_groups_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most groups are selected and stay resident; after the crop their records are used again. Nothing of what lay in
-    them is seen (checked in `selections`), and the summary covers what is there."""
+    """Most groups are selected and stay resident; after the crop their records are used again."""
     ids, other = prompt(long_model(), 1, LONG), prompt(long_model(), 1, 60, seed=9)
     with sparse(num_selected=600, reuse_capacity=720) as cache, selections(monkeypatch) as seen:
         feed(cache, ids)

@@ -81,7 +81,6 @@ USUALLY = {
     [pytest.param(*one, marks=[] if one in USUALLY else pytest.mark.slow) for one in itertools.product(SETTINGS, WAYS)],
 )
 def test_all_of_it_chosen_is_exact(setting: str, way: str) -> None:
-    """Whatever the copy says: all of it is replaced, while more becomes a part of it. `DynamicCache`'s tokens."""
     model, rows = long_model(), 1 if way == "candidates" else 2
     ids, mask = (repetitive_prompt(model, LENGTH), {}) if rows == 1 else asked(rows)
     found, new = [], NEW if "quant_group" in SETTINGS[setting] else NEW // 2  # as many as a group of the copy has
@@ -237,7 +236,6 @@ def test_a_guess_is_no_token_of_a_budget() -> None:
 
 
 def test_nothing_is_fetched() -> None:
-    """Without entries as they were stored: the copy alone answers, one token a forward."""
     model = long_model()
     with widths_of(model.model.embed_tokens) as forwards, SpecCache(model, num_selected=0, **SMALL) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=12)
@@ -247,7 +245,6 @@ def test_nothing_is_fetched() -> None:
 
 
 def test_more_bits_are_nearer() -> None:
-    """To `DynamicCache`'s logits; and so is a copy some entries of which are replaced."""
     model, apart = long_model(), dict[str, float]()
     ids = prompt(model, 1, LENGTH)
     expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=2).logits
@@ -290,8 +287,6 @@ def test_what_is_saved_opens_with_its_copy(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("bits", "group", "share"), [(2, 64, 0.201), (1, 64, 0.139), (1, 32, 0.165)])
 def test_what_fits_at_8k(bits: int, group: int, share: float) -> None:
-    """Of SmolLM2-135M's shape, 64 tokens a key head as they were stored: scales, latest tokens, tables and what is
-    double included."""
     shape = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**shape, head_dim=64, intermediate_size=16, vocab_size=32)).bfloat16()

@@ -254,7 +254,6 @@ def test_a_layer_that_shares_keys_does_not_choose_for_them(monkeypatch: pytest.M
 
 
 def test_what_has_left_is_held_no_longer_than_it_is_attended_to() -> None:
-    """By 80 steps two groups have left; nothing that a plan does not know of stays in the layers."""
     model = long_model()
     with SpecCache(model, num_selected=20, **SMALL) as cache, torch.no_grad():
         decoded(model, cache, prompt(model, 1, LENGTH), 1)
@@ -361,7 +360,6 @@ def test_scores_are_as_exact_as_float32() -> None:
 
 
 def test_logits_of_what_has_no_embedding_are_no_guess() -> None:
-    """As those of audio codes: the likeliest is no id."""
     model = build(LlamaForCausalLM, LlamaConfig(**COMMON))
     width = model.config.vocab_size
     model.lm_head = torch.nn.Linear(model.config.hidden_size, 3 * width, bias=False)

@@ -113,7 +113,6 @@ def test_what_is_run_is_the_call_on_other_keys() -> None:
 
 @pytest.mark.parametrize("heads", [1, 6])
 def test_one_query_under_a_mask(heads: int) -> None:
-    """Of one row for all heads, or one for each query head: as the model's own attention."""
     generator = torch.Generator().manual_seed(0)
     query, keys = torch.randn(2, 6, 1, 16, generator=generator), torch.randn(2, 2, 9, 16, generator=generator)
     values, mask = torch.randn(2, 2, 9, 16, generator=generator), torch.rand(2, heads, 1, 9, generator=generator) > 0.4

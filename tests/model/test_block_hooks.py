@@ -54,7 +54,6 @@ def step(model: Any, cache: Any, tokens: int = 1, seed: int = 0) -> torch.Tensor
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_where_they_are_wanted(kind: str) -> None:
-    """From the construction to the end: nothing is put on in a step that was not on before it."""
     model = fresh("llama")
     with unchanged(model), cache_of(model, kind) as cache:
         assert hooked(model) is cache.watches_blocks is (kind in WATCH)
@@ -64,7 +63,6 @@ def test_only_where_they_are_wanted(kind: str) -> None:
 
 
 def test_a_timeline_wants_them(tmp_path: Path) -> None:
-    """And a trace that could not be written does not any more."""
     model = fresh("llama")
     with unchanged(model), cache_of(model, "exact", trace=str(tmp_path / "trace.json")) as cache:
         assert hooked(model)
@@ -76,7 +74,6 @@ def test_a_timeline_wants_them(tmp_path: Path) -> None:
 
 
 def test_a_linear_state_wants_them() -> None:
-    """Whether a block was entered says whether such a state may have gone on."""
     model = tiny_model(transformers.Lfm2MoeConfig)
     with unchanged(model), cache_of(model, "exact") as cache:
         assert cache.has_linear_state and hooked(model)
@@ -87,7 +84,6 @@ def test_a_linear_state_wants_them() -> None:
 
 @pytest.mark.parametrize("how", ["close", "forget", "detach"])
 def test_they_go_with_the_last_that_wants_them(how: str) -> None:
-    """Whatever the others on the model are, and in which order they go."""
     model = fresh("llama")
     with unchanged(model):
         exact = cache_of(model, "exact")
@@ -154,7 +150,6 @@ def test_a_cache_that_is_off_leaves_them_to_others() -> None:
 
 
 def test_copies_of_a_watched_model() -> None:
-    """What a copy brought along is taken off by the first cache on it; the original keeps its own."""
     model = fresh("llama")
     with cache_of(model, "look-ahead") as cache:
         twin = copy.deepcopy(model)
@@ -223,7 +218,6 @@ def test_a_call_between_two_lines_of_another_thread(verb: str) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_compiled_anew() -> None:
-    """What is compiled keeps the hooks that it was compiled with, whatever the pace does; tokens are right."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()

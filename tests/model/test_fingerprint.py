@@ -55,7 +55,6 @@ def of_config(name: str, **changed: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "opt", "deepseek_v2"])
 def test_a_reload_is_the_same_model(name: str, tmp_path: Path) -> None:
-    """Also of tied weights, sinks, biases and latent keys; as a manifest keeps it, and at another path."""
     model = fresh(name)
     stored = json.loads(json.dumps(full_fingerprint(model, every_byte=True)))
     assert all(type(value) is str for value in stored.values())
@@ -292,7 +291,6 @@ def test_the_part_around_a_text_model_counts() -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_element_changes_the_full_digest(data: st.DataObject) -> None:
-    """By one bit, wherever it lies; the sampled digest changes if it is one of those."""
     model = tiny(LLAMA)
     stored = full_fingerprint(model, every_byte=True)
     parameters = list(model.parameters())
@@ -362,7 +360,6 @@ def test_what_a_digest_sees() -> None:
 
 
 def test_tensors_that_consist_of_others() -> None:
-    """As those of quantisation libraries do."""
     two_tensor = pytest.importorskip("torch.testing._internal.two_tensor")
     model = fresh(LLAMA)
     numbers = model.model.norm.weight.data
@@ -382,7 +379,6 @@ def test_tensors_that_consist_of_others() -> None:
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_offloaded_weights_are_seen(where: str, tmp_path: Path) -> None:
-    """What accelerate holds for a layer is the layer's."""
     import accelerate
 
     model = fresh(LLAMA)
@@ -496,7 +492,6 @@ def test_another_adapter_configuration() -> None:
 
 
 def test_an_adapter_that_transformers_put_in() -> None:
-    """Without PEFT's wrapper; the model's own verbs switch it."""
     peft = pytest.importorskip("peft")
     model = fresh(LLAMA)
     model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False), "one")
@@ -558,7 +553,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_quantised_model_stays_itself(scheme: str, tmp_path: Path) -> None:
-    """After a forward, for which the library moves scales and packs codes anew; and saved as it is, loaded again."""
     model = quantised(tmp_path, **SCHEMES[scheme])
     stored = full_fingerprint(model, every_byte=True)
     assert stored["dtype"] == "bfloat16"
@@ -571,7 +565,6 @@ def test_a_quantised_model_stays_itself(scheme: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["nf4", "nested", "other storage"])
 def test_codes_packed_for_the_cpu_are_the_codes(scheme: str, tmp_path: Path) -> None:
-    """As a forward does it on processors that have bfloat16, here on any."""
     functional = pytest.importorskip("bitsandbytes.functional")
     model = quantised(tmp_path, **SCHEMES[scheme])
     stored = full_fingerprint(model, every_byte=True)
@@ -634,7 +627,6 @@ def test_another_tokenizer_is_named(case: str) -> None:
 
 
 def test_the_same_tokenizer(tmp_path: Path) -> None:
-    """After calls that pad and cut, with a template, and loaded again."""
     model, used = tiny(LLAMA), tokenizer()
     stored = full_fingerprint(model, used)
     used(["word1", "word2 word3 word4"], padding=True, truncation=True, max_length=2)

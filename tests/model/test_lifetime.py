@@ -39,7 +39,6 @@ def test_a_model_is_freed_at_once(method: str, closed: bool, fields: dict) -> No
 
 
 def test_a_model_without_us_is_freed_at_once() -> None:
-    """Else the test above would not be ours to pass."""
     model = fresh("llama")
     gone = weakref.ref(model)
     del model

@@ -94,7 +94,6 @@ def test_which_layers_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "opt", "gpt_neox", "mistral", "gemma3"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_equal_when_only_the_mlp_is_missing(name: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With MLPs that add nothing the guess is the query itself, rotary embedding, norms and scale included."""
     model = fresh(name)
     silence_mlps(model)
     mask = torch.ones(2, 40, dtype=torch.long)
@@ -109,7 +108,6 @@ def test_equal_when_only_the_mlp_is_missing(name: str, padded: bool, monkeypatch
 
 
 def test_the_mlp_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the test above would compare a query with itself."""
     steps = watch_steps(fresh("llama"), monkeypatch)
     next(steps)
     _, watch = next(steps)
@@ -118,7 +116,6 @@ def test_the_mlp_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_of_a_long_prefill_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the latest token is kept, not a view that holds the whole prompt's activations; between steps, nothing."""
     sizes: list[int] = []
     booked: list[int] = []
     leave = DiskSwapCache.leave_attention
@@ -161,7 +158,6 @@ def test_what_is_planned_is_what_is_held() -> None:
 
 
 def test_what_no_memory_is_left_for_is_not_kept() -> None:
-    """Without an error: there is no guess of it."""
     account = MemoryAccount(limit=40)
     ahead = LookAhead(account)
     block = torch.nn.Linear(4, 4)

@@ -28,8 +28,6 @@ def cache(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.mark.parametrize("other", ["llama", "qwen3"])
 @pytest.mark.parametrize("held", [0, 12])
 def test_another_model_is_refused(cache: Any, other: str, attached: bool, held: int) -> None:
-    """Of the same class, with the same shapes, or not; with seams of its own or none. Both are named; what is held
-    stays, and goes on with its own model."""
     stranger = fresh(other, seed=3)
     beside = DiskSwapCache(stranger, exact=True, engine="memory") if attached else None
     own = tiny("llama")

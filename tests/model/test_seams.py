@@ -254,7 +254,6 @@ def test_gradients_enabled(mode: str) -> None:
 
 
 def test_pipeline_given_a_list() -> None:
-    """One prompt after the other into one cache: the first is right, the second refused; a padded batch is right."""
     model = fresh("llama")
     words = tokenizer(harness.vocabulary(model))
     words.padding_side = "left"
@@ -342,7 +341,6 @@ def test_torch_compile(how: str, mode: str, dynamo: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_torch_compile_settles(dynamo: dict[str, Any]) -> None:
-    """After some steps nothing is compiled anew, however long the history grows."""
     model = fresh("llama")
     model.forward = torch.compile(model.forward, backend="eager")
     with DiskSwapCache(model, **MODES["sparse"]) as cache, torch.no_grad():
@@ -440,8 +438,7 @@ def test_close_restores_the_model_after_an_exception() -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_an_interrupted_forward_is_taken_back(at: int) -> None:
-    """Some layers hold more than others. They give it back, which is told once: `generate` has asked for lengths
-    before."""
+    """Some layers hold more than others."""
     model = tiny("llama")
 
     def explode(*arguments: Any) -> None:
@@ -559,7 +556,6 @@ for how, model in models.items():
 
 
 def test_a_model_pickled_while_attached(tmp_path: Path) -> None:
-    """By pickle and by torch: it loads and runs with `DynamicCache`, here and in a process that never imported us."""
     model = fresh("llama")
     ids = prompt(model, 2)
     expected = generate(model, dynamic(model), ids, max_new_tokens=8)
@@ -686,7 +682,6 @@ MOVED = ("reorder", "reorder with copies", "repeat", "select", "reset")
     ],
 )
 def test_batch_operations(name: str, mode: str, operation: str) -> None:
-    """After the operation single steps, several queries and further sealing see what `DynamicCache` sees."""
     with DiskSwapCache(tiny(name), **MODES[mode]) as cache:
         pair = Pair(tiny(name), cache)
         OPERATIONS[operation](pair)
@@ -755,8 +750,6 @@ def test_operations_in_any_order(mode: str, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_torch_compile_of_one_layer_serves_all(exact: bool, dynamo: dict[str, Any]) -> None:
-    """With the setting that the limits name, which makes a layer's number no constant: nine layers, one more than
-    torch's limit, are compiled into as many graphs as three."""
     fields = {"exact": True} if exact else {"group_size": 4, "num_selected": 40, "rank": 8, "look_ahead": False}
     compiled = {}
     for layers in (3, 9):

@@ -83,7 +83,6 @@ def test_gradient_checkpointing_of_peft_and_of_models_that_drop_the_cache_themse
 
 
 def test_training_and_checkpointing_alone_work() -> None:
-    """Without the other; also a part that gets no cache may checkpoint gradients."""
     model = fresh("llama")
     expected = CASES["greedy"](model, DynamicCache(config=model.config))
     with DiskSwapCache(model, **FIELDS) as cache:
@@ -143,7 +142,6 @@ class Prepared(LlamaForCausalLM):
 
 
 def test_another_cache_than_was_given_raises() -> None:
-    """One of the forward's output, one that inputs are prepared with, and one that `generate` returns."""
     model = build(Prepared, LlamaConfig(**COMMON))
     with DiskSwapCache(model, **FIELDS) as cache, pytest.raises(CacheUnusedError, match="prepares its inputs"):
         generate(model, cache, prompt(model), max_new_tokens=5)

@@ -37,9 +37,7 @@ class Scores:
 
 
 def test_the_worked_example() -> None:
-    """32 tokens in 8 chunks of 4, 6 of them important: a whole chunk, and one token of each of two others. As in
-    section 4.2 (figure 10): the chunk is confirmed by its lower bound, two chunks are split, all others are deserts.
-    Eight chunks and four halves are judged; two tokens of a half are one evaluation, as bounds take two products."""
+    """32 tokens in 8 chunks of 4, 6 of them important: a whole chunk, and one token of each of two others."""
     scores = np.full((1, 32), 0.01, dtype=np.float32)
     scores[0, [1, 6, 14, 17, 23, 26]] = [0.05, 0.1, 0.08, 0.2, 0.12, 0.15]  # some are less unimportant
     important = [0, 11, 28, 29, 30, 31]
@@ -69,7 +67,6 @@ def test_no_more_nodes_than_may_be() -> None:
 
 
 def test_where_nothing_is_known_at_least_each_node_counts_for_one_token() -> None:
-    """As many nodes as tokens are wanted, or as there is room for, the first of equal ones; none of them is sure."""
     upper = np.array([[5, 7, -np.inf, 7, 1, 7]], dtype=np.float32)
     for wanted, most, expected in ((2, None, [1, 3]), (4, 3, [1, 3, 5]), (9, None, [0, 1, 3, 4, 5])):
         decided = front(upper, None, 8, np.array([wanted]), most)
@@ -97,8 +94,6 @@ def test_what_is_no_node_is_never_in_front() -> None:
 def test_attained_bounds_find_exactly_the_best(
     rows: int, chunks: int, sizes: tuple[int, ...], wanted: int, levels: int, seed: int
 ) -> None:
-    """As many as are wanted, and none of those left out is better; ties, of which there are many, are decided anyhow.
-    Nothing is counted that was not asked for."""
     generator = np.random.default_rng(seed)
     tokens = chunks * sizes[0]
     scores = generator.integers(0, levels, (rows, tokens)).astype(np.float32)
@@ -135,7 +130,6 @@ def test_rows_want_different_numbers(wanted: int) -> None:
 
 
 def test_tokens_that_are_not_to_be_chosen_are_not() -> None:
-    """Of a padded row: scores of -inf, in nodes that hold others too."""
     scores = np.full((1, 16), -np.inf, dtype=np.float32)
     scores[0, 9:] = np.arange(7)
     found = Scores(scores).find((4, 2), 12)
@@ -145,7 +139,6 @@ def test_tokens_that_are_not_to_be_chosen_are_not() -> None:
 @settings(max_examples=50, deadline=None)
 @given(rows=st.integers(1, 3), tokens=st.integers(1, 40), wanted=st.integers(0, 50), seed=st.integers(0, 2**16))
 def test_the_best_tokens(rows: int, tokens: int, wanted: int, seed: int) -> None:
-    """As many as are wanted, or all that may be chosen; none that is left out is better."""
     generator = np.random.default_rng(seed)
     scores = generator.integers(0, 9, (rows, tokens)).astype(np.float32)
     scores[generator.random((rows, tokens)) < 0.2] = -np.inf

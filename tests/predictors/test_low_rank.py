@@ -82,7 +82,6 @@ def query_of(batch: int, seed: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize("tokens", [GROUP, 44, 200])
 def test_full_rank_in_float32_is_exact(tokens: int) -> None:
-    """Where every group is a candidate, the numbers are those of the oracle."""
     keys, query = keys_of(3, tokens), query_of(3)
     summary = predictor(keys, WIDTH)
     summary.append(keys)
@@ -145,7 +144,6 @@ def test_a_rank_that_holds_the_structure_selects_well(dtype: torch.dtype) -> Non
 
 
 def test_heads_are_normalised_before_they_are_summed() -> None:
-    """One head with large raw scores does not drown what another one looks for."""
     keys = 0.01 * torch.randn(1, KV, 64, DIM, generator=torch.Generator().manual_seed(0))
     query = torch.zeros(1, HEADS, DIM)
     query[0, :, 0] = 1.0
@@ -168,7 +166,6 @@ def test_clipped_components_do_not_wrap() -> None:
 
 
 def test_the_tail_shares_the_softmax() -> None:
-    """What tokens of no group take of the attention is missing from the groups."""
     keys, query = keys_of(2, 240), query_of(2)
     summary = predictor(keys[:, :, :200], WIDTH)
     summary.append(keys[:, :, :200])
@@ -356,7 +353,6 @@ def test_scores_are_made_some_tokens_at_a_time(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_wide_projection_is_not_expanded_to_be_multiplied(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the width of an 8B model: where the processor multiplies bfloat16, no float32 copy of it is made."""
     key_heads, per_head, dim, rank = 8, 4, 128, 160
     torch.manual_seed(0)
     projection = torch.randn(key_heads * dim, rank)

@@ -182,7 +182,6 @@ def test_chosen_by_what_was_measured(table: Path, model: Any, tmp_path: Path) ->
 
 
 def test_a_table_of_other_fields_is_refused(table: Path, model: Any, tmp_path: Path) -> None:
-    """But for the engine."""
     told = r"was measured with the fields {'num_selected': 16}, and these are {'num_recent': 8}: give the same ones"
     with pytest.raises(ConfigError, match=told):
         offload_cache(model, MEMORY, CONTEXT, measured=table, path=tmp_path, num_recent=8, engine="memory")
@@ -235,7 +234,6 @@ def test_what_the_caller_names_stays(model: Any, tmp_path: Path) -> None:
 
 
 def test_what_was_measured_with_other_fields_is_said(model: Any, tmp_path: Path) -> None:
-    """Of the shipped table; where all is attended to, no figure of it tells caches apart."""
     with offload_cache(model, MEMORY, CONTEXT, num_recent=8, engine="memory", path=tmp_path) as cache:
         assert cache.why.endswith("measured without the fields {'num_recent': 8}: `tune --compare` measures with them")
     with offload_cache(model, MEMORY, CONTEXT, engine="memory", path=tmp_path) as cache:

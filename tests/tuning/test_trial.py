@@ -96,7 +96,6 @@ def test_the_fastest_of_the_near_ones() -> None:
 
 
 def test_what_for_budget_takes_is_tuned_and_what_it_refuses_is_refused_alike() -> None:
-    """What is tried beside that may not fit; the least that is told is for_budget's."""
     geometry, fields = Geometry.of(tiny_llama()), {"num_selected": 64}
     with pytest.raises(BudgetError, match="need at least") as refused:
         AbstractTreeCache.fit(geometry, 100_000, 4096, 1, fields)
