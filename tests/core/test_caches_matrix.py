@@ -153,8 +153,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @EACH
 def test_saved_opened_and_forked(method: str, elsewhere: dict[str, str], tmp_path: Path) -> None:
-    """A fork, the context opened here, and one of the same tokens that a new process opens answer to the bit as the
-    cache itself."""
+    """A fork and the saved context, opened here and in a new process, answer to the bit as the cache does."""
     cls, model = cache_class(method), long_model()
     with cls(model, path=tmp_path, **{**SOME, "engine": "auto"}) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)

@@ -180,8 +180,7 @@ def test_a_verification_without_a_mask_is_causal() -> None:
 
 @pytest.mark.parametrize("chunk", [None, pytest.param(20, marks=harness.since("5.23", "it begins the prompt anew"))])
 def test_a_short_second_question_after_candidates_is_exact(chunk: int | None, checked_gathers: Gathers) -> None:
-    """A prompt of no more tokens than a verification may have attends to everything, and so do its pieces: its first
-    token is what exact mode gives over the same history."""
+    """A prompt attends to everything, however short it is: its first token is that of exact mode."""
     model = long_tiny("llama")
     options: dict[str, Any] = {"max_new_tokens": 1}
     if chunk is not None:
@@ -248,8 +247,7 @@ def test_a_question_that_is_fed_by_hand_after_candidates_is_exact(checked_gather
 
 @pytest.mark.parametrize("fields", [{}, {"reuse_capacity": 40}, {"group_size": 4}], ids=["none", "slots", "small"])
 def test_a_budget_is_kept_by_verifications_too(fields: dict[str, Any]) -> None:
-    """Steps of one query and of many, in turns, within what the plan says, to the byte: what a union wants beyond a
-    staging area comes in parts."""
+    """Steps of one query and of many stay within the plan; a union beyond a staging area is read in parts."""
     sizes = {"num_key_value_heads": 4, "hidden_size": 256, "num_attention_heads": 8}
     model = long_fresh("llama", max_position_embeddings=4096, **sizes)
     fields = {"num_selected": 400, "num_recent": 32, "look_ahead": True, "write_queue": "64KiB", "rank": 16, **fields}

@@ -240,8 +240,7 @@ def test_ctrl_c_while_waiting(method: str, number: int, monkeypatch: pytest.Monk
     ),
 )
 def test_autocast(method: str, fields: dict[str, Any]) -> None:
-    """A float32 model that computes in bfloat16: `torch.autocast` is over its own attention, and over nothing that is
-    learnt, stored or chosen by."""
+    """`torch.autocast` covers the model's own attention, and nothing that is fitted, stored or selected by."""
     model, asked = long_fresh("llama"), {"max_new_tokens": 3}
     ids, cls = prompt(model, 2, LENGTH), checked(cache_class(method))
     with torch.autocast(DEVICE.type, torch.bfloat16), torch.autocast("cpu", torch.bfloat16):

@@ -553,8 +553,7 @@ def test_what_is_given_up_behind_a_stall_is_held_no_longer(stalled: Stalled) -> 
 def test_a_cache_on_a_device_that_stalls(
     model: Any, engine: str, answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`generate` ends with an error, the cache says so from then on, and can be closed; or reset once the device
-    answers again."""
+    """`generate` raises; the cache says so from then on and can be closed, or reset once the device answers."""
     skip_without(engine, tmp_path)
     gate, slow = Gate(), []
     new_store = Storage._new_store

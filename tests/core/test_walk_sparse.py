@@ -36,8 +36,7 @@ def pairs() -> list[Any]:
 
 @pytest.mark.parametrize(("method", "name"), pairs())
 def test_everything_selected(method: str, name: str) -> None:
-    """Greedy, and beams of padded rows, as with `DynamicCache`, through steps that select, each of whose gathers is
-    held against what came in; and bitwise. Tagged layers gather, in every step."""
+    """Greedy and beams of padded rows, through steps that select, are `DynamicCache`'s; also bitwise."""
     cls = checked(cache_class(method))
 
     def make(model: Any, exact: bool | str) -> Any:

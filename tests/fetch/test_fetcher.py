@@ -688,8 +688,7 @@ def test_a_queue_that_was_not_waited_for_stays_as_it_was(storage: Storage, monke
 
 
 def test_a_fetcher_gives_back_what_it_does_not_gather_with(storage: Storage) -> None:
-    """Slots go where something else needs the memory, but for those of the gather that needs it; areas that nobody
-    borrows go too, and nothing is read ahead for which others would have to go."""
+    """Slots and unused areas are given up for a gather that needs the memory, and nothing is read ahead for it."""
     store, account = filled(storage), storage.account
     source = Source(store, np.arange(10)[None])
     here, there = fetcher(storage, 4), fetcher(storage, 4)

@@ -213,9 +213,7 @@ def test_contexts_keep_abstracts_on_the_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("residents", [(0, 2), (2, 0)])
 def test_a_context_opened_with_other_resident_layers(residents: tuple[int, int], tmp_path: Path) -> None:
-    """Abstracts of layers whose place is another are made of what is stored, when the next chunk is: until then these
-    layers attend to everything, and from then on steps are those of a cache that had these fields from the beginning.
-    """
+    """Abstracts that are missing are made with the next chunk; until then these layers attend to everything."""
     model, found = long_model(), []
     ids = prompt(model, 1, LENGTH)
     saved, now = ({**FIELDS, "abstracts": "disk", "resident_layers": count} for count in residents)
@@ -299,8 +297,7 @@ def test_a_long_context_in_a_budget_that_has_no_room_for_abstracts() -> None:
 @pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("candidates", [0, 4])
 def test_abstracts_are_read_a_layer_early(look_ahead: bool, candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every query of every step finds its layer's read begun; what a guess has looked at is there without a second, and
-    so it is for candidates."""
+    """Every query finds its layer's read begun, those of candidates too; after a guess no second one is needed."""
     came: list[bool] = []
     come, read, begun = EarlyLook.come, EarlyLook.begin, list[int]()
 

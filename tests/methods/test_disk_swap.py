@@ -36,8 +36,7 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.mark.parametrize(("sinks", "reuse"), [(4, 60), (6, 0), (0, 12)])
 def test_every_selection_is_well_formed(monkeypatch: pytest.MonkeyPatch, sinks: int, reuse: int) -> None:
-    """Right size, ascending, distinct, sinks in it; and what is gathered, through slots, look-ahead and corrective
-    reads, is bitwise the keys and values of those groups and of all later tokens."""
+    """Right size, ascending, distinct, with the sinks; every gather is bitwise right."""
     with sparse(num_sinks=sinks, reuse_capacity=reuse) as cache:
         with selections(monkeypatch) as seen:
             run(cache, 2, max_new_tokens=6)
@@ -81,8 +80,7 @@ def test_the_choice_is_the_dense_oracles(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_everything_is_attended_until_the_adapter_is_made() -> None:
-    """Equal to `DynamicCache` while fewer than max(4 r, 512) tokens are sealed; sparse from then on; the adapter stays
-    as it is while keys are added."""
+    """Equal to `DynamicCache` below max(4 r, 512) sealed tokens, sparse from then on, with the same adapter."""
     ids = prompt(long_model(), 1, 560)
     with sparse() as cache, torch.no_grad():
         plain = dynamic()
@@ -119,9 +117,7 @@ def test_rank_and_type_of_what_is_kept(rank: int, needed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["coded", "int8"])
 def test_a_prompt_in_pieces_is_fitted_to_all_of_it(kind: str) -> None:
-    """Its first piece is a poor sample: what keys are made compact by is remade of all keys when the prompt has grown
-    threefold, and with a piece that is shorter than the others, which is the last; the mean is that of a prefill in one
-    piece of as many tokens. A question that follows is too short for that."""
+    """The fit is made anew when the prompt has grown threefold, and with its last piece, which is shorter."""
     ids, fitted = prompt(long_model(), 1, 2440), []
     with sparse(summary_dtype=kind, rank=None) as cache, sparse(summary_dtype=kind, rank=None) as whole:
         for start, stop in itertools.pairwise([0, 400, 800, 1200, 1600, 2000, 2300, 2400, 2440]):
@@ -141,8 +137,7 @@ def test_a_prompt_in_pieces_is_fitted_to_all_of_it(kind: str) -> None:
 
 @pytest.mark.parametrize("pieces", [[600, 500], [600, 600, 130]])
 def test_the_last_piece_of_few_is_fitted_too_also_by_a_fork(pieces: list[int]) -> None:
-    """The rule does not forget what came before a fit, nor what a context had: a fork goes on bitwise as what it is
-    of."""
+    """The rule survives a fit and a fork, which goes on bitwise as its original does."""
     ids = prompt(long_model(), 1, sum(pieces) + 20)
     with sparse(rank=None, summary_dtype="coded") as cache:
         for place, piece in enumerate(pieces[:-1]):
@@ -339,8 +334,7 @@ def test_reset_gives_a_fresh_cache() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"summary_dtype": "int8"}])
 def test_a_guess_with_no_latest_tokens(fields: dict[str, Any]) -> None:
-    """A crop takes the whole tail, and there are no sinks: no token is compared exactly when the next query is
-    guessed."""
+    """A crop takes the whole tail, and there are no sinks: nothing is compared exactly for the guess."""
     with sparse(num_sinks=0, **fields) as cache:
         feed(cache, prompt(long_model(), 1, LONG))
         feed(cache, prompt(long_model(), 1, 3, seed=9), 1)
@@ -351,8 +345,7 @@ def test_a_guess_with_no_latest_tokens(fields: dict[str, Any]) -> None:
 
 
 def test_another_prompt_after_a_crop_of_nearly_all() -> None:
-    """Few tokens stay, none of them sealed, as where a library finds a short prefix: the next prompt is looked ahead
-    for as the first one was."""
+    """Few tokens stay, none of them sealed: the next prompt is looked ahead for as the first was."""
     with sparse() as cache:
         feed(cache, prompt(long_model(), 1, LONG))
         feed(cache, prompt(long_model(), 1, 3, seed=9), 1)

@@ -202,8 +202,7 @@ class Streamer:
 
 
 def test_a_guess_is_seen_by_nobody() -> None:
-    """Streamers, processors and criteria see a token a step, hidden states are those of one, and the text is that of a
-    plain call; a forward a token, and one more."""
+    """Streamers, processors, criteria and hidden states are those of one token a step; so is the text."""
     model = long_model()
     ids = prompt(model, 1, LENGTH)
     found = []
@@ -301,8 +300,7 @@ def test_what_fits_at_8k(bits: int, group: int, share: float) -> None:
 
 @pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_out_of_host_memory_comes_what_is_wanted_and_no_more(padded: bool, tmp_path: Path) -> None:
-    """Records of many tokens, of which rows are taken: the same answers as from a disk, after a fork too; but for the
-    order of sums, and which of two tokens that matter as much is chosen then."""
+    """The same answers as from a disk, after a fork too, but for the order of sums."""
     model, found, read = long_model(), [], []
     ids, mask = asked(2) if padded else (prompt(model, 2, LENGTH), {})
     for engine in ("memory", "auto"):

@@ -22,8 +22,7 @@ class _Module(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_one_query_a_row_is_the_models_attention(masked: str | None, dtype: torch.dtype, rows: int) -> None:
-    """Query heads folded into queries of their key head, on strided views as they are gathered: what transformers'
-    own attention gives, to a rounding of the type."""
+    """Folded query heads on strided views give what transformers' own attention gives, but for rounding."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(rows, 6, 1, 16, generator=generator).to(dtype)
     entries = torch.randn(rows, 37, 64, generator=generator).to(dtype)

@@ -110,8 +110,7 @@ def test_they_go_with_the_last_that_wants_them(how: str) -> None:
 
 
 def test_on_and_off_with_the_pace() -> None:
-    """They are on while the look-ahead is tried, off while the other way is, and as it was found afterwards; every
-    step is right, and the look-ahead guesses whenever it is on."""
+    """They are on while the look-ahead is tried, and afterwards if it won; it guesses whenever they are on."""
     model = fresh("llama")
     fields = {"num_selected": 512}
     with unchanged(model), cache_of(model, "either", **fields) as cache, cache_of(model, "exact") as exact:
@@ -209,8 +208,7 @@ def test_a_cache_that_was_counted_out_says_nothing() -> None:
 
 @pytest.mark.parametrize("verb", ["enter_block", "enter_attention", "leave_attention"])
 def test_a_call_between_two_lines_of_another_thread(verb: str) -> None:
-    """torch notes that a hook wants arguments by name after the hook itself: a forward of another thread between the
-    two calls it without them."""
+    """torch notes after the hook itself that it wants names: a forward between the two calls it without them."""
     hidden = torch.ones(1, 1, 4)
     assert Seam(verb, 0)(torch.nn.Identity(), (hidden,)) is None
     assert Seam(verb, 0)(torch.nn.Identity(), (hidden,), hidden) is None

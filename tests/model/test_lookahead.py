@@ -142,8 +142,7 @@ def test_nothing_of_a_long_prefill_is_held(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_is_planned_is_what_is_held() -> None:
-    """The most that the account ever saw, with layers that are never learned (sliding ones) and after an interrupted
-    step; nothing once the step has ended."""
+    """The account's peak, with sliding layers and after an interrupted step; nothing once a step has ended."""
     account = MemoryAccount()
     ahead = LookAhead(account)
     block, attention = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)

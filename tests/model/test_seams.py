@@ -319,8 +319,7 @@ def dynamo() -> Iterator[dict[str, Any]]:
     ],
 )  # fmt: skip
 def test_torch_compile(how: str, mode: str, dynamo: dict[str, Any]) -> None:
-    """Compiled with the eager backend, as a wrapper or as the inner forward: the same tokens, sparse with the guesses
-    of the look-ahead. The tracer breaks at `update`, at attention and at the seams alone, and never looks into them."""
+    """The same tokens; the tracer breaks at `update`, attention and the seams, and never looks into them."""
     model = fresh("llama")
     expected = CASES["left_padding"](model, dynamic(model))
     wrapped = torch.compile(model, backend="eager") if how == "wrapper" else model

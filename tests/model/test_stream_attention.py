@@ -295,8 +295,7 @@ def shuffled(
 @pytest.mark.parametrize("rows", ["shared", "row", "head"])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_blocks_in_any_order(queries: int, rows: str, masked: bool, options: dict) -> None:
-    """Shuffled blocks are what the ordered ones are, for each query, row and head; padding within a block is not seen;
-    and the twin, which puts every entry back in its place, says the same."""
+    """Shuffled blocks, with padding within them, are what the ordered ones are, and what the twin gives."""
     query, keys, values = tensors(2, 4, 2, queries, 40 + queries, 8, 8, 7)
     visible = (torch.arange(40 + queries) <= torch.arange(queries)[:, None] + 40).expand(2, 1, -1, -1).clone()
     if masked:

@@ -110,8 +110,7 @@ def test_what_is_likely_is_so_of_independent_keys() -> None:
 
 
 def test_where_chunks_stand() -> None:
-    """First in a head's queue by the upper bound: before all that are second in each; at least, as if each stood where
-    its lower bound is. A head of large scores is heard as any other."""
+    """First in a head's queue by the upper bound; at least, as if each stood at its lower bound."""
     upper = np.array([[[900, 500, 800, 100, 0], [1, 2, 3, 9, 4]]], dtype=np.float32)
     lower = np.array([[[850, 0, 450, 0, 0], [0, 0, 0, 3.5, 0]]], dtype=np.float32)
     most, least = standing(upper, lower, 3)

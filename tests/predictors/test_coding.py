@@ -245,8 +245,7 @@ def test_many_tokens_are_scored_some_at_a_time(unit_size: int) -> None:
 
 
 def test_units_side_by_side_score_as_tokens_side_by_side() -> None:
-    """Best tokens, all tokens, of some units and of all, roughly too, with padding; twice as many at a time of many
-    tokens."""
+    """Best tokens, all tokens, of some units and of all, roughly too, with padding."""
     keys, query = keys_of(2, 4 * BLOCK + 600), query_of(2)
     visible = torch.rand(2, keys.shape[2], generator=torch.Generator().manual_seed(3)) < 0.9
     visible[1, :41] = False
@@ -284,8 +283,7 @@ def test_codes_of_units_of_another_size_raise() -> None:
 
 
 def test_few_of_many_are_found_by_a_rough_pass_and_a_close_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rough pass unpacks the first components alone; what it passes on is then ranked as if all had been looked at
-    closely, and padding, the sinks' units and the latest tokens count as they do there."""
+    """The rough pass unpacks the first components; what it passes on is ranked as if all had been."""
     keys, query = keys_of(2, 1600), query_of(2)
     coding = coding_of(keys, 10)
     assert coding.rough < coding.rank

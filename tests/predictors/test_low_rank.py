@@ -107,8 +107,7 @@ def test_the_best_are_among_the_candidates(wanted: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
 def test_compact_types_are_near(dtype: torch.dtype) -> None:
-    """Scores off by at most 3% of their spread: an 8-bit key component is off by half of 5/127 of its root mean
-    square, an 8-bit query component by half of 1/127 of the largest; bf16 keeps 8 bits. The choice hardly changes."""
+    """Scores are off by at most 3% of their spread: components are rounded to 5/127 and 1/127 of their scale."""
     keys, query = keys_of(2, 1600), query_of(2)
     exact, compact = predictor(keys, WIDTH), predictor(keys, WIDTH, dtype)
     exact.append(keys)

@@ -85,8 +85,7 @@ def test_sparse_caches_are_at_some(sparse: tuple[dict[str, Any], Any]) -> None:
 
 
 def test_prefilled_in_pieces_and_decoded_in_turns(sparse: tuple[dict[str, Any], list[tuple[Any, Any, int]]]) -> None:
-    """No forward is of more than 1,024 tokens; all caches are open before the first step, and each takes `TURN` of
-    them, forth and then back. transformers' cache runs on a model without seams, of the same weights."""
+    """No forward has more than 1,024 tokens; each open cache takes `TURN` steps, forth and then back."""
     found, seen = sparse
     caches = list(dict.fromkeys(cache for _, cache, _ in seen))
     classes = ["DynamicCache", *(place.split(":")[1] for place in registry.CACHES.values())]
