@@ -13,7 +13,7 @@ import harness
 import numpy as np
 import pytest
 import torch
-from gathers import Gathers
+from checked_cache import Gathers
 from harness import Decoded, assert_exact, compare, generate, prompt
 from long_models import long_fresh, long_tiny, sparse
 from transformers import DynamicCache

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gathers import Gathers
+from checked_cache import Gathers
 from harness import Decoded, assert_exact, prompt
 from long_models import long_tiny, sparse
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gathers import Gathers
+from checked_cache import Gathers
 from harness import generate, prompt
 from long_models import long_fresh
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gathers import Gathers
+from checked_cache import Gathers
 from harness import Decoded, assert_exact, build, compare, fingerprint, generate, prompt, unchanged
 from long_models import long_fresh, long_tiny, sparse
 from pairwise import combinations

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gathers import Gathers
+from checked_cache import Gathers
 from harness import prompt
 from long_models import long_fresh, sparse
 from transformers import DynamicCache

@@ -10,7 +10,7 @@ import harness
 import pytest
 import torch
 import transformers
-from gathers import Gathers, checking
+from checked_cache import Gathers, checking
 from harness import PAD, generate, prompt, unchanged
 from long_models import LENGTH, long_tiny, sparse
 from pairwise import combinations, in_full

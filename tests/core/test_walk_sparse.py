@@ -8,8 +8,7 @@ from typing import Any
 import harness
 import pytest
 import walk
-from checked_cache import checked
-from gathers import Gathers
+from checked_cache import Gathers, checked
 from harness import PAD, generate, padding, prompt, unchanged
 from long_models import LENGTH, sparse, walked
 from transformers import DynamicCache

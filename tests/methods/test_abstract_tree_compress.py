@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gathers import read_back
 from harness import Decoded, generate, prompt, repetitive_prompt, unchanged
 from long_llama import feed, long_model
 
@@ -44,7 +43,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
     def watched(layer: Any, choice: Any, fetched: Any) -> None:
         history, replicas = layer.history, layer.history.replicas
-        whole = torch.cat(read_back(history), 3)[:, 0, : history.units * 64]
+        whole = torch.cat(history.whole(), 3)[:, 0, : history.units * 64]
         packed = torch.empty(history.rows * history.units, replicas.record_bytes, dtype=torch.uint8)
         quantise(replicas.form.layout, whole.reshape(len(packed), -1), packed)
         image = dequantised(replicas.form.layout, packed).view(whole.shape)

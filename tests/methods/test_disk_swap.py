@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gathers import selections
+from checked_cache import selections
 from harness import PAD, Decoded, assert_exact, compare, generate, prompt, unchanged
 from long_llama import LONG, dynamic, feed, long_model, run, same, sparse
 
@@ -35,10 +35,10 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("sinks", "reuse"), [(4, 60), (6, 0), (0, 12)])
-def test_every_selection_is_well_formed(monkeypatch: pytest.MonkeyPatch, sinks: int, reuse: int) -> None:
+def test_every_selection_is_well_formed(sinks: int, reuse: int) -> None:
     """Right size, ascending, distinct, with the sinks; every gather is bitwise right."""
     with sparse(num_sinks=sinks, reuse_capacity=reuse) as cache:
-        with selections(monkeypatch) as seen:
+        with selections() as seen:
             run(cache, 2, max_new_tokens=6)
         assert len(seen) == 5 * 3
         sink_groups = -(-sinks // 4)
@@ -68,7 +68,7 @@ def test_the_choice_is_the_dense_oracles(monkeypatch: pytest.MonkeyPatch) -> Non
         return decode(layer, call, step)
 
     monkeypatch.setattr(layer_class, "decode", watched)
-    with sparse(rank=32, summary_dtype="float32") as cache, selections(monkeypatch) as seen:
+    with sparse(rank=32, summary_dtype="float32") as cache, selections() as seen:
         run(cache, max_new_tokens=5)
     assert len(seen) == len(expected) == 12
     agreement = [len(best & set(groups[0].tolist())) / 11 for best, (_, groups) in zip(expected, seen, strict=True)]
@@ -183,12 +183,12 @@ def padded_prompt(pad_token: int = PAD) -> tuple[torch.Tensor, torch.Tensor]:
     return prompt(long_model(), 2, LONG).masked_fill(mask == 0, pad_token), mask
 
 
-def test_padding_has_no_influence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_has_no_influence() -> None:
     """Other tokens in padded places: the same logits, to the bit; and no group of padding alone is selected."""
     results = []
     for pad_token in (PAD, 77):
         ids, mask = padded_prompt(pad_token)
-        with sparse() as cache, selections(monkeypatch) as seen:
+        with sparse() as cache, selections() as seen:
             results.append(generate(long_model(), cache, ids, attention_mask=mask, max_new_tokens=8))
             assert all(groups[1].min() == 101 // 4 for _, groups in seen)
             assert all(groups[0].min() == 0 for _, groups in seen)
@@ -202,7 +202,7 @@ def test_integers_and_float32_choose_alike(monkeypatch: pytest.MonkeyPatch, fiel
     results = []
     for fast in (True, False):
         monkeypatch.setattr(integer_product, "multiplies_bytes", lambda fast=fast: fast)
-        with sparse(**fields) as cache, selections(monkeypatch) as seen:
+        with sparse(**fields) as cache, selections() as seen:
             results.append(generate(long_model(), cache, ids, attention_mask=mask, max_new_tokens=8))
             assert len(seen) == 7 * 3
     assert torch.equal(results[0].logits, results[1].logits)
@@ -373,10 +373,10 @@ def test_sinks_that_come_later_are_the_rows_own(padding: int, num_sinks: int) ->
                 assert torch.equal(sinks[row], keys[row, :, first : first + num_sinks])
 
 
-def test_crop_into_groups_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crop_into_groups_and_go_on() -> None:
     """Most groups are selected and stay resident; after the crop their records are used again."""
     ids, other = prompt(long_model(), 1, LONG), prompt(long_model(), 1, 60, seed=9)
-    with sparse(num_selected=600, reuse_capacity=720) as cache, selections(monkeypatch) as seen:
+    with sparse(num_selected=600, reuse_capacity=720) as cache, selections() as seen:
         feed(cache, ids)
         feed(cache, ids[:, :5], 1)
         cache.crop(-65)
