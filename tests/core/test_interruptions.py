@@ -14,41 +14,18 @@ import pytest
 import torch
 from checked_cache import Gathers
 from harness import Decoded, assert_exact, build, compare, fingerprint, generate, prompt, unchanged
-from long_models import long_fresh, long_tiny, sparse
+from long_models import EXACT, LENGTH, dynamic, follow, long_fresh, long_tiny, singles, sparse, step
 from pairwise import combinations
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
+from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core import OffloadLayer
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.fetch import Prefetcher
 
-LENGTH = 620
 SLOW = pytest.mark.slow
-EXACT: dict[str, Any] = {"exact": True, "rank": None, "num_selected": 400}
-"""Over the fields of `sparse`."""
 ALL: dict[str, Any] = {"num_selected": 2048, "reuse_capacity": 60}
-
-
-def dynamic(model: Any) -> DynamicCache:
-    return DynamicCache(config=model.config)
-
-
-def step(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The logits (B, 1, vocabulary) of the last token."""
-    with torch.no_grad():
-        return model(ids, past_key_values=cache, logits_to_keep=1).logits
-
-
-def singles(model: Any, rows: int, count: int, seed: int = 11) -> list[torch.Tensor]:
-    """`count` further tokens (B, 1)."""
-    return list(prompt(model, rows, count, seed).split(1, 1))
-
-
-def follow(model: Any, cache: Any, tokens: list[torch.Tensor]) -> Decoded:
-    """What comes of feeding the tokens one by one."""
-    return Decoded(torch.cat(tokens, 1), torch.stack([step(model, cache, token)[:, 0] for token in tokens]))
 
 
 def assert_heals(model: Any, cache: DiskSwapCache, rows: int = 2, **fields: Any) -> None:
@@ -91,7 +68,7 @@ def reads_fail(cache: DiskSwapCache, layer_idx: int) -> Iterator[list[Any]]:
         yield refused
 
 
-# ---------------------------------------------------------------------------------------------- (a) failing writes
+# ---------------------------------------------------------------------------------------------- failing writes
 
 
 @pytest.mark.parametrize(
@@ -200,10 +177,7 @@ def test_a_window_that_moved_on_does_not_go_back() -> None:
         step(model, cache, prompt(model, 2, 60))
 
 
-# ---------------------------------------------------------------------------------------------- (b) failing crops
-
-
-# ---------------------------------------------------------------------------------------------- (c) before any layer
+# ---------------------------------------------------------------------------------------------- before any layer
 
 
 @pytest.mark.parametrize(
@@ -274,7 +248,7 @@ def test_a_step_that_fails_beside_linear_states(place: str, layer_idx: int) -> N
         assert_exact(*(generate(model, held, ids, max_new_tokens=5) for held in (dynamic(model), cache)))
 
 
-# ---------------------------------------------------------------------------------------------- (d) without a hook
+# ---------------------------------------------------------------------------------------------- without a hook
 
 
 @pytest.mark.parametrize(
@@ -316,10 +290,7 @@ def test_an_error_within_the_inner_model(fields: dict[str, Any], layer_idx: int,
         assert_heals(model, cache, **{**fields, "reuse_capacity": 0})
 
 
-# ---------------------------------------------------------------------------------------------- (e) Ctrl-C
-
-
-# ---------------------------------------------------------------------------------------------- (f) (g) (h) modes
+# ---------------------------------------------------------------------------------------------- modes
 
 
 @pytest.mark.parametrize(
@@ -392,7 +363,7 @@ def test_one_step_in_training_mode(fields: dict[str, Any], when: str, reset: boo
             assert len(checked_gathers) > 0
 
 
-# ---------------------------------------------------------------------------------------------- (i) two models
+# ---------------------------------------------------------------------------------------------- two models
 
 
 def assert_stock(model: Any) -> None:
@@ -510,7 +481,7 @@ def test_a_cache_on_a_model_and_one_on_its_base(
     assert_exact(expected, generate(model, dynamic(model), ids, max_new_tokens=6), bitwise=True)
 
 
-# ---------------------------------------------------------------------------------------------- (j) (k) (l) the rest
+# ---------------------------------------------------------------------------------------------- the rest
 
 
 @pytest.mark.parametrize(
@@ -561,7 +532,7 @@ def test_the_report_after_close(name: str, engine: str, tmp_path: Path) -> None:
     assert str(cache.report()) == str(last)
 
 
-# ---------------------------------------------------------------------------------------------- (m) (n) memory
+# ---------------------------------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize("reuse", [{}, {"reuse_capacity": 100_000}], ids=["default reuse", "large reuse"])

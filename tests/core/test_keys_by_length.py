@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import SMALL, assert_exact, generate, prompt
+from pairwise import combinations
 from rope_models import KINDS, long_rope
 from transformers import DynamicCache, GenerationConfig
 
@@ -41,8 +42,7 @@ def turns(model: Any, cache: Any, lengths: tuple[int, ...], between: Any = lambd
     return found
 
 
-@pytest.mark.parametrize("lengths", [(100, 150), (150, 260), (240, 300)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "lengths"), combinations(KINDS.keys(), ((100, 150), (150, 260), (240, 300))))
 def test_a_saved_context_goes_on_beyond_the_original_positions(
     kind: str, lengths: tuple[int, ...], tmp_path: Path
 ) -> None:

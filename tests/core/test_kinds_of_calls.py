@@ -9,16 +9,7 @@ import pytest
 import torch
 from checked_cache import Gathers
 from harness import prompt
-from long_models import long_fresh, sparse
-from transformers import DynamicCache
-
-LENGTH = 620
-EXACT: dict[str, Any] = {"exact": True, "rank": None, "num_selected": 400}
-"""Over the fields of `sparse`."""
-
-
-def dynamic(model: Any) -> DynamicCache:
-    return DynamicCache(config=model.config)
+from long_models import EXACT, LENGTH, dynamic, long_fresh, sparse
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from background import LONG, Gate, SlowWrites, in_background, memory, rows, skip_without, threads_of_ours
+from background import LONG, Gate, SlowWrites, in_background, join_threads, memory, rows, skip_without, threads_of_ours
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -49,9 +49,7 @@ def no_leaks() -> Iterator[None]:
     yield
     if threads_of_ours():
         gc.collect()  # a test that failed keeps its prefetcher alive in cycles
-    for thread in threading.enumerate():
-        if thread.name.startswith("hf_offload_cache-"):
-            thread.join(LONG)
+    join_threads()
     assert threads_of_ours() == []
     assert open_descriptors() == descriptors
 

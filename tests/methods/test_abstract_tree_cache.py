@@ -19,8 +19,8 @@ from long_llama import feed, long_model
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
 from hf_offload_cache.core import Pace
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError
-from hf_offload_cache.fetch import EarlyLook, Fetcher
-from hf_offload_cache.methods.abstract_tree import AbstractTreeLayer, ChunkHistory
+from hf_offload_cache.fetch import EarlyLook
+from hf_offload_cache.methods.abstract_tree import ChunkHistory
 from hf_offload_cache.model import Geometry, LookAhead
 
 LENGTH = 700
@@ -235,25 +235,6 @@ def test_a_context_opened_with_other_resident_layers(residents: tuple[int, int],
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_failed_look_at_abstracts_loses_the_step_alone() -> None:
-    model, logits = long_model(), []
-    ids = prompt(model, 1, LENGTH)
-    for fails in (False, True):
-        with AbstractTreeCache(model, abstracts="disk", engine="memory", **FIELDS) as cache, torch.no_grad():
-            model(ids, past_key_values=cache)
-            model(ids[:, :1], past_key_values=cache)
-            before = dict(cache.storage.account.by_owner)
-            if fails:
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(Fetcher, "look", failing)
-                    with pytest.raises(StoreError):
-                        model(ids[:, 1:2], past_key_values=cache)
-                assert cache.storage.account.by_owner.get("judging", 0) == before.get("judging", 0) == 0
-                assert cache.tokens == LENGTH + 1
-            logits.append(model(ids[:, 1:2], past_key_values=cache).logits)
-    assert torch.equal(*logits)
-
-
 def test_a_crop_whose_page_cannot_be_read_back_costs_the_abstracts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The history is cut as asked; steps attend to everything until the next chunk is sealed, then choose again."""
     model = long_model()
@@ -336,35 +317,3 @@ def test_a_context_saved_with_abstracts_in_memory_stays_so(tmp_path: Path) -> No
         assert opened.config.abstracts == "memory" and opened.tokens == LENGTH + 3
     with pytest.raises(BudgetError, match="abstracts='memory'"):
         AbstractTreeCache.open(tmp_path / "context", model, memory="64KiB", max_context=2 * LENGTH)
-
-
-def test_a_page_that_fails_once_loses_a_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is repeated, and at the end all abstracts are those of the keys: no page is taken for what it is not."""
-    model = long_model()
-    ids = prompt(model, 1, LENGTH + 60)
-    with AbstractTreeCache(model, abstracts="disk", engine="memory", **FIELDS) as cache, torch.no_grad():
-        model(ids[:, :LENGTH], past_key_values=cache)
-        write, failed = cache.storage.prefetcher.write, []
-        history = cache.offloaded[1].history
-        assert isinstance(history, ChunkHistory)
-
-        def watched(store: Any, records: np.ndarray, out: Any) -> None:
-            if not failed and store is history.store and np.isin(records, history.pages.table.ids).any():
-                failed.append(cache.tokens)
-                raise StoreError(errno.EIO, "was made to fail")
-            write(store, records, out)
-
-        monkeypatch.setattr(cache.storage.prefetcher, "write", watched)
-        for token in ids[:, LENGTH:].split(1, 1):
-            try:
-                model(token, past_key_values=cache)
-            except StoreError:
-                model(token, past_key_values=cache)
-        assert failed and cache.tokens == LENGTH + 60
-        for layer in cache.offloaded:
-            assert isinstance(layer, AbstractTreeLayer) and isinstance(layer.history, ChunkHistory)
-            pages, units = layer.history.pages, layer.history.units
-            assert pages.units == units
-            found = pages.joined(layer.fetcher.look(layer.history, pages.extents()))
-            keys = layer.history.whole()[0][:, 0, : units * 4].unflatten(1, (-1, 4))
-            assert torch.equal(found, torch.cat([keys.amin(2), keys.amax(2)], -1))

@@ -100,13 +100,6 @@ def test_without_replicas_nothing_is_said() -> None:
         assert all(layer.history.replicas is None for layer in cache.offloaded)
 
 
-@pytest.mark.parametrize("exact", [True, "bitwise"])
-def test_an_exact_cache_has_none(exact: Any) -> None:
-    with AbstractTreeCache(long_model(), **{**FIELDS, "exact": exact, "compress": 1.0}) as cache:
-        generate(long_model(), cache, prompt(long_model(), 1, LENGTH), max_new_tokens=3)
-        assert all(layer.history.replicas is None for layer in cache.offloaded)
-
-
 @pytest.mark.parametrize("share", [0.5, "auto"])
 def test_solved_or_given_it_is_planned(share: Any, tmp_path: Path) -> None:
     model, fields = long_model(), {**FIELDS, "compress": share, "num_selected": 64, "num_opened": 128}

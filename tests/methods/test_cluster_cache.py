@@ -11,6 +11,7 @@ import torch
 from checked_cache import checked
 from harness import generate, prompt
 from long_llama import feed, long_model
+from pairwise import combinations
 from transformers import DynamicCache
 
 from hf_offload_cache.errors import BudgetError, ConfigError
@@ -85,8 +86,13 @@ def test_centroids_on_the_disk_change_nothing_but_where_they_are(tmp_path: Path)
     assert not list(tmp_path.iterdir()) and open_descriptors() == before
 
 
-@pytest.mark.parametrize("fields", [{"exact": True}, {"exact": "bitwise"}, {"num_selected": 4000}])
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "how"),
+    combinations(
+        ({"exact": True}, {"exact": "bitwise"}, {"num_selected": 4000}),
+        ({}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}),
+    ),
+)
 def test_exact_over_what_is_in_clusters(fields: dict[str, Any], how: dict[str, Any]) -> None:
     """Greedy, beams and verified candidates: `DynamicCache`'s tokens; all that is held is attended to."""
     model, rows = long_model(), 1 if "prompt_lookup_num_tokens" in how else 2

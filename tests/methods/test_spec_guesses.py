@@ -10,6 +10,7 @@ import torch
 from forward_calls import told_of_forwards
 from harness import COMMON, PAD, build, prompt, repetitive_prompt
 from long_llama import long_model
+from pairwise import combinations
 from shared_keys import gemma3n
 from spec_fields import ALL, SMALL
 from transformers import (
@@ -334,9 +335,12 @@ def test_hooks_of_users_see_what_they_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"reuse_capacity": 400}, {"speculative": False, "num_selected": 200}, {"num_selected": 200}]
+    ("fields", "candidates"),
+    combinations(
+        ({"reuse_capacity": 400}, {"speculative": False, "num_selected": 200}, {"num_selected": 200}),
+        ({}, {"prompt_lookup_num_tokens": 8}),
+    ),
 )
-@pytest.mark.parametrize("candidates", [{}, {"prompt_lookup_num_tokens": 8}])
 def test_what_is_planned_is_enough(fields: dict[str, Any], candidates: dict[str, Any], tmp_path: Any) -> None:
     model, tokens = long_model(), 1500
     sizes = {"max_context": tokens + 60, "max_batch": 1, "block_tokens": 128, "write_queue": "64KiB", **fields}

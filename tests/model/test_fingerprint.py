@@ -75,44 +75,22 @@ def test_the_order_is_the_order_of_comparison() -> None:
     assert groups == sorted(groups, key=list(first).index)
 
 
-def set_special_tokens(model: Any) -> None:
-    model.config.pad_token_id, model.config.eos_token_id = 7, [2, 3]
-
-
-def set_labels(model: Any) -> None:
-    model.config.num_labels, model.config.problem_type = 5, "regression"
-
-
-def set_dropout(model: Any) -> None:
-    model.config.attention_dropout = 0.1
-
-
-def set_generation(model: Any) -> None:
-    model.generation_config.temperature, model.generation_config.max_new_tokens = 0.3, 5
-
-
-def set_outputs(model: Any) -> None:
-    model.set_attn_implementation("eager")
-    model.config.output_attentions, model.config.output_hidden_states, model.config.use_cache = True, True, False
-
-
-def set_kernel_of_a_part(model: Any) -> None:
-    model.config.attn_config = {"attn_implementation": "eager", "attn_pdrop": 0.1}
-
-
-def set_name(model: Any) -> None:
-    model.config._name_or_path, model.config.architectures = "elsewhere/model", ["Other"]
+def put(part: Any, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(part, name, value)
 
 
 SAME: dict[str, Callable[[Any], Any]] = {
-    "name": set_name,
+    "name": lambda model: put(model.config, _name_or_path="elsewhere/model", architectures=["Other"]),
     "attention implementation": lambda model: model.set_attn_implementation("eager"),
-    "outputs": set_outputs,
-    "attention implementation of a part": set_kernel_of_a_part,
-    "generation config": set_generation,
-    "special tokens": set_special_tokens,
-    "labels": set_labels,
-    "dropout": set_dropout,
+    "outputs": lambda model: put(model.config, output_attentions=True, output_hidden_states=True, use_cache=False),
+    "attention implementation of a part": lambda model: put(
+        model.config, attn_config={"attn_implementation": "eager", "attn_pdrop": 0.1}
+    ),
+    "generation config": lambda model: put(model.generation_config, temperature=0.3, max_new_tokens=5),
+    "special tokens": lambda model: put(model.config, pad_token_id=7, eos_token_id=[2, 3]),
+    "labels": lambda model: put(model.config, num_labels=5, problem_type="regression"),
+    "dropout": lambda model: put(model.config, attention_dropout=0.1),
     "training mode": lambda model: model.train(),
     "no gradients": lambda model: model.requires_grad_(False),
     "moved to the cpu": lambda model: model.to("cpu"),
@@ -442,13 +420,19 @@ def test_an_adapter_is_the_same_through_either_handle(tmp_path: Path) -> None:
     check_fingerprint(stored, model)
 
 
-def test_another_active_adapter() -> None:
-    model = adapted("one", "two")
+@pytest.mark.parametrize(
+    ("names", "change", "message"),
+    [
+        (("one", "two"), lambda model: model.set_adapter("two"), 'adapters was ["one"], here it is ["two"]'),
+        (("one",), lambda model: model.merge_adapter(), 'adapters.merged was [], here it is ["one"]'),
+    ],
+    ids=["another active one", "merged"],
+)
+def test_a_changed_adapter(names: tuple[str, ...], change: Callable[[Any], Any], message: str) -> None:
+    model = adapted(*names)
     stored = full_fingerprint(model)
-    model.set_adapter("two")
-    assert refused(stored, model) == 'adapters was ["one"], here it is ["two"]'
-    model.set_adapter("one")
-    check_fingerprint(stored, model)
+    change(model)
+    assert refused(stored, model) == message
 
 
 def test_a_disabled_adapter() -> None:
@@ -459,13 +443,6 @@ def test_a_disabled_adapter() -> None:
         assert refused(stored, model) == "adapters.disabled was false, here it is true"
     check_fingerprint(stored, model)
     assert refused(disabled, model) == "adapters.disabled was true, here it is false"
-
-
-def test_a_merged_adapter() -> None:
-    model = adapted("one")
-    stored = full_fingerprint(model)
-    model.merge_adapter()
-    assert refused(stored, model) == 'adapters.merged was [], here it is ["one"]'
 
 
 def test_another_scaling_in_one_layer() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import fresh, prompt, tiny
+from pairwise import combinations
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.memory import MemoryAccount
@@ -91,8 +92,10 @@ def test_which_layers_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
             assert query.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "opt", "gpt_neox", "mistral", "gemma3"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    combinations(("llama", "qwen3", "phi3", "opt", "gpt_neox", "mistral", "gemma3"), (False, True)),
+)
 def test_equal_when_only_the_mlp_is_missing(name: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh(name)
     silence_mlps(model)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import fresh
+from pairwise import combinations
 from transformers import DynamicCache
 
 from hf_offload_cache import ClusterCache, DiskSwapCache
@@ -58,8 +59,7 @@ def test_fewer_columns_than_queries_are_not_causal() -> None:
     assert seen_before(torch.ones(1, 1, 3, 2, dtype=torch.bool)) is None
 
 
-@pytest.mark.parametrize("method", [DiskSwapCache, ClusterCache])
-@pytest.mark.parametrize("padded", [0, 7, 60])
+@pytest.mark.parametrize(("method", "padded"), combinations((DiskSwapCache, ClusterCache), (0, 7, 60)))
 def test_pieces_of_a_prompt_go_without_a_row_of_a_mask_for_each_query(
     padded: int, method: type[DiskSwapCache | ClusterCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from harness import CASES, COMMON, assert_exact, build, fresh, generate, prompt, tiny, unchanged
+from pairwise import combinations
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -47,8 +48,7 @@ def _one_layer_trains(model: Any) -> None:
     model.model.layers[1].train()
 
 
-@pytest.mark.parametrize("cls", CACHES)
-@pytest.mark.parametrize("put_on", [_all, _one_layer, _one_layer_trains])
+@pytest.mark.parametrize(("cls", "put_on"), combinations(CACHES, (_all, _one_layer, _one_layer_trains)))
 def test_gradient_checkpointing_in_training_raises_before_anything_runs(cls: Any, put_on: Callable[..., None]) -> None:
     """Its layers are given no cache. Nothing ran, and the cache goes on once the model is in `eval` again."""
     model, ran = fresh("llama"), []

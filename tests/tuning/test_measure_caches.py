@@ -103,6 +103,7 @@ def test_prefilled_in_pieces_and_decoded_in_turns(sparse: tuple[dict[str, Any], 
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_a_full_cache_that_memory_does_not_hold_is_left_out(
     sparse: tuple[dict[str, Any], Any], model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_full_cache_that_memory_does_not_hold_is_left_out(
         assert one["perplexity"] == pytest.approx(other["perplexity"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_wider_steps_are_measured_and_chosen(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_plans, "WIDER", {"disk-swap": (500,)})
     found = measured(model, tmp_path)

@@ -217,6 +217,7 @@ def test_a_model_that_keeps_layers_in_memory() -> None:
         tune(MistralForCausalLM(config), **ASKED)
 
 
+@pytest.mark.slow
 def test_a_class_of_ones_own_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
     settle = OwnCache.prepare
