@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checked_cache import Gathers
-from harness import Decoded, assert_exact, compare, generate, prompt
+from harness import assert_exact, generate, prompt
 from long_models import long_fresh, long_tiny, sparse
 from transformers import DynamicCache
 
@@ -214,18 +214,6 @@ def test_the_last_piece_of_a_prompt_is_exact(checked_gathers: Gathers) -> None:
         assert_exact(expected, generate(model, cache, ids, max_new_tokens=1, prefill_chunk_size=24))
         assert cache.report().decode_steps == 0
     assert len(checked_gathers) == 0
-
-
-def test_candidates_are_verified_as_single_steps_would(checked_gathers: Gathers) -> None:
-    model = long_tiny("llama")
-    ids = repetitive(model)[:, :620]
-    options: dict[str, Any] = {"max_new_tokens": 12, "prompt_lookup_num_tokens": 4}
-    expected = generate(model, DynamicCache(config=model.config), ids, **options)
-    with sparse(model, **{**FIELDS, "num_selected": 2048}) as cache:
-        result: Decoded = generate(model, cache, ids, **options)
-        assert compare(expected, result).exact
-        assert cache.report().selected_fraction == 1
-    assert len(checked_gathers) > 0
 
 
 def test_a_question_that_is_fed_by_hand_after_candidates_is_exact(checked_gathers: Gathers) -> None:

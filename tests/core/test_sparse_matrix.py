@@ -169,7 +169,7 @@ def test_reset_beside_linear_states(name: str, checked_gathers: Gathers) -> None
         harness.assert_exact(generate(model, cache, ids, max_new_tokens=5), result)
 
 
-@pytest.mark.parametrize("name", [*MODELS[1::2], *in_full(MODELS[::2])])
+@pytest.mark.parametrize("name", [*MODELS[1::4], *in_full(MODELS[::2]), *in_full(MODELS[3::4])])
 def test_everything_selected_is_exact(name: str, checked_gathers: Gathers) -> None:
     """The same gathers, with room for all groups: what `DynamicCache` gives. The adapter exists."""
     model = long_tiny(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -703,8 +704,9 @@ def test_a_fetcher_gives_back_what_it_does_not_gather_with(storage: Storage) -> 
     assert there.closed and not here.closed and account.current <= account.limit
 
 
-@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-@pytest.mark.parametrize("then", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize(
+    ("first", "then"), itertools.permutations([torch.inference_mode, torch.no_grad, torch.enable_grad], 2)
+)
 def test_the_view_is_written_to_in_any_mode(storage: Storage, first: Any, then: Any) -> None:
     source, seen = Source(filled(storage), np.arange(10)[None]), fetcher(storage, 4)
     for mode, wanted in ((first, [1, 2]), (then, [2, 5])):

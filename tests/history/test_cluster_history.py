@@ -279,23 +279,6 @@ def full(count: int) -> np.ndarray:
     return np.empty(0, dtype=np.int64)
 
 
-def test_what_is_restored_is_its_own() -> None:
-    """A twin stays as it is, whatever becomes of what it was captured of."""
-    with filled(1, 120) as case:
-        parts = list(case.history.freeze())
-        other = Storage(CONFIG, None)
-        try:
-            given = torch.device("cpu"), CONFIG, "layer 0", CLUSTERS, NobodyReads()
-            tree = case.history.capture()
-            twin = ClusterHistory.restore(other, tree, [part.share() for part in parts], *given)
-            held = case.keys.clone()
-            case.truncate(40)
-            case.append(60)
-            assert torch.equal(twin.whole()[0], held)
-        finally:
-            other.close()
-
-
 def test_a_page_that_was_cut_and_is_filled_anew_is_told() -> None:
     with filled(1, 100) as case:
         own = case.history.clustered

@@ -237,47 +237,6 @@ def test_directions_of_a_space_with_fewer_dimensions_hold_all_of_it() -> None:
     torch.testing.assert_close(flat @ found @ found.T, flat, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32])
-def test_pieces_rows_and_truncation(dtype: torch.dtype) -> None:
-    """Appended in pieces as at once; rows and lengths follow; the account is exact after every step."""
-    account = MemoryAccount()
-    keys, query = keys_of(2, 900), query_of(4)
-    whole, summary = predictor(keys, 7, dtype), predictor(keys, 7, dtype, account)
-    whole.append(keys)
-
-    def check(rows: list[int], tokens: int) -> None:
-        assert summary.tokens == tokens
-        other = all_scores(whole, query[:1].expand(2, -1, -1))
-        mine = all_scores(summary, query[:1].expand(len(rows), -1, -1))
-        torch.testing.assert_close(mine, other[rows, :tokens], rtol=1e-5, atol=1e-5)
-        held = account.by_owner["compact keys"]
-        assert held % (len(rows) * 7 * dtype.itemsize) == 0
-        room = held // (len(rows) * 7 * dtype.itemsize)
-        assert tokens <= room <= 900 + max(256, 900 // 8)
-        kept = 4 if dtype == torch.float32 else 2
-        scores = account.by_owner.get("scores", 0)
-        assert account.current == held + WIDTH * 7 * kept + scores  # one projection, of keys and queries
-
-    summary.reserve(10)
-    check([0, 1], 0)
-    for start, stop in ((0, 1), (1, 4), (4, 300), (300, 300), (300, 900)):
-        summary.append(keys[:, :, start:stop])
-        check([0, 1], stop)
-    summary.truncate(1000)
-    check([0, 1], 900)
-    summary.truncate(650)
-    check([0, 1], 650)
-    summary.append(keys[:, :, 650:900])
-    check([0, 1], 900)
-    summary.select_rows(torch.tensor([1, 0, 1, 1]))
-    check([1, 0, 1, 1], 900)
-    summary.append(keys[[1, 0, 1, 1], :, :0])
-    summary.select_rows(torch.tensor([1]))
-    check([0], 900)
-    summary.close()
-    assert (account.by_owner["compact keys"], account.by_owner["adapters"]) == (0, 0)
-
-
 def test_reserved_room_is_not_exceeded() -> None:
     """A prompt of known length takes what it needs and no more."""
     account = MemoryAccount()

@@ -152,9 +152,8 @@ def test_too_little_memory_is_told_before_anything_runs(monkeypatch: pytest.Monk
         tune(tiny_llama(), **{**ASKED, "memory": 100_000})
 
 
-@pytest.mark.parametrize(
-    "stage", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("measure_io", "measure_model")), "solve"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["measure_io", "measure_model", "solve"])
 def test_interrupted_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
