@@ -160,6 +160,7 @@ SPOILT: dict[str, Callable[[Path], Any]] = {
     "a folder": lambda path: (path.unlink(), path.mkdir()),
     "no fingerprint": lambda path: rewrite(path, lambda tensors, metadata: metadata.pop("model")),
     "fingerprint is no JSON": lambda path: rewrite(path, lambda tensors, metadata: metadata.update(model="{")),
+    "fingerprint is no object": lambda path: rewrite(path, lambda tensors, metadata: metadata.update(model="[]")),
     "another version": lambda path: rewrite(path, lambda _, metadata: metadata.update(format="adapter 2")),
     "a foreign tensor": lambda path: rewrite(path, lambda tensors, metadata: tensors.update(bias=torch.zeros(2))),
 }
@@ -199,35 +200,22 @@ def test_a_rank_beyond_what_was_calibrated(path: Path) -> None:
         DiskSwapCache(tiny("llama"), adapter=path, rank=17, **FIELDS)
 
 
-def test_a_layer_is_missing(path: Path) -> None:
-    rewrite(path, lambda tensors, metadata: tensors.pop("layer.1"))
-    with pytest.raises(AdapterError, match=r"no layer 1.*\[0, 2\]"):
-        DiskSwapCache(tiny("llama"), adapter=path, **FIELDS)
+WRONG_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "a layer is missing": (lambda tensors: tensors.pop("layer.1"), r"no layer 1.*\[0, 2\]"),
+    "too few rows": (lambda tensors: tensors.update({"layer.1": torch.ones(24, 16)}), "layer 1"),
+    "one dimension": (lambda tensors: tensors.update({"layer.1": torch.ones(32)}), "layer 1"),
+    "more columns than rows": (
+        lambda tensors: tensors.update({"layer.1": torch.ones(32, 5000)}),
+        r"layer 1 has shape \(32, 5000\).*no more columns than rows",
+    ),
+    "no numbers": (lambda tensors: tensors["layer.1"].fill_(torch.nan), "layer 1"),
+}
 
 
-@pytest.mark.parametrize("shape", [(24, 16), (32,)])
-def test_a_projection_of_another_shape(path: Path, shape: tuple[int, ...]) -> None:
-    """A file whose fingerprint fits and whose tensors do not."""
-    rewrite(path, lambda tensors, metadata: tensors.update({"layer.1": torch.ones(shape)}))
+@pytest.mark.parametrize("wrong", WRONG_TENSORS)
+def test_projections_that_do_not_fit(path: Path, wrong: str) -> None:
+    change, named = WRONG_TENSORS[wrong]
+    rewrite(path, lambda tensors, metadata: change(tensors))
     model = tiny("llama")
-    with pytest.raises(AdapterError, match="layer 1"), DiskSwapCache(model, adapter=path, **FIELDS) as cache:
+    with pytest.raises(AdapterError, match=named), DiskSwapCache(model, adapter=path, **FIELDS) as cache:
         model(prompt(model), past_key_values=cache)
-
-
-def test_a_projection_of_more_columns_than_rows(path: Path) -> None:
-    """A step would take memory for them, of every token."""
-    rewrite(path, lambda tensors, metadata: tensors.update({"layer.1": torch.ones(32, 5000)}))
-    with pytest.raises(AdapterError, match=r"layer 1 has shape \(32, 5000\).*no more columns than rows"):
-        DiskSwapCache(tiny("llama"), adapter=path, **FIELDS).close()
-
-
-def test_a_fingerprint_that_is_no_object(path: Path) -> None:
-    rewrite(path, lambda tensors, metadata: metadata.update(model="[]"))
-    with pytest.raises(AdapterError, match=str(path)):
-        DiskSwapCache(tiny("llama"), adapter=path, **FIELDS)
-
-
-def test_a_projection_that_is_not_numbers(path: Path) -> None:
-    rewrite(path, lambda tensors, metadata: tensors["layer.1"].fill_(torch.nan))
-    with pytest.raises(AdapterError, match="layer 1"):
-        DiskSwapCache(tiny("llama"), adapter=path, **FIELDS).close()
