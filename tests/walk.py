@@ -1,10 +1,11 @@
 """Every causal language model that transformers ships, tiny: is a cache of ours exact with it?
 
-`walk_one(config_class)` looks at one architecture.
+`walk_one(config_class)` looks at one architecture; `PYTHONPATH=. python tests/walk.py [--all-cases] [NAME ...]` walks.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -458,3 +459,27 @@ def as_text(summary: dict[str, Any]) -> str:
     for key in ("not_generating", "not_buildable"):
         lines += [f"{key} {name}: {reason[:100]}" for name, reason in summary[key].items()]
     return "\n".join(lines)
+
+
+def main() -> int:
+    """Walks over the architectures named, or all; 1 if one is wrong."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("names", nargs="*", help="model types; all if none")
+    parser.add_argument("--all-cases", action="store_true", help=f"also {', '.join(FURTHER_CASES)}")
+    parser.add_argument("--json", help="where to write the summary")
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    known = architectures()
+    cases = (*SHORT_CASES, *FURTHER_CASES) if arguments.all_cases else SHORT_CASES
+    results = []
+    for name in arguments.names or known:
+        results.append(walk_one(known[name], cases))
+        last = results[-1]
+        print(f"{last.seconds:6.1f} s  {name:28} {last.status:15} {last.layers or ''} {last.reason}", flush=True)
+    summary = write_summary(results, arguments.json)
+    print(as_text(summary))
+    return 1 if summary["wrong"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
