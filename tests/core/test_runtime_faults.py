@@ -357,22 +357,6 @@ def test_a_thread_does_not_wait_for_itself() -> None:
 
 
 @pytest.mark.alone
-def test_close_waits_for_its_threads(account: MemoryAccount) -> None:
-    store, gate = SlowReads(memory(), None), Gate()
-    ids, _ = fill(store, 1)
-    prefetcher = Prefetcher(account, 2**20)
-    prefetcher.read(store, ids, rows(1)).wait()
-    prefetcher._readers._jobs.put(gate.pass_through)
-    gate.wait_for(1)
-    thread, outcome = in_background(prefetcher.close)
-    thread.join(SHORT)
-    assert thread.is_alive()
-    gate.open()
-    thread.join(LONG)
-    assert outcome == [None] and threads_of_ours() == []
-
-
-@pytest.mark.alone
 @pytest.mark.parametrize("operation", ["flush", "flush all", "write", "cancel", "close"])
 def test_a_write_that_stalls(account: MemoryAccount, stalled: Stalled, operation: str) -> None:
     prefetcher, store, ids = stalled(room=2)
@@ -418,29 +402,6 @@ def test_a_slow_device_is_not_a_stalled_one(stalled: Stalled, monkeypatch: pytes
     thread.join(LONG)
     assert outcome == [None] and now[0] == 270.0
     prefetcher.close()
-
-
-@pytest.mark.alone
-def test_a_stall_that_is_over_can_be_mended(account: MemoryAccount) -> None:
-    gate = Gate()
-    store = SlowReads(memory(), gate)
-    ids, records = fill(store, 4)
-    prefetcher = Prefetcher(account, 2**20, timeout=SHORT)
-    ticket = prefetcher.read(store, ids[:1], rows(1))
-    with pytest.raises(StalledError):
-        ticket.wait()
-    gate.open()
-    while prefetcher.interrupted_by is not None:
-        with contextlib.suppress(StalledError):
-            prefetcher.recover()
-    out = rows(4)
-    again = prefetcher.read(store, ids, out)
-    while not again.done():
-        pass
-    again.wait()
-    assert torch.equal(out, records)
-    prefetcher.close()
-    assert account.current == 0
 
 
 @pytest.mark.alone
