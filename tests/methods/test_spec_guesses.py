@@ -25,7 +25,6 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from eval.baselines.guess_alone import GuessAloneCache
 from hf_offload_cache.fetch import Fetcher
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.memory import MemoryAccount
@@ -33,7 +32,6 @@ from hf_offload_cache.methods.spec import (
     EntryReads,
     LowBitCopy,
     LowBitForm,
-    LowBitPredictor,
     MixedAttention,
     SpecCache,
     SpecLayer,
@@ -135,29 +133,6 @@ def test_what_a_guess_wants_is_begun_to_be_read_a_step_before(tmp_path: Any, mon
         assert len(begun) >= 9 and all(tokens in begun for tokens in brought) and any(brought)
     assert report.hit_rate is not None and report.prefetch_hit_rate is not None
     assert report.hit_rate < report.prefetch_hit_rate <= 1
-
-
-def test_the_paper_fetches_what_the_guess_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, most = long_model(), LowBitPredictor.most
-    asked: list[tuple[torch.Tensor, Any]] = []
-    shares: list[torch.Tensor] = []
-    attend = MixedAttention.attend
-
-    def told(self: Any, found: torch.Tensor, visible: Any, count: int, held: Any = None) -> Any:
-        asked.append((found.clone(), held))
-        return most(self, found, visible, count, held)
-
-    def attended(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output, found = attend(self, *args, **kwargs)
-        shares.append(found[-1].clone()) if found else None
-        return output, found
-
-    monkeypatch.setattr(LowBitPredictor, "most", told)
-    monkeypatch.setattr(MixedAttention, "attend", attended)
-    with GuessAloneCache(model, num_selected=20, **SMALL) as cache:
-        decoded(model, cache, prompt(model, 1, LENGTH))
-    assert len(asked) == len(shares) > 10
-    assert all(held is None and torch.equal(own, of) for (own, held), of in zip(asked, shares, strict=True))
 
 
 # --- models --------------------------------------------------------------------------------------------------------

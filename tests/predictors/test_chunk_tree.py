@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,60 +79,6 @@ def test_what_is_no_node_is_never_in_front() -> None:
     decided = front(upper, upper, 2, np.array([6, 2]))
     assert decided.sure.tolist() == [[False, True, False], [False, False, True]]
     assert not decided.unsure.any()
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    rows=st.integers(1, 3),
-    chunks=st.integers(1, 12),
-    sizes=st.sampled_from([(8, 4, 2), (8, 4, 2, 1), (16, 4), (4,), (16, 8, 2), (2, 1)]),
-    wanted=st.integers(0, 60),
-    levels=st.integers(2, 40),
-    seed=st.integers(0, 2**16),
-)
-def test_attained_bounds_find_exactly_the_best(
-    rows: int, chunks: int, sizes: tuple[int, ...], wanted: int, levels: int, seed: int
-) -> None:
-    generator = np.random.default_rng(seed)
-    tokens = chunks * sizes[0]
-    scores = generator.integers(0, levels, (rows, tokens)).astype(np.float32)
-    wants = generator.integers(0, wanted + 1, rows)
-    judge = Scores(scores)
-    found = judge.find(sizes, wants)
-    assert found.evaluations == judge.asked
-    for own, keep, want in zip(scores, found.keep, wants, strict=True):
-        assert keep.sum() == min(want, tokens)
-        assert np.sort(own[keep]).tolist() == np.sort(own)[tokens - keep.sum() :].tolist()
-
-
-def test_loose_bounds_split_more_and_still_find_what_room_allows() -> None:
-    """Bounds that say little: without limits all is split; a limit is kept at each level, the rest is left out."""
-    generator = np.random.default_rng(3)
-    scores = generator.random((1, 256), dtype=np.float32) ** 8
-    best = np.argsort(scores[0])[-16:]
-    judge = Scores(scores, slack=10.0)
-    found = judge.find((16, 8, 4, 2), 16)
-    tight = Scores(scores).find((16, 8, 4, 2), 16)
-    assert sorted(best) == np.flatnonzero(tight.keep[0]).tolist()
-    assert found.keep.sum() == 16 and found.evaluations >= tight.evaluations
-    limited = Scores(scores, slack=10.0)
-    found = limited.find((16, 8, 4, 2), 16, room=(48, 16, 0))
-    assert found.evaluations == limited.asked == 16 + 4 * 2 + 4 * 2 + 4 * 2
-    assert found.keep.sum() == 16
-
-
-@pytest.mark.parametrize("wanted", [0, 5, 64])
-def test_rows_want_different_numbers(wanted: int) -> None:
-    scores = np.random.default_rng(1).random((3, 64), dtype=np.float32)
-    found = Scores(scores).find((8, 2), np.array([wanted, 7, 0]))
-    assert found.keep.sum(1).tolist() == [wanted, 7, 0]
-
-
-def test_tokens_that_are_not_to_be_chosen_are_not() -> None:
-    scores = np.full((1, 16), -np.inf, dtype=np.float32)
-    scores[0, 9:] = np.arange(7)
-    found = Scores(scores).find((4, 2), 12)
-    assert np.flatnonzero(found.keep[0]).tolist() == list(range(9, 16))
 
 
 @settings(max_examples=50, deadline=None)
