@@ -19,15 +19,14 @@ import harness
 import pytest
 import torch
 import transformers
+from batch_driver import Driver
 from harness import (
     CASES,
-    PAD,
     SMALL,
     Decoded,
     assert_exact,
     fresh,
     generate,
-    padding,
     prompt,
     tiny,
     tokenizer,
@@ -595,61 +594,22 @@ def test_save_pretrained_while_attached(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- batch operations
 
 
-class Pair:
-    """Our cache and a `DynamicCache`, given the same tokens and operations; every step compares the logits."""
+class Pair(Driver):
+    """A `DynamicCache` and a cache of ours, whose logits are compared in every step."""
 
     def __init__(self, model: Any, cache: Cache, rows: int = 3, length: int = 40, seed: int = 0) -> None:
-        self.model = model
-        self.caches = (dynamic(model), cache)
-        self.random = random.Random(seed)
-        self.mask = padding(rows, 0)
-        self.step(length, padding(rows, length, step=7))
+        super().__init__(model, dynamic(model), cache, rows=rows, length=length, step=7, seed=1000 * seed)
 
-    def step(self, tokens: int, mask: torch.Tensor | None = None) -> None:
-        """Feed `tokens` new tokens a row and compare the logits of every position that is not padding."""
-        rows = len(self.mask)
-        new = torch.ones(rows, tokens, dtype=torch.long) if mask is None else mask
-        self.mask = torch.cat([self.mask, new], 1)
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -tokens:]
-        ids = prompt(self.model, rows, tokens, self.random.randrange(10**6)).masked_fill(new == 0, PAD)
-        with torch.no_grad():
-            logits = [
-                self.model(ids, past_key_values=cache, attention_mask=self.mask, position_ids=positions).logits
-                for cache in self.caches
-            ]
-        assert_exact(*(Decoded(ids, part[new.bool()]) for part in logits))
-        assert self.caches[0].get_seq_length() == self.caches[1].get_seq_length() == self.mask.shape[1]
-
-    def crop(self, tokens: int) -> None:
-        """Take the newest tokens away."""
-        for cache in self.caches:
-            cache.crop(-tokens)
-        self.mask = self.mask[:, : self.mask.shape[1] - tokens]
-
-    def reorder(self, rows: list[int]) -> None:
-        """Row i becomes what row rows[i] was."""
-        for cache in self.caches:
-            cache.reorder_cache(torch.tensor(rows))
-        self.mask = self.mask[rows]
-
-    def repeat(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        for cache in self.caches:
-            cache.batch_repeat_interleave(repeats)
-        self.mask = self.mask.repeat_interleave(repeats, 0)
-
-    def select(self, rows: list[int]) -> None:
-        """Only those rows stay."""
-        for cache in self.caches:
-            cache.batch_select_indices(torch.tensor(rows))
-        self.mask = self.mask[rows]
+    def feed(self, tokens: int = 1, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
+        logits = super().feed(tokens, mask)
+        assert_exact(*(Decoded(self.mask, each) for each in logits))
+        return logits
 
     def reset(self) -> None:
         """Empty both, start anew with another batch."""
         self.caches[1].reset()
         self.caches = (dynamic(self.model), self.caches[1])  # 5.17's own `reset` keeps the batch size
-        self.mask = padding(2, 0)
-        self.step(23, padding(2, 23, step=9))
+        self.start(2, 23, 9)
 
 
 OPERATIONS: dict[str, Callable[[Pair], None]] = {
@@ -685,7 +645,7 @@ def test_batch_operations(name: str, mode: str, operation: str) -> None:
         pair = Pair(tiny(name), cache)
         OPERATIONS[operation](pair)
         for tokens in (1, 1, 6, 1, 17, 1):
-            pair.step(tokens)
+            pair.feed(tokens)
 
 
 @pytest.mark.parametrize(
@@ -704,7 +664,7 @@ def test_a_pair_notices_a_broken_cache(layer_class: type[DynamicLayer], operatio
     OPERATIONS[operation](pair)
     with pytest.raises(AssertionError, match="deviation"):
         for tokens in (1, 32):
-            pair.step(tokens)
+            pair.feed(tokens)
 
 
 @harness.RECORDED_WINDOWS
@@ -743,7 +703,7 @@ def test_operations_in_any_order(mode: str, seed: int) -> None:
                 pair.repeat(2)
             elif kind == "select":
                 pair.select(sorted(chosen.sample(range(rows), chosen.randint(1, rows))))
-            pair.step(chosen.choice([1, 1, 1, 2, 5, 19]))
+            pair.feed(chosen.choice([1, 1, 1, 2, 5, 19]))
 
 
 @pytest.mark.slow
