@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checked_cache import Gathers
+from forward_calls import widths_of
 from harness import assert_exact, generate, prompt
 from long_models import long_fresh, long_tiny, sparse
 from transformers import DynamicCache
@@ -72,23 +73,11 @@ def repetitive(model: Any) -> torch.Tensor:
     return prompt(model, 1, 11).repeat(1, LENGTH // 11 + 1)[:, :LENGTH]
 
 
-@contextlib.contextmanager
-def forwards_of(model: Any) -> Iterator[list[int]]:
-    """Tokens of each forward."""
-    seen: list[int] = []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    try:
-        yield seen
-    finally:
-        hook.remove()
-
-
 def test_prompt_lookup_reads_a_part_of_the_history(tmp_path: Path) -> None:
     """Each verification counts as a step of decoding, and a token reads a small part of the full KV."""
     model = long_tiny("llama")
-    with forwards_of(model) as forwards, sparse(model, engine="mapped", path=tmp_path, **FIELDS) as cache:
+    fields = {**FIELDS, "engine": "mapped", "path": tmp_path}
+    with widths_of(model.model.embed_tokens) as forwards, sparse(model, **fields) as cache:
         out = generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
         report = cache.report()
     steps = len(forwards) - 1
@@ -103,7 +92,7 @@ def test_candidates_are_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A predictor is told of a prompt, and not of a verification: it goes on from what mattered."""
     model, told = long_tiny("llama"), list[int]()
     prompted = LowRankPredictor.prompted
-    with forwards_of(model) as forwards, sparse(model, **FIELDS) as cache:
+    with widths_of(model.model.embed_tokens) as forwards, sparse(model, **FIELDS) as cache:
         monkeypatch.setattr(
             LowRankPredictor, "prompted", lambda own: [told.append(len(forwards)), prompted(own)][1]
         )
@@ -115,7 +104,7 @@ def test_candidates_are_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_candidates_see_what_is_not_behind_them(checked_gathers: Gathers) -> None:
     """A verification attends to no more than twice the budget, and each of its queries to itself and what is before."""
     model = long_tiny("llama")
-    with forwards_of(model) as forwards, combined() as seen, sparse(model, **FIELDS) as cache:
+    with widths_of(model.model.embed_tokens) as forwards, combined() as seen, sparse(model, **FIELDS) as cache:
         generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
     steps = forwards[1:]
     assert max(steps) == 6

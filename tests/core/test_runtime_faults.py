@@ -755,12 +755,7 @@ AT_EXIT = """
 def test_caches_are_used_in_exit_handlers(engine: str, tmp_path: Path) -> None:
     if engine != "auto":
         skip_without(engine, tmp_path)
-    here = str(Path(__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(AT_EXIT), engine, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    done = run_script(AT_EXIT, engine, str(tmp_path))
     names = ("DiskSwapCache", "ClusterCache", "SpecCache", "AbstractTreeCache", "DiskSwapCache")
     assert (done.stdout.splitlines(), done.stderr) == ([f"{name} True" for name in names], "")
 
