@@ -83,7 +83,10 @@ def put(part: Any, **values: Any) -> None:
 SAME: dict[str, Callable[[Any], Any]] = {
     "name": lambda model: put(model.config, _name_or_path="elsewhere/model", architectures=["Other"]),
     "attention implementation": lambda model: model.set_attn_implementation("eager"),
-    "outputs": lambda model: put(model.config, output_attentions=True, output_hidden_states=True, use_cache=False),
+    "outputs": lambda model: (
+        model.set_attn_implementation("eager"),
+        put(model.config, output_attentions=True, output_hidden_states=True, use_cache=False),
+    ),
     "attention implementation of a part": lambda model: put(
         model.config, attn_config={"attn_implementation": "eager", "attn_pdrop": 0.1}
     ),
