@@ -90,10 +90,10 @@ def sweep(
                 for layer in cache.selective:
                     layer.drop_ahead()
                 assert_all_is_back(cache)
-                for layer, came in zip(cache.offloaded, whole, strict=True) if not alike else ():
-                    assert all(map(torch.equal, layer.whole(LENGTH), came))
                 if len(calls) < number:
                     return number, raised
+                for layer, came in zip(cache.offloaded, whole, strict=True) if not alike else ():
+                    assert all(map(torch.equal, layer.whole(LENGTH), came))
             number += stride
 
 
