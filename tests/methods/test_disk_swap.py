@@ -332,6 +332,23 @@ def test_reset_gives_a_fresh_cache() -> None:
         assert held[0] == held[1]
 
 
+def test_prefill_in_inference_mode_then_generate() -> None:
+    """Buffers made in one mode are written to in the other: those of coded keys, too."""
+    ids = prompt(long_model(), 1, LONG)
+    results = []
+    for first, second in ((False, False), (True, False), (False, True), (True, True)):
+        with sparse() as cache:
+            with torch.no_grad(), torch.inference_mode(first):
+                long_model()(ids[:, :-1], past_key_values=cache)
+                assert cache.offloaded[0].predictor.learnt.keys is not None
+            with torch.inference_mode(second):
+                results.append(generate(long_model(), cache, ids, max_new_tokens=8))
+                cache.batch_repeat_interleave(2)
+            feed(cache, ids[:, :5].repeat(2, 1), 1)
+            cache.crop(-40)
+    assert all(same(results[0], result) for result in results[1:])
+
+
 @pytest.mark.parametrize("fields", [{}, {"summary_dtype": "int8"}])
 def test_a_guess_with_no_latest_tokens(fields: dict[str, Any]) -> None:
     """A crop takes the whole tail, and there are no sinks: nothing is compared exactly for the guess."""
