@@ -71,6 +71,13 @@ def threads_of_ours() -> list[str]:
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("hf_offload_cache-"))
 
 
+def join_threads() -> None:
+    """Wait for the threads that serve reads and writes, `LONG` for each."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("hf_offload_cache-"):
+            thread.join(LONG)
+
+
 def in_background(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     """Run `call` on a thread; its result or error comes into the list."""
     outcome: list[Any] = []

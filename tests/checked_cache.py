@@ -1,11 +1,51 @@
-"""Any cache class with its gathers held against what came in: made by subclassing, so that nothing is patched."""
+"""Cache classes that compare every gather with a copy of the keys and values that were added."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+
+from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.core import SelectiveLayer
+
+
+@dataclass
+class Gathers:
+    calls: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    """(layer, units (rows, M)) of every gather that was found right."""
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+
+@contextlib.contextmanager
+def checking() -> Iterator[Gathers]:
+    """Within it every `DiskSwapCache` is a checked one. The fixture `checked_gathers` is this for a whole test."""
+    made = checked(DiskSwapCache)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiskSwapCache, "layer_class", made.layer_class)
+        yield Gathers(made.gathers)
+
+
+@contextlib.contextmanager
+def selections() -> Iterator[list[tuple[Any, np.ndarray]]]:
+    """As `checking`; (layer, units (rows, M)) of every layer and step."""
+    seen: list[tuple[Any, np.ndarray]] = []
+    told = SelectiveLayer.fetched
+
+    def watched(layer: Any, choice: Any, fetched: Any) -> None:
+        seen.append((layer, np.array(choice.units)))
+        told(layer, choice, fetched)
+
+    with checking(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SelectiveLayer, "fetched", watched)
+        yield seen
 
 
 def named_tokens(history: Any, units: np.ndarray, keep: np.ndarray) -> list[np.ndarray]:

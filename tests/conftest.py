@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from gathers import Gathers
+    from checked_cache import Gathers
 
 KEPT_DAYS = 14
 """The unpacked model of other code is removed after as many days without a run."""
@@ -129,7 +129,7 @@ def quick_collections() -> None:
 @pytest.fixture
 def checked_gathers() -> Iterator[Gathers]:
     """`checking` for a whole test."""
-    from gathers import checking  # not above: the process that starts the workers needs no torch
+    from checked_cache import checking  # not above: the process that starts the workers needs no torch
 
     with checking() as seen:
         yield seen

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import harness
+import torch
 import transformers
 import walk
+from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
 
@@ -64,6 +66,31 @@ def long_fresh(name: str, seed: int = 0, **fields: Any) -> Any:
 def long_tiny(name: str) -> Any:
     """The model of that name, of the matrix or else of the walk, shared by all tests: close what is attached."""
     return long_fresh(name) if name in harness.TINY else walked(name)
+
+
+EXACT: dict[str, Any] = {"exact": True, "rank": None, "num_selected": 400}
+"""Over the fields of `sparse`."""
+
+
+def dynamic(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.config)
+
+
+def step(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The logits (B, 1, vocabulary) of the last token."""
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, logits_to_keep=1).logits
+
+
+def singles(model: Any, rows: int, count: int, seed: int = 11) -> list[torch.Tensor]:
+    """`count` further tokens (B, 1)."""
+    return list(harness.prompt(model, rows, count, seed).split(1, 1))
+
+
+def follow(model: Any, cache: Any, tokens: list[torch.Tensor]) -> harness.Decoded:
+    """The logits (steps, B, vocabulary) of the tokens, fed one by one."""
+    logits = [step(model, cache, token)[:, 0] for token in tokens]
+    return harness.Decoded(torch.cat(tokens, 1), torch.stack(logits))
 
 
 def sparse(model: Any, **fields: Any) -> DiskSwapCache:

@@ -24,7 +24,7 @@ def combinations(
     With strength 1 every value occurs in the default run, `times` times or more; with strength 2 every pair of values
     of different factors does. Combinations for which `always(*values)` is true are in the default run too.
     """
-    named = [list(one.items()) if isinstance(one, Mapping) else [(str(value), value) for value in one]
+    named = [list(one.items()) if isinstance(one, Mapping) else [(named_as(value), value) for value in one]
              for one in factors]  # fmt: skip
     grid = list(itertools.product(*(range(len(one)) for one in named)))
     values = {place: [named[factor][at][1] for factor, at in enumerate(place)] for place in grid}
@@ -37,6 +37,11 @@ def combinations(
         )
         for place in grid
     ]
+
+
+def named_as(value: Any) -> str:
+    """A class's or function's name, or else the value, as the tests' ids have it."""
+    return str(getattr(value, "__name__", value))
 
 
 def in_full(*factors: Factor) -> list[Any]:

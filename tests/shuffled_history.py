@@ -168,14 +168,6 @@ class ShuffledLayer(SelectiveLayer):
         return EveryOther()
 
 
-class ShuffledHeadsLayer(ShuffledLayer):
-    heads_apart = True
-
-
 class ShuffledCache(SelectiveCache):
     config_class = SelectiveConfig
     layer_class = ShuffledLayer
-
-
-class ShuffledHeadsCache(ShuffledCache):
-    layer_class = ShuffledHeadsLayer

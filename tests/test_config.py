@@ -193,8 +193,7 @@ def test_a_path_that_cannot_hold_files(tmp_path: Path, place: str, engine: str) 
 
 @pytest.mark.parametrize("engine", ["auto", "mapped"])
 def test_no_space_during_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
-    """The second layer finds no room: the numbers are named, and another cache works at once, also while the first
-    is still open; afterwards nothing is left of either."""
+    """The second layer finds no room: the error has the numbers, another cache works, and nothing is left."""
     model = tiny("llama")
     real = os.fstatvfs
     calls = []

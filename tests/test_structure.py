@@ -110,8 +110,7 @@ def test_no_method_imports_another(package: Package) -> None:
 
 
 def test_tests_import_rooms_and_not_their_files() -> None:
-    """So that a file can move without an edit here. Private names, and names that a file of the room has too, are
-    imported where they are."""
+    """So that a file can move without an edit here."""
     found = []
     for path in sorted([*TESTS.rglob("*.py"), *(TESTS.parent / "eval").rglob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -191,10 +190,6 @@ def test_tests_lie_where_the_package_has_what_they_test() -> None:
 
 
 def test_no_test_module_imports_another() -> None:
-    """What two of them share lies in a plain module: each is runnable alone, and in any order.
-
-    Nor is anything imported as `tests.harness`, which would be a second copy of `harness`, with models of its own.
-    """
     modules = sorted(TESTS.rglob("*.py"))
     refused = {"tests", *(path.stem for path in modules if path.stem.startswith("test_"))}
     found = [
@@ -264,7 +259,6 @@ def test_an_import_of_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_circles_are_found(tmp_path: Path) -> None:
-    """One through a function, one for types alone, one of a file with itself; and no other."""
     package = made_up(
         tmp_path,
         {

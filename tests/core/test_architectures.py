@@ -40,8 +40,7 @@ def check(result: walk.Result, bitwise: bool = True) -> None:
 
 @pytest.mark.parametrize("name", walk.architectures_by_default())
 def test_architecture(name: str, results: dict[str, walk.Result]) -> None:
-    """Beams of padded rows within the tolerance; of representatives greedy, too, and bitwise with `exact="bitwise"`;
-    model restored. Greedy, beams, and padded rows, where `DynamicCache` does not run beams of padded rows."""
+    """Beams of padded rows, or three other cases if `DynamicCache` refuses these; representatives also bitwise."""
     architecture, bitwise = walk.architectures()[name], name in walk.REPRESENTATIVES
     cases = walk.SHORT_CASES if bitwise else ("padded_beams",)
     if walk.beams_are_wrong(name):
@@ -54,8 +53,7 @@ def test_architecture(name: str, results: dict[str, walk.Result]) -> None:
 
 @pytest.mark.parametrize("name", walk.usually(IN_FURTHER_CASES, walk.architectures()))
 def test_architecture_in_further_cases(name: str) -> None:
-    """Greedy, also bitwise, beams, left padding, sampling, batches, chunked prefill, prompt lookup and a second turn,
-    wherever `DynamicCache` runs them."""
+    """All other ways of decoding, wherever `DynamicCache` runs them."""
     cases = [case for case in walk.FURTHER_CASES if "beams" not in case or not walk.beams_are_wrong(name)]
     check(walk.walk_one(walk.architectures()[name], ("greedy", *cases)))
 

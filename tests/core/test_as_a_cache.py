@@ -119,7 +119,6 @@ def test_layers_of_alternating_sizes_share_areas(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "open"])
 @pytest.mark.parametrize("kind", ["offload", "exact", "sparse", "hybrid"])
 def test_a_cache_goes_with_its_last_reference(kind: str, closed: bool, uncollected: None) -> None:
-    """And with it its layers and what they share; nothing waits for the garbage collector."""
     model = walked("falcon_h1") if kind == "hybrid" else long_tiny("llama")
     fields: dict[str, Any] = {"engine": "memory", **SMALL}
     cache: Any
@@ -189,7 +188,6 @@ def test_books_are_in_the_account_after_every_step(exact: bool) -> None:
 
 @pytest.mark.parametrize("exact", [True, "bitwise", False])
 def test_another_model_is_refused_while_a_step_has_failed(exact: Any) -> None:
-    """What the failed step had begun does not make another model's forward one of the cache's own."""
     model, other = long_fresh("llama"), long_fresh("llama", seed=1)
     fields = {"exact": exact} if exact else {"group_size": 4, "num_selected": 40}
     with DiskSwapCache(model, engine="memory", **fields) as cache, torch.no_grad():

@@ -13,8 +13,9 @@ import harness
 import numpy as np
 import pytest
 import torch
-from gathers import Gathers
-from harness import Decoded, assert_exact, compare, generate, prompt
+from checked_cache import Gathers
+from forward_calls import widths_of
+from harness import assert_exact, generate, prompt
 from long_models import long_fresh, long_tiny, sparse
 from transformers import DynamicCache
 
@@ -72,23 +73,11 @@ def repetitive(model: Any) -> torch.Tensor:
     return prompt(model, 1, 11).repeat(1, LENGTH // 11 + 1)[:, :LENGTH]
 
 
-@contextlib.contextmanager
-def forwards_of(model: Any) -> Iterator[list[int]]:
-    """Tokens of each forward."""
-    seen: list[int] = []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    try:
-        yield seen
-    finally:
-        hook.remove()
-
-
 def test_prompt_lookup_reads_a_part_of_the_history(tmp_path: Path) -> None:
     """Each verification counts as a step of decoding, and a token reads a small part of the full KV."""
     model = long_tiny("llama")
-    with forwards_of(model) as forwards, sparse(model, engine="mapped", path=tmp_path, **FIELDS) as cache:
+    fields = {**FIELDS, "engine": "mapped", "path": tmp_path}
+    with widths_of(model.model.embed_tokens) as forwards, sparse(model, **fields) as cache:
         out = generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
         report = cache.report()
     steps = len(forwards) - 1
@@ -103,7 +92,7 @@ def test_candidates_are_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A predictor is told of a prompt, and not of a verification: it goes on from what mattered."""
     model, told = long_tiny("llama"), list[int]()
     prompted = LowRankPredictor.prompted
-    with forwards_of(model) as forwards, sparse(model, **FIELDS) as cache:
+    with widths_of(model.model.embed_tokens) as forwards, sparse(model, **FIELDS) as cache:
         monkeypatch.setattr(
             LowRankPredictor, "prompted", lambda own: [told.append(len(forwards)), prompted(own)][1]
         )
@@ -115,7 +104,7 @@ def test_candidates_are_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_candidates_see_what_is_not_behind_them(checked_gathers: Gathers) -> None:
     """A verification attends to no more than twice the budget, and each of its queries to itself and what is before."""
     model = long_tiny("llama")
-    with forwards_of(model) as forwards, combined() as seen, sparse(model, **FIELDS) as cache:
+    with widths_of(model.model.embed_tokens) as forwards, combined() as seen, sparse(model, **FIELDS) as cache:
         generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
     steps = forwards[1:]
     assert max(steps) == 6
@@ -157,7 +146,6 @@ def test_a_union_that_is_cut(monkeypatch: pytest.MonkeyPatch, checked_gathers: G
 
 
 def test_a_verification_without_a_mask_is_causal() -> None:
-    """Where the model makes no mask, a candidate does not see those behind it."""
     model = long_tiny("llama")
     mask_of = selective_layer.gathered_mask
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -181,8 +169,7 @@ def test_a_verification_without_a_mask_is_causal() -> None:
 
 @pytest.mark.parametrize("chunk", [None, pytest.param(20, marks=harness.since("5.23", "it begins the prompt anew"))])
 def test_a_short_second_question_after_candidates_is_exact(chunk: int | None, checked_gathers: Gathers) -> None:
-    """A prompt of no more tokens than a verification may have attends to everything, and so do its pieces: its first
-    token is what exact mode gives over the same history."""
+    """A prompt attends to everything, however short it is: its first token is that of exact mode."""
     model = long_tiny("llama")
     options: dict[str, Any] = {"max_new_tokens": 1}
     if chunk is not None:
@@ -218,21 +205,7 @@ def test_the_last_piece_of_a_prompt_is_exact(checked_gathers: Gathers) -> None:
     assert len(checked_gathers) == 0
 
 
-def test_candidates_are_verified_as_single_steps_would(checked_gathers: Gathers) -> None:
-    """With room for all units, verification by candidates gives what `DynamicCache` gives, and it does select."""
-    model = long_tiny("llama")
-    ids = repetitive(model)[:, :620]
-    options: dict[str, Any] = {"max_new_tokens": 12, "prompt_lookup_num_tokens": 4}
-    expected = generate(model, DynamicCache(config=model.config), ids, **options)
-    with sparse(model, **{**FIELDS, "num_selected": 2048}) as cache:
-        result: Decoded = generate(model, cache, ids, **options)
-        assert compare(expected, result).exact
-        assert cache.report().selected_fraction == 1
-    assert len(checked_gathers) > 0
-
-
 def test_a_question_that_is_fed_by_hand_after_candidates_is_exact(checked_gathers: Gathers) -> None:
-    """Only what `generate` announces is a verification, once it has announced any: here it has ended."""
     model = long_tiny("llama")
     with sparse(model, **FIELDS) as cache, torch.no_grad():
         generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
@@ -251,8 +224,7 @@ def test_a_question_that_is_fed_by_hand_after_candidates_is_exact(checked_gather
 
 @pytest.mark.parametrize("fields", [{}, {"reuse_capacity": 40}, {"group_size": 4}], ids=["none", "slots", "small"])
 def test_a_budget_is_kept_by_verifications_too(fields: dict[str, Any]) -> None:
-    """Steps of one query and of many, in turns, within what the plan says, to the byte: what a union wants beyond a
-    staging area comes in parts."""
+    """Steps of one query and of many stay within the plan; a union beyond a staging area is read in parts."""
     sizes = {"num_key_value_heads": 4, "hidden_size": 256, "num_attention_heads": 8}
     model = long_fresh("llama", max_position_embeddings=4096, **sizes)
     fields = {"num_selected": 400, "num_recent": 32, "look_ahead": True, "write_queue": "64KiB", "rank": 16, **fields}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from codebooks import NAMES, Coded, coded
+from pairwise import combinations
 from transformers import DynamicCache
 
 from hf_offload_cache import (
@@ -39,9 +40,7 @@ def skip_if_caches_are_wrong(own: Coded, ids: torch.Tensor, expected: torch.Tens
         pytest.skip("in this version of transformers the model is wrong with any cache that it is given")
 
 
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "sparse"])
-@pytest.mark.parametrize("cache_class", SPARSE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "cache_class", "exact"), combinations(NAMES, SPARSE.keys(), (True, False), times=2))
 def test_two_sequences_are_generated_as_with_a_dynamic_cache(name: str, cache_class: Any, exact: bool) -> None:
     own = coded(name)
     ids = own.prompt(2, LENGTH)
@@ -55,8 +54,7 @@ def test_two_sequences_are_generated_as_with_a_dynamic_cache(name: str, cache_cl
         assert (cache.attention_mask == 1).all()
 
 
-@pytest.mark.parametrize("cache", sorted(CACHES))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "cache"), combinations(NAMES, CACHES.keys()))
 def test_requests_are_offloaded(name: str, cache: str, tmp_path: Path) -> None:
     own = coded(name)
     ids = own.prompt(2, LENGTH)
@@ -114,8 +112,7 @@ def test_guidance_is_a_second_half_of_the_batch(name: str, tmp_path: Path) -> No
     assert done.requests == 1
 
 
-@pytest.mark.parametrize("cache_class", SPARSE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "cache_class"), combinations(NAMES, SPARSE.keys()))
 def test_contexts_go_on_as_they_were(name: str, cache_class: Any, tmp_path: Path) -> None:
     """Forked, saved and opened, and with other sequences: by the model's own forward."""
     own = coded(name)

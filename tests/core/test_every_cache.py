@@ -47,7 +47,6 @@ def hooks(model: Any) -> list[Any]:
 
 @EACH
 def test_a_long_call_whose_reads_fail_loses_itself_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where not even what it added can be taken back while no read succeeds, that is done once they do."""
     cls, model = cache_class(method), long_model()
     ids, wait, fails = prompt(model, 2, LENGTH), Ticket.wait, False
 
@@ -185,7 +184,6 @@ def test_an_update_without_a_forward_that_fails(method: str, monkeypatch: pytest
 
 @pytest.mark.parametrize(("method", "number"), combinations(CACHES.keys(), (0, 1, 2)))
 def test_ctrl_c_while_waiting(method: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the `number`-th wait of a step: refused until `reset`, or as if it had not been; right after `reset`."""
     cls, model = checked(cache_class(method)), long_model()
     ids, steps = prompt(model, 2, LENGTH), prompt(model, 2, 6, seed=11)
     wait, waits = Ticket.wait, 0
@@ -236,11 +234,13 @@ def test_ctrl_c_while_waiting(method: str, number: int, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("method", "fields"),
-    combinations(CACHES.keys(), {"exact": {"exact": True}, "all": {"num_selected": LENGTH}, "some": {}}),
+    combinations(
+        CACHES.keys(),
+        {"exact": {"exact": True}, "bitwise": {"exact": "bitwise"}, "all": {"num_selected": LENGTH}, "some": {}},
+    ),
 )
 def test_autocast(method: str, fields: dict[str, Any]) -> None:
-    """A float32 model that computes in bfloat16: `torch.autocast` is over its own attention, and over nothing that is
-    learnt, stored or chosen by."""
+    """`torch.autocast` covers the model's own attention, and nothing that is fitted, stored or selected by."""
     model, asked = long_fresh("llama"), {"max_new_tokens": 3}
     ids, cls = prompt(model, 2, LENGTH), checked(cache_class(method))
     with torch.autocast(DEVICE.type, torch.bfloat16), torch.autocast("cpu", torch.bfloat16):

@@ -8,31 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from gathers import Gathers
-from harness import Decoded, assert_exact, generate, prompt
-from long_models import long_tiny, sparse
+from checked_cache import Gathers
+from harness import Decoded, assert_exact, prompt
+from long_models import LENGTH, follow, long_tiny, singles, sparse, step
+from pairwise import in_full
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.errors import BudgetError, StoreError, StoreFullError
 from hf_offload_cache.fetch import Fetcher, Prefetcher, Storage
 from hf_offload_cache.testing import FaultyStore
 
-LENGTH, STEPS = 620, 8
+STEPS = 8
 FIELDS: dict[str, Any] = {"reuse_capacity": 0}
 """Every step has something to read."""
-
-
-def tokens(model: Any, rows: int = 2, count: int = STEPS) -> list[torch.Tensor]:
-    return list(prompt(model, rows, count, 11).split(1, 1))
-
-
-def step(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(ids, past_key_values=cache, logits_to_keep=1).logits[:, 0]
-
-
-def follow(model: Any, cache: Any, parts: list[torch.Tensor]) -> Decoded:
-    return Decoded(torch.cat(parts, 1), torch.stack([step(model, cache, part) for part in parts]))
 
 
 class Failing:
@@ -67,13 +55,13 @@ class Failing:
         patch.setattr(Prefetcher, "read", reading)
 
 
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("times", [2, *in_full((1, 3))])
 def test_a_guess_that_fails_is_dropped(
     times: int, monkeypatch: pytest.MonkeyPatch, checked_gathers: Gathers
 ) -> None:
     """The step is right, to the bit, and so are those that follow: what was guessed is read again."""
     model = long_tiny("llama")
-    parts = tokens(model)
+    parts = singles(model, 2, STEPS)
     with sparse(model, **FIELDS) as cache, sparse(model, **FIELDS) as twin:
         for held in (cache, twin):
             step(model, held, prompt(model, 2, LENGTH))
@@ -88,13 +76,13 @@ def test_a_guess_that_fails_is_dropped(
     assert len(checked_gathers) == 2 * 3 * STEPS
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("layer", [1, *in_full((0, 2))])
 def test_a_read_that_fails_loses_its_step_alone(
     layer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_gathers: Gathers
 ) -> None:
     """It is taken back, the same token again gives what it gives an undisturbed cache, and the context is saved."""
     model = long_tiny("llama")
-    parts = tokens(model)
+    parts = singles(model, 2, STEPS)
     fields = {**FIELDS, "look_ahead": False, "path": tmp_path, "engine": "mapped"}
     with sparse(model, **fields) as cache, sparse(model, **fields) as twin:
         for held in (cache, twin):
@@ -127,13 +115,13 @@ def test_a_read_that_fails_loses_its_step_alone(
     assert len(checked_gathers) >= 3 * (2 * STEPS + 5)
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [0, 3, *in_full((1, 2))])
 def test_an_allocation_beyond_the_budget_loses_its_step_alone(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_gathers: Gathers
 ) -> None:
     """The `number`-th allocation of the first step that selects is refused. Nothing is held too often afterwards."""
     model = long_tiny("llama")
-    parts = tokens(model)
+    parts = singles(model, 2, STEPS)
     fields: dict[str, Any] = {"reuse_capacity": 40, "look_ahead": False, "path": tmp_path, "engine": "mapped"}
     with sparse(model, **fields) as cache, sparse(model, **fields) as twin:
         for held in (cache, twin):
@@ -163,29 +151,9 @@ def test_an_allocation_beyond_the_budget_loses_its_step_alone(
     assert len(checked_gathers) >= 2 * 3 * STEPS
 
 
-def test_generate_goes_on_after_a_failed_read(monkeypatch: pytest.MonkeyPatch, checked_gathers: Gathers) -> None:
-    """The same call again, with the tokens that came out before the error, ends as an undisturbed one."""
-    model = long_tiny("llama")
-    ids = prompt(model, 1, LENGTH)
-    fields = {**FIELDS, "look_ahead": False}
-    with sparse(model, **fields) as twin:
-        expected = generate(model, twin, ids, max_new_tokens=8)
-    with sparse(model, **fields) as cache:
-        first = generate(model, cache, ids, max_new_tokens=4)
-        with monkeypatch.context() as patch:
-            Failing(patch, "gather").times = 1
-            with pytest.raises(StoreError, match="made to fail"):
-                step(model, cache, first.tokens[:, -1:])
-        assert cache.get_seq_length() == LENGTH + 3
-        rest = [step(model, cache, token) for token in expected.tokens[:, LENGTH + 3 : -1].split(1, 1)]
-        assert_exact(expected, Decoded(expected.tokens, torch.cat([first.logits, torch.stack(rest)])))
-    assert len(checked_gathers) >= 3 * 14
-
-
 def test_a_write_that_failed_is_not_dropped_with_a_guess(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What reads ahead comes upon a failed write first: the step says so all the same, with the write's own error."""
     model = long_tiny("llama")
     fields = {"reuse_capacity": 0, "engine": "direct", "path": tmp_path, "num_selected": 2048}
     faulty: list[FaultyStore] = []
@@ -198,9 +166,9 @@ def test_a_write_that_failed_is_not_dropped_with_a_guess(
     monkeypatch.setattr(Storage, "_new_store", wrapped)
     with sparse(model, **fields) as cache:
         step(model, cache, prompt(model, 1, LENGTH))
-        follow(model, cache, tokens(model, 1, 2))
+        follow(model, cache, singles(model, 1, 2))
         cache.storage.prefetcher.flush()
         for store in faulty:
             store._failing = range(store.calls + 1, store.calls + 2)
         with pytest.raises(StoreFullError, match=r"layer \d: .*No space left"):  # of the write that ended first
-            follow(model, cache, tokens(model, 1, 12))
+            follow(model, cache, singles(model, 1, 12))

@@ -3,55 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import gc
-import pickle
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gathers import Gathers
+from checked_cache import Gathers
 from harness import Decoded, assert_exact, build, compare, fingerprint, generate, prompt, unchanged
-from long_models import long_fresh, long_tiny, sparse
+from long_models import EXACT, LENGTH, dynamic, follow, long_fresh, long_tiny, singles, sparse, step
 from pairwise import combinations
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig
+from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core import OffloadLayer
 from hf_offload_cache.errors import StoreError, StoreFullError
-from hf_offload_cache.fetch import Prefetcher, Ticket
+from hf_offload_cache.fetch import Prefetcher
 
-LENGTH = 620
 SLOW = pytest.mark.slow
-EXACT: dict[str, Any] = {"exact": True, "rank": None, "num_selected": 400}
-"""Over the fields of `sparse`."""
 ALL: dict[str, Any] = {"num_selected": 2048, "reuse_capacity": 60}
-
-
-def dynamic(model: Any) -> DynamicCache:
-    return DynamicCache(config=model.config)
-
-
-def step(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The logits (B, 1, vocabulary) of the last token."""
-    with torch.no_grad():
-        return model(ids, past_key_values=cache, logits_to_keep=1).logits
-
-
-def singles(model: Any, rows: int, count: int, seed: int = 11) -> list[torch.Tensor]:
-    """`count` further tokens (B, 1)."""
-    return list(prompt(model, rows, count, seed).split(1, 1))
-
-
-def follow(model: Any, cache: Any, tokens: list[torch.Tensor]) -> Decoded:
-    """What comes of feeding the tokens one by one."""
-    return Decoded(torch.cat(tokens, 1), torch.stack([step(model, cache, token)[:, 0] for token in tokens]))
 
 
 def assert_heals(model: Any, cache: DiskSwapCache, rows: int = 2, **fields: Any) -> None:
@@ -94,7 +68,7 @@ def reads_fail(cache: DiskSwapCache, layer_idx: int) -> Iterator[list[Any]]:
         yield refused
 
 
-# ---------------------------------------------------------------------------------------------- (a) failing writes
+# ---------------------------------------------------------------------------------------------- failing writes
 
 
 @pytest.mark.parametrize(
@@ -188,7 +162,6 @@ def test_changes_after_a_step_that_failed_are_made_of_what_was_before_it(change:
 
 
 def test_a_window_that_moved_on_does_not_go_back() -> None:
-    """Of a model with sliding windows a step that failed cannot be taken back: refused until `reset`."""
     model = long_tiny("gemma3")
     with sparse(model, **EXACT) as cache:
         step(model, cache, prompt(model, 2, 60))
@@ -204,38 +177,7 @@ def test_a_window_that_moved_on_does_not_go_back() -> None:
         step(model, cache, prompt(model, 2, 60))
 
 
-# ---------------------------------------------------------------------------------------------- (b) failing crops
-
-
-@pytest.mark.parametrize(
-    ("tokens", "fields", "layer_idx"),
-    combinations((13, 300), {"sparse": {}, "no reuse": {"reuse_capacity": 0}, "exact": EXACT, "all": ALL}, (0, 1, 2)),
-)
-def test_a_crop_whose_read_fails(
-    tokens: int, fields: dict[str, Any], layer_idx: int, checked_gathers: Gathers
-) -> None:
-    """The next call ends it; while that cannot read either, it says so and changes nothing else."""
-    model = long_tiny("llama")
-    further = singles(model, 2, 6, 5)
-    with sparse(model, **fields) as cache, sparse(model, **fields) as twin:
-        for held in (cache, twin):
-            step(model, held, prompt(model, 2, LENGTH))
-            follow(model, held, singles(model, 2, 3))
-        twin.crop(-tokens)
-        expected = follow(model, twin, further)
-        with reads_fail(cache, layer_idx) as refused:
-            with pytest.raises(StoreError) as failed:
-                cache.crop(-tokens)
-            with pytest.raises(StoreError):
-                step(model, cache, further[0])
-        assert refused and any(f"{LENGTH + 3 - tokens:,} tokens" in note for note in failed.value.__notes__)
-        found = follow(model, cache, further)
-        assert cache.tokens == twin.tokens
-        assert_exact(expected, found)
-        assert_heals(model, cache, **fields)
-
-
-# ---------------------------------------------------------------------------------------------- (c) before any layer
+# ---------------------------------------------------------------------------------------------- before any layer
 
 
 @pytest.mark.parametrize(
@@ -259,19 +201,7 @@ def test_a_step_that_fails_before_the_first_layer(name: str, fields: dict[str, A
                 assert cache.get_seq_length() == (89 + number if number else 0)
             results.append(step(model, cache, part))
         assert_exact(*(Decoded(ids, torch.cat(logits)) for logits in (expected, results)))
-        assert cache.report().tokens == 102
-
-
-def test_generate_after_a_step_that_failed_before_the_first_layer() -> None:
-    """The ids that `generate` compares with are those that were taken in."""
-    model = long_tiny("gemma3")
-    ids = prompt(model, 1, 90)
-    expected = generate(model, dynamic(model), ids, max_new_tokens=6)
-    with sparse(model, **EXACT) as cache:
-        step(model, cache, ids[:, :80])
-        with pytest.raises(IndexError):
-            step(model, cache, torch.full((1, 4), 10**6))
-        assert_exact(expected, generate(model, cache, ids, max_new_tokens=6))
+        assert cache.report().tokens == cache.input_ids.shape[1] == 102
 
 
 class Boom(Exception):
@@ -318,7 +248,7 @@ def test_a_step_that_fails_beside_linear_states(place: str, layer_idx: int) -> N
         assert_exact(*(generate(model, held, ids, max_new_tokens=5) for held in (dynamic(model), cache)))
 
 
-# ---------------------------------------------------------------------------------------------- (d) without a hook
+# ---------------------------------------------------------------------------------------------- without a hook
 
 
 @pytest.mark.parametrize(
@@ -360,102 +290,7 @@ def test_an_error_within_the_inner_model(fields: dict[str, Any], layer_idx: int,
         assert_heals(model, cache, **{**fields, "reuse_capacity": 0})
 
 
-@pytest.mark.parametrize(
-    ("fields", "layer_idx"), combinations({"sparse": {"reuse_capacity": 0}, "exact": EXACT}, (0, 1, 2))
-)
-def test_an_error_within_the_whole_model(fields: dict[str, Any], layer_idx: int) -> None:
-    """With the hooks, the step alone is lost: taken back at once, or, where that needs a read too, at the next call."""
-    model = long_tiny("llama")
-    tokens = singles(model, 2, 4)
-    with sparse(model, **fields) as cache, sparse(model, **fields) as twin:
-        for held in (cache, twin):
-            step(model, held, prompt(model, 2, LENGTH))
-            step(model, held, tokens[0])
-        expected = follow(model, twin, tokens[1:])
-        with reads_fail(cache, layer_idx) as refused, pytest.raises(StoreError):
-            step(model, cache, tokens[1])
-        assert refused
-        if {layer.length for layer in cache.offloaded} != {LENGTH + 1}:
-            with pytest.raises(RuntimeError, match=f"taken back.*holds {LENGTH + 1} tokens"):
-                step(model, cache, tokens[1])
-        assert_exact(expected, follow(model, cache, tokens[1:]))
-        assert_heals(model, cache, **fields)
-
-
-# ---------------------------------------------------------------------------------------------- (e) Ctrl-C
-
-
-@pytest.mark.parametrize(("number", "reuse", "slow"), combinations(range(7), (60, 0), (False, True)))
-def test_ctrl_c_while_waiting(
-    number: int, reuse: int, slow: bool, monkeypatch: pytest.MonkeyPatch, checked_gathers: Gathers
-) -> None:
-    """At the `number`-th wait of a step: refused until `reset`, or right; also while the reads are still under way."""
-    model = long_tiny("llama")
-    tokens = singles(model, 2, 8)
-    wait, waits = Ticket.wait, []
-
-    def interrupted(ticket: Ticket) -> float:
-        waits.append(ticket)
-        if len(waits) == number + 1:
-            raise KeyboardInterrupt
-        return wait(ticket)
-
-    with sparse(model, reuse_capacity=reuse) as cache, sparse(model, reuse_capacity=reuse) as twin:
-        for held in (cache, twin):
-            step(model, held, prompt(model, 2, LENGTH))
-            follow(model, held, tokens[:2])
-        expected = follow(model, twin, tokens[2:])
-        cache.storage.prefetcher.flush()
-        for layer in cache.offloaded if slow else ():
-            read = layer.history.store.read
-
-            def late(ids: Any, out: torch.Tensor, read: Callable[..., None] = read) -> None:
-                time.sleep(0.02)
-                read(ids, out)
-
-            monkeypatch.setattr(layer.history.store, "read", late)
-        with monkeypatch.context() as patch:
-            patch.setattr(Ticket, "wait", interrupted)
-            try:
-                first = step(model, cache, tokens[2])
-            except KeyboardInterrupt:
-                first = None
-        try:
-            if first is None:
-                first = step(model, cache, tokens[2])
-        except RuntimeError:
-            with pytest.raises(RuntimeError, match="reset"):
-                step(model, cache, tokens[2])
-        else:
-            logits = torch.cat([first[None, :, 0], follow(model, cache, tokens[3:]).logits])
-            assert_exact(expected, Decoded(expected.tokens, logits))
-        assert waits
-        assert_heals(model, cache, reuse_capacity=reuse)
-        assert len(checked_gathers) > 30
-
-
-# ---------------------------------------------------------------------------------------------- (f) (g) (h) modes
-
-
-@pytest.mark.parametrize("fields", [{}, ALL, EXACT], ids=["sparse", "all", "exact"])
-def test_gradients_enabled(fields: dict[str, Any], checked_gathers: Gathers) -> None:
-    """The values are right, and going backward through what was read is refused instead of wrong."""
-    model = long_tiny("llama")
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    token, ids = singles(model, 2, 1)[0], prompt(model, 2, LENGTH)
-    with sparse(model, **fields) as cache, sparse(model, **fields) as twin:
-        for held in (cache, twin):
-            step(model, held, ids)
-        expected = step(model, twin, token)
-        with torch.enable_grad():
-            logits = model(token, past_key_values=cache).logits
-            assert logits.requires_grad
-            with pytest.raises(RuntimeError):
-                logits.sum().backward()
-        assert_exact(Decoded(token, expected), Decoded(token, logits.detach()))
-        further = singles(model, 2, 5, 5)
-        assert_exact(*(follow(model, held, further) for held in (twin, cache)))
-    assert bool(len(checked_gathers)) != bool(fields.get("exact"))
+# ---------------------------------------------------------------------------------------------- modes
 
 
 @pytest.mark.parametrize(
@@ -466,7 +301,6 @@ def test_gradients_enabled(fields: dict[str, Any], checked_gathers: Gathers) -> 
     ],
 )  # fmt: skip
 def test_inference_mode_then_no_grad(engine: str, reuse: int, tmp_path: Path, checked_gathers: Gathers) -> None:
-    """What one mode allocates the other writes to; beams, a crop and a reset included."""
     model = long_tiny("llama")
     ids, results = prompt(model, 2, LENGTH), []
     for first, second in ((False, False), (True, False), (False, True), (True, True)):
@@ -529,7 +363,7 @@ def test_one_step_in_training_mode(fields: dict[str, Any], when: str, reset: boo
             assert len(checked_gathers) > 0
 
 
-# ---------------------------------------------------------------------------------------------- (i) two models
+# ---------------------------------------------------------------------------------------------- two models
 
 
 def assert_stock(model: Any) -> None:
@@ -647,23 +481,7 @@ def test_a_cache_on_a_model_and_one_on_its_base(
     assert_exact(expected, generate(model, dynamic(model), ids, max_new_tokens=6), bitwise=True)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "qwen3_next"])
-def test_names_stay_and_tables_come_back(name: str) -> None:
-    """The configs' names are the very strings of before, also meanwhile; the files' attention tables are back."""
-    model = long_tiny(name)
-    assert_stock(model)
-    before = fingerprint(model)
-    with sparse(model, **EXACT) as cache:
-        assert_stock(model)
-        changed = {key for key, value in fingerprint(model).items() if before.get(key) != value}
-        assert any(key.endswith(".table") for key in changed)
-        assert not any(".config." in key for key in changed)
-        step(model, cache, prompt(model, 1, 20))
-    assert_stock(model)
-    assert fingerprint(model) == before
-
-
-# ---------------------------------------------------------------------------------------------- (j) (k) (l) the rest
+# ---------------------------------------------------------------------------------------------- the rest
 
 
 @pytest.mark.parametrize(
@@ -671,7 +489,6 @@ def test_names_stay_and_tables_come_back(name: str) -> None:
     combinations({"exact": EXACT, "all": ALL}, ("llama", "gemma3"), ([2, 0], [1], [True, False, True], (2, 2, 1))),
 )
 def test_rows_given_as_a_list(fields: dict[str, Any], name: str, rows: Any, checked_gathers: Gathers) -> None:
-    """As given as a tensor, in the layers that transformers keeps too."""
     model = long_tiny(name)
     ids = prompt(model, 3, 90)
     plain = dynamic(model)
@@ -686,24 +503,6 @@ def test_rows_given_as_a_list(fields: dict[str, Any], name: str, rows: Any, chec
         kept = ids[torch.tensor(rows)]
         more = torch.cat([kept, *tokens, prompt(model, count, 2, 4)], 1)
         assert_exact(*(generate(model, held, more, max_new_tokens=3) for held in (plain, cache)))
-
-
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("how", [copy.copy, pickle.dumps], ids=["copy", "pickle"])
-def test_copies_are_refused(how: Callable[[Any], Any], used: bool) -> None:
-    """And the cache is none the worse for it."""
-    model = long_tiny("llama")
-    ids = prompt(model, 1, LENGTH)
-    with unchanged(model), sparse(model) as cache, sparse(model) as twin:
-        for held in (cache, twin):
-            if used:
-                step(model, held, ids[:, :-2])
-        expected = generate(model, twin, ids, max_new_tokens=5)
-        with pytest.raises(TypeError, match="DiskSwapCache"):
-            how(cache)
-        with pytest.raises(TypeError, match="DiskSwapCache"):
-            how({"cache": cache} if how is not copy.copy else cache)
-        assert_exact(expected, generate(model, cache, ids, max_new_tokens=5))
 
 
 @pytest.mark.parametrize(
@@ -733,7 +532,7 @@ def test_the_report_after_close(name: str, engine: str, tmp_path: Path) -> None:
     assert str(cache.report()) == str(last)
 
 
-# ---------------------------------------------------------------------------------------------- (m) (n) memory
+# ---------------------------------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize("reuse", [{}, {"reuse_capacity": 100_000}], ids=["default reuse", "large reuse"])
@@ -793,8 +592,6 @@ def test_buffers_shrink_with_the_batch(how: str, tmp_path: Path, checked_gathers
 def test_nothing_of_the_prompt_stays_in_memory(
     fields: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the step nobody holds the keys and values that a layer was given or gave out (DeepSeek-V2's attention
-    never asks for them)."""
     model = long_tiny(name)
     seen: list[StorageWeakRef] = []
     update = OffloadLayer.update

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import SMALL, assert_exact, generate, prompt
+from pairwise import combinations
 from rope_models import KINDS, long_rope
 from transformers import DynamicCache, GenerationConfig
 
@@ -41,8 +42,7 @@ def turns(model: Any, cache: Any, lengths: tuple[int, ...], between: Any = lambd
     return found
 
 
-@pytest.mark.parametrize("lengths", [(100, 150), (150, 260), (240, 300)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "lengths"), combinations(KINDS.keys(), ((100, 150), (150, 260), (240, 300))))
 def test_a_saved_context_goes_on_beyond_the_original_positions(
     kind: str, lengths: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -74,7 +74,6 @@ def test_a_longer_conversation_changes_nothing_of_another(cls: Any) -> None:
 
 
 def test_a_context_opens_as_saved_where_longer_texts_ran(tmp_path: Path) -> None:
-    """With a cache of transformers' own, which leaves the longest text's length on the model."""
     model, used = KINDS["dynamic"](ORIGINAL), KINDS["dynamic"](ORIGINAL)
     expected = turns(model, DynamicCache(config=model.config), (100, 260))
     generate(used, DynamicCache(config=used.config), prompt(used, 1, 900), max_new_tokens=2)
@@ -90,7 +89,6 @@ def test_a_context_opens_as_saved_where_longer_texts_ran(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chunk_size_is_refused_with_a_reason(kind: str) -> None:
-    """By name, where the text is longer than the original positions, and in `offload`, and in a configuration."""
     model = KINDS[kind](ORIGINAL)
     wanted = rf"prefill_chunk_size=64 is not possible .*\({kind}\).* longer than 200 tokens, and this one has 300"
     ids, config = prompt(model, 1, 300), GenerationConfig(prefill_chunk_size=64, max_new_tokens=2)

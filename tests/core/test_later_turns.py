@@ -72,8 +72,7 @@ def test_embeddings_that_are_held_already_are_refused() -> None:
 
 @MODES
 def test_padding_between_turns(fields: dict[str, Any]) -> None:
-    """Two questions of different lengths, padded on their left, over one history: the step begins with padding, which
-    has position 0."""
+    """Two questions padded on their left, over one history: a step begins with padding, at position 0."""
     model = tiny("llama")
     ids, more = prompt(model, 2, 56), prompt(model, 2, 9, 8)
     mask = torch.ones(2, 65, dtype=torch.long)
@@ -97,7 +96,6 @@ def test_padding_between_turns(fields: dict[str, Any]) -> None:
 
 @MODES
 def test_a_second_turn_padded_on_the_right(fields: dict[str, Any]) -> None:
-    """In pieces, of which the last is nothing but padding for both rows: what is masked has position 0."""
     model = tiny("llama")
     ids, more = prompt(model, 2, 56), prompt(model, 2, 9, 8)
     mask = torch.ones(2, 65, dtype=torch.long)

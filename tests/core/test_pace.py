@@ -30,7 +30,6 @@ def test_the_faster_way_is_kept_and_tried_again(faster: bool) -> None:
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_a_machine_that_gets_slower_does_not_decide(faster: bool) -> None:
-    """In turns, both ways meet that alike: steps side by side are compared, and the last ones take longest."""
     pace = Pace()
     for step in range(8):
         pace.took((1.0 if pace.first is faster else 1.3) * (1 + step / 16))

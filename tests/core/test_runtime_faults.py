@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from background import LONG, Gate, SlowWrites, in_background, memory, rows, skip_without, threads_of_ours
+from background import LONG, Gate, SlowWrites, in_background, join_threads, memory, rows, skip_without, threads_of_ours
 from harness import COMMON, Decoded, assert_exact, build, generate, prompt
 from long_models import sparse
+from pairwise import combinations, in_full
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache
@@ -61,9 +62,7 @@ def nothing_is_left() -> Iterator[None]:
     before = open_descriptors()
     yield
     gc.collect()  # errors that were caught keep frames, and what is in them, in cycles
-    for thread in threading.enumerate():
-        if thread.name.startswith("hf_offload_cache-"):
-            thread.join(LONG)
+    join_threads()
     assert threads_of_ours() == []
     gc.collect()
     assert open_descriptors() == before
@@ -114,6 +113,26 @@ class SlowReads(WrapperStore):
         super().read(ids, out)
 
 
+class InParts(SlowWrites):
+    """Reads by `reading`, on threads. Its record 1 waits to be written, so that 0 and 2 are read apart."""
+
+    advises = False
+
+    def __init__(self, account: MemoryAccount, reading: Callable[[list[int]], None]) -> None:
+        super().__init__(memory())
+        self.reading = reading
+        self.ids, _ = fill(self.inner, 3)
+        self.prefetcher = Prefetcher(account, 2**20)
+        self.prefetcher.write(self, self.ids[1:2], pattern(1))
+        self.gate.wait_for(1)
+
+    def start(self, ids: np.ndarray, out: torch.Tensor) -> None:
+        return None
+
+    def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
+        self.reading(ids.tolist())
+
+
 class FullRing:
     """Reads of an empty pipe in every place of `ring`: nothing begins that comes behind them, until `let_go`."""
 
@@ -138,8 +157,14 @@ class FullRing:
 
 @pytest.mark.alone
 def test_a_read_that_stalls_on_a_thread(account: MemoryAccount, tmp_path: Path) -> None:
-    gate = Gate()
-    store = SlowReads(open_store("mapped", tmp_path, RECORD_BYTES, "layer 3"), gate)
+    gate, came = Gate(), dict[int, torch.Tensor]()
+
+    class Noting(SlowReads):
+        def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
+            super().read(ids, out)
+            came[int(ids[0])] = out.clone()
+
+    store = Noting(open_store("mapped", tmp_path, RECORD_BYTES, "layer 3"), gate)
     ids, records = fill(store, 8)
     prefetcher = Prefetcher(account, 2**20, timeout=SHORT)
     out = rows(4)
@@ -158,44 +183,14 @@ def test_a_read_that_stalls_on_a_thread(account: MemoryAccount, tmp_path: Path) 
     prefetcher.close()  # it was said before
     assert account.by_owner[STALLED_READS] >= 4 * RECORD_BYTES
     kept = weakref.ref(store.inner)
-    del store, caught, ticket, prefetcher
+    del store, caught, ticket, prefetcher, out
+    gc.collect()
     assert kept() is not None, "the threads that are stuck hold the store"
     gate.open()
-    for thread in threading.enumerate():
-        if thread.name.startswith("hf_offload_cache-"):
-            thread.join(LONG)
-    assert torch.equal(out, records[1::2]), "they went on in memory that was still there"
+    join_threads()
+    assert torch.equal(torch.cat([came[one] for one in (1, 3, 5, 7)]), records[1::2]), "and the memory they write to"
     gc.collect()
     assert kept() is None
-
-
-@pytest.mark.alone
-def test_memory_lives_as_long_as_a_thread_that_is_stuck(account: MemoryAccount) -> None:
-    gate, seen = Gate(), []
-
-    class Last(WrapperStore):
-        def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
-            gate.pass_through()
-            out.fill_(7)
-            seen.append(int(out.sum()))
-
-    store = Last(memory())
-    store.advises = False
-    ids, _ = fill(store, 1)
-    prefetcher = Prefetcher(account, 2**20, timeout=SHORT)
-    out = rows(1)
-    ticket = prefetcher.read(store, ids, out)
-    gate.wait_for(1)
-    with pytest.raises(StalledError):
-        ticket.wait()
-    prefetcher.close()
-    del out, ticket, prefetcher, store
-    gc.collect()
-    gate.open()
-    for thread in threading.enumerate():
-        if thread.name.startswith("hf_offload_cache-"):
-            thread.join(LONG)
-    assert seen == [7 * RECORD_BYTES]
 
 
 def test_a_read_that_is_interrupted_while_it_starts(account: MemoryAccount, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,24 +234,15 @@ def test_a_read_that_is_interrupted_while_it_starts(account: MemoryAccount, monk
 
 @pytest.mark.alone
 def test_a_read_of_which_a_part_cannot_start(account: MemoryAccount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What did start has ended when the error comes out."""
     gate = Gate()
     ended: list[Any] = []
 
-    class Slow(SlowWrites):
-        def start(self, ids: np.ndarray, out: torch.Tensor) -> None:
-            return None
+    def reading(ids: list[int]) -> None:
+        gate.pass_through()
+        ended.append(ids)
 
-        def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
-            gate.pass_through()
-            ended.append(ids.tolist())
-
-    store = Slow(memory())
-    store.advises = False
-    ids, _ = fill(store.inner, 3)
-    prefetcher = Prefetcher(account, 2**20)
-    prefetcher.write(store, ids[1:2], pattern(1))  # so that the other two are read apart
-    store.gate.wait_for(1)
+    store = InParts(account, reading)
+    ids, prefetcher = store.ids, store.prefetcher
     start, wait = prefetcher._readers.start, _SharedRead.wait
 
     def only_the_first(store: Store, part: np.ndarray, out: torch.Tensor) -> Any:
@@ -315,22 +301,14 @@ def test_a_read_of_which_a_part_fails(account: MemoryAccount, monkeypatch: pytes
     """Its other parts have ended when the error comes out."""
     gate, ended, waits, wait = Gate(), [], [], _SharedRead.wait
 
-    class Slow(SlowWrites):
-        def start(self, ids: np.ndarray, out: torch.Tensor) -> None:
-            return None
+    def reading(ids: list[int]) -> None:
+        if ids == [0]:
+            raise StoreError(errno.EIO, "made to fail")
+        gate.pass_through()
+        ended.append(ids)
 
-        def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
-            if ids[0] == 0:
-                raise StoreError(errno.EIO, "made to fail")
-            gate.pass_through()
-            ended.append(ids.tolist())
-
-    store = Slow(memory())
-    store.advises = False
-    ids, _ = fill(store.inner, 3)
-    prefetcher = Prefetcher(account, 2**20)
-    prefetcher.write(store, ids[1:2], pattern(1))  # so that the other two are read apart
-    store.gate.wait_for(1)
+    store = InParts(account, reading)
+    ids, prefetcher = store.ids, store.prefetcher
 
     def opening(transfer: _SharedRead) -> None:
         waits.append(transfer)
@@ -379,22 +357,6 @@ def test_a_thread_does_not_wait_for_itself() -> None:
 
 
 @pytest.mark.alone
-def test_close_waits_for_its_threads(account: MemoryAccount) -> None:
-    store, gate = SlowReads(memory(), None), Gate()
-    ids, _ = fill(store, 1)
-    prefetcher = Prefetcher(account, 2**20)
-    prefetcher.read(store, ids, rows(1)).wait()
-    prefetcher._readers._jobs.put(gate.pass_through)
-    gate.wait_for(1)
-    thread, outcome = in_background(prefetcher.close)
-    thread.join(SHORT)
-    assert thread.is_alive()
-    gate.open()
-    thread.join(LONG)
-    assert outcome == [None] and threads_of_ours() == []
-
-
-@pytest.mark.alone
 @pytest.mark.parametrize("operation", ["flush", "flush all", "write", "cancel", "close"])
 def test_a_write_that_stalls(account: MemoryAccount, stalled: Stalled, operation: str) -> None:
     prefetcher, store, ids = stalled(room=2)
@@ -417,9 +379,7 @@ def test_a_write_that_stalls(account: MemoryAccount, stalled: Stalled, operation
     prefetcher.close()
     assert account.by_owner["write queue"] == RECORD_BYTES, "the one that is stuck; the other was dropped"
     store.gate.open()
-    for thread in threading.enumerate():
-        if thread.name.startswith("hf_offload_cache-"):
-            thread.join(LONG)
+    join_threads()
     assert account.current == 0 and store.order == [0]
 
 
@@ -442,29 +402,6 @@ def test_a_slow_device_is_not_a_stalled_one(stalled: Stalled, monkeypatch: pytes
     thread.join(LONG)
     assert outcome == [None] and now[0] == 270.0
     prefetcher.close()
-
-
-@pytest.mark.alone
-def test_a_stall_that_is_over_can_be_mended(account: MemoryAccount) -> None:
-    gate = Gate()
-    store = SlowReads(memory(), gate)
-    ids, records = fill(store, 4)
-    prefetcher = Prefetcher(account, 2**20, timeout=SHORT)
-    ticket = prefetcher.read(store, ids[:1], rows(1))
-    with pytest.raises(StalledError):
-        ticket.wait()
-    gate.open()
-    while prefetcher.interrupted_by is not None:
-        with contextlib.suppress(StalledError):
-            prefetcher.recover()
-    out = rows(4)
-    again = prefetcher.read(store, ids, out)
-    while not again.done():
-        pass
-    again.wait()
-    assert torch.equal(out, records)
-    prefetcher.close()
-    assert account.current == 0
 
 
 @pytest.mark.alone
@@ -549,13 +486,11 @@ def test_what_is_given_up_behind_a_stall_is_held_no_longer(stalled: Stalled) -> 
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("answers", [True, False])
-@pytest.mark.parametrize("engine", ["uring", "direct"])
+@pytest.mark.parametrize(("engine", "answers"), combinations(("uring", "direct"), (True, False)))
 def test_a_cache_on_a_device_that_stalls(
     model: Any, engine: str, answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`generate` ends with an error, the cache says so from then on, and can be closed; or reset once the device
-    answers again."""
+    """`generate` raises; the cache says so from then on and can be closed, or reset once the device answers."""
     skip_without(engine, tmp_path)
     gate, slow = Gate(), []
     new_store = Storage._new_store
@@ -644,9 +579,10 @@ class Lethal(Timeline):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("error", [SystemExit("enough"), MemoryError("no more")], ids=repr)
-@pytest.mark.parametrize("timeout", [None, LONG])
-@pytest.mark.parametrize("operation", ["flush", "write", "cancel", "close"])
+@pytest.mark.parametrize(
+    ("operation", "timeout", "error"),
+    combinations(("flush", "write", "cancel", "close"), (None, LONG), (SystemExit("enough"), MemoryError("no more"))),
+)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_writer_that_dies(
     account: MemoryAccount,
@@ -815,17 +751,11 @@ AT_EXIT = """
 """
 
 
-@pytest.mark.parametrize("engine", ["auto", "direct", "mapped"])
+@pytest.mark.parametrize("engine", ["auto", *in_full(("direct", "mapped"))])
 def test_caches_are_used_in_exit_handlers(engine: str, tmp_path: Path) -> None:
-    """Those that were there before, too, whose own handlers have been called by then."""
     if engine != "auto":
         skip_without(engine, tmp_path)
-    here = str(Path(__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(AT_EXIT), engine, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    done = run_script(AT_EXIT, engine, str(tmp_path))
     names = ("DiskSwapCache", "ClusterCache", "SpecCache", "AbstractTreeCache", "DiskSwapCache")
     assert (done.stdout.splitlines(), done.stderr) == ([f"{name} True" for name in names], "")
 
@@ -874,7 +804,7 @@ def held_elsewhere(*locks: Any) -> Iterator[None]:
         thread.join(LONG)
 
 
-@pytest.mark.parametrize("engine", ["uring", "direct", "mapped", "memory"])
+@pytest.mark.parametrize("engine", ["uring", "mapped", *in_full(("direct", "memory"))])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_cache_in_a_forked_child(model: Any, engine: str, tmp_path: Path) -> None:
     """Refused there whatever lock another thread of the parent held; the child makes its own; the parent goes on."""
@@ -1075,12 +1005,9 @@ def test_an_interrupted_submission_is_told(model: Any) -> None:
         cache.shared.check_open()
 
 
-@pytest.mark.parametrize("points", [25, pytest.param(75, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("engine", ["uring", "direct"])
+@pytest.mark.parametrize(("engine", "points"), [("uring", 25), *in_full(("uring", "direct"), (75,))])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_anywhere(model: Any, engine: str, points: int, tmp_path: Path) -> None:
-    """In the prompt, or in a later step: the cache goes on token for token, at once or after it said that the step was
-    taken back, or says that it cannot."""
     skip_without(engine, tmp_path)
     ids = prompt(model, 1, LENGTH)
     fields = {"engine": engine, "path": tmp_path, "io_timeout": LONG, **ALL}
@@ -1206,8 +1133,7 @@ def test_descriptors_are_counted() -> None:
 # ---------------------------------------------------------------------------------------------- no space
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 5])
-@pytest.mark.parametrize("operation", ["allocate", "write"])
+@pytest.mark.parametrize(("operation", "number"), combinations(("allocate", "write"), (1, 2, 3, 5)))
 def test_no_space_in_the_middle(
     model: Any, operation: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

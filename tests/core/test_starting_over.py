@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from harness import COMMON, build, prompt
+from pairwise import combinations
 from transformers import DynamicCache
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, SpecCache, offload
@@ -62,10 +63,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["Phi3", "Phimoe", "Phi4Multimodal"])
-@pytest.mark.parametrize("length", [60, ORIGINAL, 150], ids=lambda length: f"{length} tokens")
+@pytest.mark.parametrize(
+    ("name", "length"), combinations(("Phi3", "Phimoe", "Phi4Multimodal"), (60, ORIGINAL, 150), times=2)
+)
 def test_it_generates_what_a_dynamic_cache_does(name: str, length: int) -> None:
-    """From before the original length across it, from there, and from beyond it."""
     own = model(name)
     ids, mask = prompt(own, 2, length), torch.ones(2, length, dtype=torch.long)
     mask[0, :7] = 0
@@ -78,8 +79,7 @@ def test_it_generates_what_a_dynamic_cache_does(name: str, length: int) -> None:
             assert ["dropped the tokens" in text for text in cache.warnings] == [True] * lost
 
 
-@pytest.mark.parametrize("cls", CACHES)
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize(("cls", "way"), combinations(CACHES, WAYS.keys()))
 def test_every_cache_goes_on_in_every_way(cls: Any, way: str) -> None:
     own, options = model(), WAYS[way]
     length, exact = (60, "bitwise") if way == "greedy" else (100, True) if way == "pieces" else (60, True)

@@ -26,7 +26,6 @@ def test_a_mask_that_hides_nothing_is_none(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16, torch.float16])
 def test_what_the_last_query_sees(dtype: torch.dtype) -> None:
-    """Of a mask of several queries the last row: the first ones see less, and that is no padding."""
     hidden = torch.ones(2, 1, 3, 6, dtype=torch.bool).tril(3)
     hidden[1, :, :, :2] = False
     mask = hidden

@@ -8,8 +8,7 @@ from typing import Any
 import harness
 import pytest
 import walk
-from checked_cache import checked
-from gathers import Gathers
+from checked_cache import Gathers, checked
 from harness import PAD, generate, padding, prompt, unchanged
 from long_models import LENGTH, sparse, walked
 from transformers import DynamicCache
@@ -36,8 +35,7 @@ def pairs() -> list[Any]:
 
 @pytest.mark.parametrize(("method", "name"), pairs())
 def test_everything_selected(method: str, name: str) -> None:
-    """Greedy, and beams of padded rows, as with `DynamicCache`, through steps that select, each of whose gathers is
-    held against what came in; and bitwise. Tagged layers gather, in every step."""
+    """Greedy and beams of padded rows, through steps that select, are `DynamicCache`'s; also bitwise."""
     cls = checked(cache_class(method))
 
     def make(model: Any, exact: bool | str) -> Any:

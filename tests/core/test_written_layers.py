@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import COMMON, build, generate, prompt
 from long_llama import long_model
+from pairwise import combinations
 from transformers import DynamicCache, FalconH1Config, FalconH1ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, SpecCache
@@ -57,8 +58,7 @@ WRITTEN: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("cache_class", CACHES)
-@pytest.mark.parametrize("how", ASSIGNED)
+@pytest.mark.parametrize(("cache_class", "how"), combinations(CACHES, ASSIGNED.keys()))
 def test_an_assignment_raises_and_changes_nothing(cache_class: Any, how: str) -> None:
     model = long_model()
     ids = prompt(model, 1, LENGTH)
@@ -73,8 +73,9 @@ def test_an_assignment_raises_and_changes_nothing(cache_class: Any, how: str) ->
     assert torch.equal(found.tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-@pytest.mark.parametrize("how", WRITTEN)
+@pytest.mark.parametrize(
+    ("how", "grad"), combinations(WRITTEN.keys(), (torch.no_grad, torch.inference_mode, torch.enable_grad))
+)
 def test_a_write_in_place_raises(how: str, grad: Any) -> None:
     with filled() as cache, grad():
         keys = cache.layers[0].keys

@@ -12,7 +12,6 @@ from hf_offload_cache.fetch import ByteRows
 @pytest.mark.parametrize("rows", [slice(3), np.array([4, 0, 4]), np.array([2, 1, 0], dtype=np.int32)])
 @pytest.mark.parametrize("elsewhere", ["neither", "source", "target", "both"])
 def test_every_way_to_copy(rows: np.ndarray | slice, elsewhere: str) -> None:
-    """Of rows with gaps between them, to others; what is not a target stays."""
     source = ByteRows(torch.arange(40.0, dtype=torch.bfloat16).view(5, 8)[:, :6])
     out = ByteRows(torch.full((7, 6), -1.0, dtype=torch.bfloat16))
     for side, one in (("source", source), ("target", out)):

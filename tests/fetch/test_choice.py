@@ -48,7 +48,6 @@ def test_cut_to_what_most_name_then_to_what_matters_most() -> None:
 
 
 def test_units_that_lie_in_several_records_are_as_many() -> None:
-    """What does not fit ends the union; one unit there is at least."""
     records = np.array([[3, 1, 1]])
     matters = np.array([[0.9, 0.3, 0.5]], dtype=np.float32)
     two = [Choice(np.array([[1, other, 8]]), None, matters * other, records) for other in (4, 2)]

@@ -78,7 +78,6 @@ def test_what_is_chosen_again_stays_where_it_lies(data: st.DataObject) -> None:
 
 
 def test_what_is_absent_after_a_crop_comes_first() -> None:
-    """None of it stands behind one that is gone; in inference mode what was wanted may not be changed."""
     held = ChosenEntries(FORM, 1, 6, CPU, MemoryAccount())
     with torch.inference_mode():
         held.want(torch.tensor([[[3, 90, 7, 80, 1, 2], [91, 92, 4, 5, 6, 93]]]))

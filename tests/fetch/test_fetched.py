@@ -8,8 +8,7 @@ from hf_offload_cache.fetch import Choice, Extents, valid_entries
 
 
 def test_what_is_kept_of_a_unit_counts_through_its_runs() -> None:
-    """Units of six entries in records of four: unit 0 lies in the last two of one record and all of the next, unit 1 in
-    one run of three from entry 1 on. `keep` names a unit's entries in the order of its runs."""
+    """`keep` names a unit's entries in the order of its runs: units of six entries in records of four."""
     extents = Extents(
         np.array([[7, 8, 9]]), np.array([[2, 0, 1]]), np.array([[2, 4, 3]]), np.array([[0, 0, 1]])
     )

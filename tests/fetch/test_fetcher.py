@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -155,8 +156,7 @@ def test_a_choice_that_is_gathered_again_is_counted_once(storage: Storage) -> No
 def test_every_mix_of_tiers_guesses_and_reads(
     storage: Storage, rows: int, capacities: tuple[int, ...], guesses: bool
 ) -> None:
-    """Rows share some of their records; some rows are ragged. What is resident or read ahead is not read again, and
-    nothing is read twice at a time."""
+    """Rows share some of their records; some rows are ragged."""
     generator = np.random.default_rng(rows + len(capacities))
     store = ReadsSeen(filled(storage))
     table = np.stack([generator.permutation(RECORDS)[:20] for _ in range(rows)])
@@ -231,7 +231,6 @@ def test_rows_that_keep_equally_many_need_no_mask(storage: Storage) -> None:
 
 
 def test_what_was_brought_is_gathered_from_there(storage: Storage) -> None:
-    """For who decides by it what to keep: read once, by way of the tiers, which keep it, and counted once."""
     store = ReadsSeen(filled(storage))
     source, seen, counters = Source(store, np.arange(20).reshape(2, 10)), fetcher(storage, 8), storage.counters
     seen.gather(source, Choice(units([3], [9])))
@@ -331,7 +330,6 @@ def test_what_the_near_tier_evicts_comes_from_the_far_one(storage: Storage) -> N
 
 
 def test_what_is_looked_at_is_not_kept(storage: Storage) -> None:
-    """For those who decide by it: whole records, zeros for none; tiers and a read ahead stay as they are."""
     store = ReadsSeen(filled(storage))
     source, seen = Source(store, np.arange(20).reshape(2, 10)), fetcher(storage, 8)
     guess = Choice(units([8], [9]))
@@ -352,7 +350,6 @@ def test_what_is_looked_at_is_not_kept(storage: Storage) -> None:
 
 
 def test_a_look_that_was_begun_reads_nothing_more(storage: Storage) -> None:
-    """In any order, with records that several want; each read serves one look."""
     store, looks = ReadsSeen(filled(storage)), Areas(storage.account)
     source, seen = Source(store, np.arange(20).reshape(2, 10)), Fetcher(
         storage, Areas(storage.account), [], 8, looks=looks
@@ -568,7 +565,6 @@ def test_a_read_that_was_cancelled_with_its_store_is_dropped(storage: Storage) -
 
 
 def test_an_area_in_flight_is_used_by_nobody_else(storage: Storage) -> None:
-    """While a read ahead of one layer is under way others gather, by other memory; what it brings is right."""
     going = threading.Event()
     inner, areas = filled(storage), Areas(storage.account)
     slow = Source(LatencyStore(inner, 0, sleep=lambda seconds: going.wait(10)), np.arange(10)[None])
@@ -633,7 +629,6 @@ def test_the_view_grows_in_steps(storage: Storage) -> None:
 
 
 def test_a_view_that_needs_more_takes_the_place_of_areas(storage: Storage) -> None:
-    """And gives it back when it does not any more."""
     areas, account = Areas(storage.account), storage.account
     def rehearsed(widest: int) -> dict[str, int]:
         run = DryRun()
@@ -662,7 +657,6 @@ def test_a_view_that_needs_more_takes_the_place_of_areas(storage: Storage) -> No
 
 
 def test_a_view_is_made_anew_only_where_it_is_too_small(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where what lies behind comes and goes; and the old one is gone before the new one comes."""
     areas, account, alive = Areas(storage.account), storage.account, []
     hold = account.hold
 
@@ -701,8 +695,7 @@ def test_a_queue_that_was_not_waited_for_stays_as_it_was(storage: Storage, monke
 
 
 def test_a_fetcher_gives_back_what_it_does_not_gather_with(storage: Storage) -> None:
-    """Slots go where something else needs the memory, but for those of the gather that needs it; areas that nobody
-    borrows go too, and nothing is read ahead for which others would have to go."""
+    """Slots and unused areas are given up for a gather that needs the memory, and nothing is read ahead for it."""
     store, account = filled(storage), storage.account
     source = Source(store, np.arange(10)[None])
     here, there = fetcher(storage, 4), fetcher(storage, 4)
@@ -717,10 +710,10 @@ def test_a_fetcher_gives_back_what_it_does_not_gather_with(storage: Storage) -> 
     assert there.closed and not here.closed and account.current <= account.limit
 
 
-@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-@pytest.mark.parametrize("then", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize(
+    ("first", "then"), itertools.permutations([torch.inference_mode, torch.no_grad, torch.enable_grad], 2)
+)
 def test_the_view_is_written_to_in_any_mode(storage: Storage, first: Any, then: Any) -> None:
-    """Whatever it was made in; so are slots and areas, which last as long."""
     source, seen = Source(filled(storage), np.arange(10)[None]), fetcher(storage, 4)
     for mode, wanted in ((first, [1, 2]), (then, [2, 5])):
         with mode():
@@ -751,8 +744,6 @@ def test_a_tier_replaces_as_its_policy_says(storage: Storage) -> None:
 
 
 def test_what_is_written_anew_is_so_in_the_tiers(storage: Storage) -> None:
-    """Without a read: what is resident, and, where there is room, what was not; what is gone is not. Until then, and
-    where the writing fails, what tiers have stays."""
     store = ReadsSeen(filled(storage))
     source, seen = Source(store, np.arange(10)[None]), fetcher(storage, 4)
     choice = Choice(units([0, 1, 2]))
@@ -789,7 +780,6 @@ def test_what_is_written_anew_pushes_out_nothing_of_its_own(storage: Storage) ->
 
 
 def test_a_tier_that_cannot_be_renewed_forgets(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it had is not what lies in the store."""
     store = ReadsSeen(filled(storage))
     source, seen = Source(store, np.arange(10)[None]), fetcher(storage, 4)
     seen.gather(source, Choice(units([0, 1])))

@@ -81,7 +81,6 @@ def some_units(seed: int, count: int) -> np.ndarray:
 @pytest.mark.parametrize("most", [8, 2])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
 def test_the_share_that_matters_least_comes_as_replicas(storage: Storage, share: float, most: int) -> None:
-    """Of every part of a read that has no room in one area, too."""
     setting, owed = Setting(storage, share, most=most), 0.0
     for seed in range(4):
         units = some_units(seed, 7)
@@ -165,7 +164,6 @@ def test_replicas_that_cannot_be_read_are_read_whole(
 
 
 def test_records_that_cannot_be_read_are_told(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever comes as replicas: and everything is given back."""
     setting = Setting(storage, 0.5)
     lost = LostRecords(8192, "lost")
     lost.allocate(2 * UNITS)
@@ -190,7 +188,6 @@ def test_records_that_cannot_be_read_are_told(storage: Storage, monkeypatch: pyt
 @pytest.mark.parametrize("replica", [25e-6, 45e-6, 70e-6])
 @pytest.mark.parametrize("hidden", [0.0, 4e-4, 2e-3])
 def test_theta_is_there_soonest(replica: float, unpack: float, hidden: float) -> None:
-    """Of a hundred shares none is sooner, and of neighbours none by more than what they lie apart makes."""
     for records, latency in itertools.product((4, 16, 64), (0.0, 2e-4)):
         rates = LinkRates(latency, 65e-6, replica, unpack)
         late = [rates.late(records, hidden, share / 100) for share in range(101)]
@@ -198,8 +195,6 @@ def test_theta_is_there_soonest(replica: float, unpack: float, hidden: float) ->
 
 
 def test_how_late_a_share_is() -> None:
-    """One read, or two where both kinds come, replicas first; these are unpacked once the model has computed and all of
-    them have come, while the rest comes."""
     rates = LinkRates(latency=1.0, record=10.0, replica=4.0, unpack=2.0)
     assert [rates.late(10, hidden, 0.0) for hidden in (0.0, 60.0, 200.0)] == [101.0, 41.0, 0.0]
     assert [rates.late(10, hidden, 1.0) for hidden in (0.0, 60.0)] == [41.0 + 20.0, 20.0]
@@ -222,7 +217,6 @@ def test_no_replicas_where_nothing_is_gained() -> None:
 
 
 def test_a_link_is_measured_once(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By real reads, before the first that may use replicas; of each size of records."""
     setting = Setting(storage, None, most=12)
     times = iter([1e-3, 1e-3 + 23 * 1e-4, 1e-3 - 1e-4 + 24 * 4e-5, 24 * 1e-5])
 
@@ -254,7 +248,6 @@ def test_too_few_records_are_not_measured(storage: Storage) -> None:
 
 
 def test_what_waits_to_be_written_is_no_measure(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the disk."""
     setting = Setting(storage, None)
     copy_queued = type(storage.prefetcher._writes).copy_queued
     monkeypatch.setattr(type(storage.prefetcher._writes), "copy_queued", lambda *given, **more: [])
@@ -267,7 +260,6 @@ def test_what_waits_to_be_written_is_no_measure(storage: Storage, monkeypatch: p
 
 
 def test_a_read_ahead_of_nothing(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wanted is there, and others are too, with a timeline that is told of shares."""
     setting = Setting(storage, 0.5, slots=80)
     told = {"on": True, "count": lambda *given, **more: None, "span": lambda *given: contextlib.nullcontext()}
     monkeypatch.setattr(storage, "timeline", types.SimpleNamespace(**told))

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.baselines.clusters import LeastRecent
 from hf_offload_cache.fetch import (
     ClusterAligned,
     FirstIn,
@@ -19,14 +17,10 @@ from hf_offload_cache.fetch import (
     SlotTable,
 )
 
-Policies = Callable[[int], Policy]
-POLICIES: list[Policies] = [FirstIn, LeastRecent]
 
-
-def aligned(sizes: np.ndarray) -> Policies:
+def aligned(sizes: np.ndarray) -> Callable[[int], Policy]:
     """`ClusterAligned` with clusters of these sizes, by record."""
     return partial(ClusterAligned, sizes=lambda records: sizes[records])
-
 
 
 def slots(*values: int) -> np.ndarray:
@@ -40,54 +34,34 @@ def evicted(policy: Policy, count: int, in_use: np.ndarray) -> list[int]:
     return got.tolist()
 
 
-@pytest.mark.parametrize("policy_class", POLICIES)
-def test_the_slot_that_was_filled_longest_ago_goes_first(policy_class: Policies) -> None:
-    policy = policy_class(4)
+def test_the_slot_that_was_filled_longest_ago_goes_first() -> None:
+    policy = FirstIn(4)
     assert evicted(policy, 2, slots()) == [0, 1]
     assert evicted(policy, 3, slots()) == [2, 3, 0]
     assert evicted(policy, 4, slots()) == [1, 2, 3, 0]
     assert evicted(policy, 0, slots()) == []
-
-
-@pytest.mark.parametrize(("policy_class", "following"), [(FirstIn, [0, 1, 2, 3]), (LeastRecent, [1, 3, 2, 0])])
-def test_what_is_wanted_again_counts_as_filled_anew_or_not(
-    policy_class: Policies, following: list[int]
-) -> None:
-    policy = policy_class(4)
     policy.used(slots(2, 0))
-    assert evicted(policy, 4, slots()) == following
+    assert evicted(policy, 4, slots()) == [1, 2, 3, 0], "whatever is wanted again"
 
 
-def test_a_slot_that_several_rows_want_counts_once() -> None:
-    policy = LeastRecent(4)
-    policy.used(slots(1, 0, 1))
-    assert evicted(policy, 4, slots()) == [2, 3, 0, 1]
-    assert evicted(policy, 4, slots()) == [2, 3, 0, 1]
-
-
-@pytest.mark.parametrize("policy_class", POLICIES)
-def test_slots_in_use_stay(policy_class: Policies) -> None:
-    policy = policy_class(4)
+def test_slots_in_use_stay() -> None:
+    policy = FirstIn(4)
     assert evicted(policy, 3, slots(0, 2, 2)) == [1, 3]
     assert evicted(policy, 3, slots(0, 1, 2, 3)) == []
     assert evicted(policy, 3, slots()) == [0, 2, 1]
 
 
-@pytest.mark.parametrize("policy_class", POLICIES)
-def test_emptied_slots_are_the_next(policy_class: Policies) -> None:
-    policy = policy_class(5)
+def test_emptied_slots_are_the_next() -> None:
+    policy = FirstIn(5)
     policy.place(np.arange(5), slots())
     policy.emptied(slots(3, 1))
     assert evicted(policy, 3, slots()) == [3, 1, 0]
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), capacity=st.integers(0, 6), policy_class=st.sampled_from(POLICIES))
-def test_every_slot_once_whatever_happens(
-    data: st.DataObject, capacity: int, policy_class: Policies
-) -> None:
-    """What is evicted is distinct, and all slots are always there; books do not grow."""
-    policy = policy_class(capacity)
+@given(data=st.data(), capacity=st.integers(0, 6))
+def test_every_slot_once_whatever_happens(data: st.DataObject, capacity: int) -> None:
+    policy = FirstIn(capacity)
     some = st.lists(st.integers(0, max(0, capacity - 1)), unique=True, max_size=capacity)
     nbytes = policy.nbytes
     for _ in range(6):
@@ -124,7 +98,6 @@ def test_what_is_wanted_in_every_other_step_is_not_pushed_out_by_what_is_wanted_
 
 
 def test_what_was_wanted_long_ago_makes_room() -> None:
-    """For more steps than a table counts apart: what counts is lately."""
     table = SlotTable(1, MostUsed)
     for _ in range(500):
         step(table, 3)
@@ -138,7 +111,6 @@ def test_what_was_wanted_long_ago_makes_room() -> None:
     capacity=st.integers(0, 7),
 )
 def test_the_frequency_table_against_one_that_counts_plainly(steps: list[list[int]], capacity: int) -> None:
-    """Who is resident has been used no less, lately, than anyone who was wanted and found no slot."""
     table, uses = SlotTable(capacity, MostUsed), np.zeros(201)
     for wanted in steps:
         before = set((table.locate(np.arange(201)) >= 0).nonzero()[0].tolist())
@@ -174,7 +146,6 @@ def test_what_is_forgotten_is_the_next_to_go_and_counts_as_new() -> None:
 
 
 def test_pages_of_small_clusters_stay_first() -> None:
-    """Of those that are wanted equally often; one of a large cluster that is wanted much more often stays too."""
     sizes = np.ones(100, dtype=np.uint16)
     sizes[[1, 2, 3]] = 16
     table = SlotTable(2, aligned(sizes))
@@ -187,7 +158,6 @@ def test_pages_of_small_clusters_stay_first() -> None:
 
 
 def test_what_was_written_anew_lately_stays_in_the_share_that_is_reserved() -> None:
-    """One of eight slots; when it was long ago, or others were later, no longer."""
     def table_with(*renewed: int) -> SlotTable:
         table = SlotTable(8, aligned(np.ones(1000, dtype=np.uint16)))
         step(table, *range(8))

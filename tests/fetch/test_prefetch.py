@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from background import LONG, Gate, SlowWrites, in_background, memory, rows, skip_without, threads_of_ours
+from background import LONG, Gate, SlowWrites, in_background, join_threads, memory, rows, skip_without, threads_of_ours
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pairwise import in_full
 
 from hf_offload_cache.errors import CacheClosedError, StoreError
 from hf_offload_cache.fetch import Prefetcher, Staging, split
@@ -49,9 +50,7 @@ def no_leaks() -> Iterator[None]:
     yield
     if threads_of_ours():
         gc.collect()  # a test that failed keeps its prefetcher alive in cycles
-    for thread in threading.enumerate():
-        if thread.name.startswith("hf_offload_cache-"):
-            thread.join(LONG)
+    join_threads()
     assert threads_of_ours() == []
     assert open_descriptors() == descriptors
 
@@ -110,14 +109,6 @@ def test_reads_overlap_the_callers_work(prefetcher: Prefetcher) -> None:
     gate.open()
     assert ticket.wait() > 0
     assert torch.equal(out, records[::2])
-
-
-def test_the_latency_store_sleeps_once_a_read() -> None:
-    slept: list[float] = []
-    store = LatencyStore(memory(), 0.25, sleep=slept.append)
-    ids, records = fill(store, 4)
-    assert torch.equal(read(store, ids), records)
-    assert slept == [0.25]
 
 
 def test_advised_reads_run_on_the_thread_that_waits(prefetcher: Prefetcher) -> None:
@@ -589,7 +580,6 @@ def test_idle_threads_hold_no_store(prefetcher: Prefetcher, tmp_path: Path) -> N
 def test_the_end_of_the_interpreter_waits_for_what_runs(
     account: MemoryAccount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a moment: killed in a read, a thread could take the process down."""
     monkeypatch.setattr("hf_offload_cache.fetch.reader_pool.EXIT_SECONDS", LONG)
     gate = Gate()
     slow, store = LatencyStore(memory(), 1.0, sleep=gate.pass_through), SlowWrites(memory())
@@ -622,7 +612,7 @@ def test_idle_threads_hold_no_store_whose_read_failed(prefetcher: Prefetcher) ->
     assert held() is None
 
 
-@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("closed", [False, *in_full((True,))])
 def test_the_interpreter_ends(closed: bool) -> None:
     script = f"""
         import threading, weakref

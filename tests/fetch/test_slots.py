@@ -71,38 +71,6 @@ TestSlotTable = SlotModel.TestCase
 TestSlotTable.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-def test_first_in_first_out() -> None:
-    table = SlotTable(3)
-    for record in range(5):
-        table.insert(ids(record), ids())
-    assert [record for record in range(5) if table.locate(ids(record))[0] != ABSENT] == [2, 3, 4]
-
-
-def test_where_all_slots_are_in_use_nothing_comes_in() -> None:
-    table = SlotTable(2)
-    table.insert(ids(10, 11), ids())
-    taken, slots = table.insert(ids(12, 13), table.locate(ids(10, 11)))
-    assert not taken.size and not slots.size
-    assert (table.locate(ids(10, 11, 12, 13)) == ids(0, 1, ABSENT, ABSENT)).all()
-
-
-def test_a_slot_in_use_outlives_younger_ones() -> None:
-    table = SlotTable(3)
-    table.insert(ids(10, 11, 12), ids())
-    table.insert(ids(13), table.locate(ids(10)))
-    assert table.locate(ids(10, 11))[0] != ABSENT
-    assert table.locate(ids(11))[0] == ABSENT
-
-
-def test_forgotten_slots_are_filled_before_the_oldest() -> None:
-    table = SlotTable(3)
-    table.insert(ids(10, 11, 12), ids())
-    emptied = table.locate(ids(11, 12))
-    table.forget(ids(11, 12))
-    assert sorted(table.insert(ids(13, 14), ids())[1].tolist()) == sorted(emptied.tolist())
-    assert table.locate(ids(10))[0] != ABSENT
-
-
 @pytest.mark.parametrize("capacity", [0, 1])
 def test_more_records_than_capacity(capacity: int) -> None:
     """The last ones get a slot; with no slots, none does."""

@@ -78,7 +78,6 @@ class Filled:
 
 
 def test_pages_of_a_growing_history(storage: Storage) -> None:
-    """From none to several full pages and one that is not; a page is one record of each row."""
     filled = Filled(storage, 2)
     assert page_size(FORM) == 3
     for tokens in (3, 5, 1, 40, 2, 7):
@@ -89,7 +88,6 @@ def test_pages_of_a_growing_history(storage: Storage) -> None:
 
 @pytest.mark.parametrize("length", [0, 4, 9, 21, 24, 25, 40, 55, 57, 58])
 def test_truncate(storage: Storage, length: int) -> None:
-    """Into full pages, the page in memory, and none; it goes on from there."""
     filled = Filled(storage, 2)
     filled.append(58)
     pages = filled.history.pages.table.num_groups

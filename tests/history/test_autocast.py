@@ -12,7 +12,6 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_what_is_chosen_is_computed_without(kind: str) -> None:
-    """Also on the processor for what a GPU attends to."""
     numbers = torch.ones(2, 2)
     with torch.autocast("cpu", torch.bfloat16):
         with without_autocast(torch.device(kind)):

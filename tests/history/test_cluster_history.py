@@ -200,7 +200,6 @@ def test_what_is_written_anew_is_told_before_and_after() -> None:
 
 
 def test_a_write_that_fails_loses_nothing() -> None:
-    """Wherever it is: clusters of a prompt, what waits, and splits. What came before is held, and goes on."""
     for number in range(6):
         with filled(2, 60) as case:
             write, results = case.storage.prefetcher.write, iter([None] * number + [StoreError(5, "told once")])
@@ -280,25 +279,7 @@ def full(count: int) -> np.ndarray:
     return np.empty(0, dtype=np.int64)
 
 
-def test_what_is_restored_is_its_own() -> None:
-    """A twin stays as it is, whatever becomes of what it was captured of."""
-    with filled(1, 120) as case:
-        parts = list(case.history.freeze())
-        other = Storage(CONFIG, None)
-        try:
-            given = torch.device("cpu"), CONFIG, "layer 0", CLUSTERS, NobodyReads()
-            tree = case.history.capture()
-            twin = ClusterHistory.restore(other, tree, [part.share() for part in parts], *given)
-            held = case.keys.clone()
-            case.truncate(40)
-            case.append(60)
-            assert torch.equal(twin.whole()[0], held)
-        finally:
-            other.close()
-
-
 def test_a_page_that_was_cut_and_is_filled_anew_is_told() -> None:
-    """Who has read it before the cut has it by its number."""
     with filled(1, 100) as case:
         own = case.history.clustered
         for _ in range(30):
@@ -350,7 +331,6 @@ def test_a_crop_reads_what_stays_of_clusters_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_pools_that_no_row_names_are_given_back() -> None:
-    """Of rows that come and go, as beams do, while others stay."""
     with filled(1, 400) as case:
         case.select_rows([0] * 6)
         pages, shares = case.history.clustered.pages, []
@@ -427,7 +407,6 @@ def test_so_many_clusters_are_made_of_all_batches_together(monkeypatch: pytest.M
 
 
 def test_clusters_grow_together_and_only_what_is_written_anew_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those that are not split the pages that are partly full are read, and all that grows is written at once."""
     with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=4.0, append_buffer=40, join_every=4)) as case:
         own, group = case.history.clustered, FORM.group_size
         for _ in range(24):
@@ -461,7 +440,6 @@ def test_clusters_grow_together_and_only_what_is_written_anew_is_read(monkeypatc
 
 
 def test_what_grows_is_written_with_what_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many writes as splits, all that grows with the first, and one of what is too wide and cannot be split."""
     with filled(2, 300, ClusterForm(size=6, capacity=12, threshold=1.0, append_buffer=40, join_every=4)) as case:
         own, write, written = case.history.clustered, case.storage.prefetcher.write, list[np.ndarray]()
         for _ in range(24):

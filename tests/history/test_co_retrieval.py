@@ -32,7 +32,6 @@ def test_pairs_are_counted_that_a_token_wants() -> None:
 
 
 def test_heads_want_together() -> None:
-    """What a token's heads have of the attention is summed: the strongest of each."""
     queries = np.zeros((2, 1, 3), dtype=np.float32)
     queries[0, 0, 0], queries[1, 0, 2] = 9, 9
     together = co_retrieved(queries, np.eye(3, dtype=np.float32), np.ones(3, dtype=np.int32), 2)
@@ -80,7 +79,6 @@ def test_pairs_begin_behind_those_that_lead(lead: int) -> None:
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_pair_is_adjacent_on_the_disk(storage: Storage, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the row has a pool already that is half empty."""
     history = history_of(storage, 1)
     pages, fewest = history.clustered.pages, 2 * HELD_BACK
     if before:
@@ -157,7 +155,6 @@ def test_order_changes_places_alone(storage: Storage) -> None:
 
 @pytest.mark.parametrize("what", ["blocks", "extents", "append", "freeze", "select_rows", "truncate"])
 def test_what_needs_it_placed_places_it(storage: Storage, what: str) -> None:
-    """As it came: there is nobody to ask any more."""
     history = history_of(storage)
     history.holds_back = True
     keys, values = some_keys_and_values(2, TOKENS, 3)

@@ -132,8 +132,6 @@ def test_clusters_are_split_by_variance_only_as_long_as_there_is_room() -> None:
 
 @pytest.mark.parametrize(("size", "capacity"), [(2, 16), (9, 32), (6, 12)])
 def test_there_are_no_more_clusters_than_the_disk_has_room_for(size: int, capacity: int) -> None:
-    """Where clusters have room for many more keys than they are to have, and where others have lost most of theirs: no
-    more than for as many keys as there were at most."""
     partition = Partition(1, DIM, size, capacity, 1.25, 2.5)
     held = 0
     for seed, count in enumerate((2000, 600, 900)):
@@ -215,7 +213,6 @@ def test_splits_make_keys_of_a_cluster_nearer_to_each_other() -> None:
 
 
 def test_clusters_of_many_hold_no_more_than_they_may() -> None:
-    """Also of keys that are all alike, of which k-means makes one cluster."""
     for keys in (np.ones((1, 100, DIM), dtype=np.float32), some_keys(300, rows=1, groups=2)):
         partition = Partition(1, DIM, 6, 12, 1.25)
         labels = partition.add(0, keys[0])
@@ -245,7 +242,6 @@ def test_nothing_joins_what_is_closed() -> None:
 
 
 def test_k_means_makes_as_many_as_are_wanted() -> None:
-    """None of them empty, and the same each time."""
     keys = some_keys(2000, rows=1)[0]
     labels = k_means(keys, 64)
     assert np.array_equal(np.unique(labels), np.arange(round(2000 / 64)))
@@ -253,7 +249,6 @@ def test_k_means_makes_as_many_as_are_wanted() -> None:
 
 
 def test_halves() -> None:
-    """Of one cluster alone as of it among others."""
     clusters = [[0.0, 9, 1, 0, 10, 1, 0], [1, 1, 1, 1, 1], [0, 1]]
     counts, keys = np.array([len(own) for own in clusters]), np.array(sum(clusters, list[float]()), dtype=np.float32)
     first, second, third = np.split(halves(keys[:, None], counts), np.cumsum(counts)[:-1])
@@ -273,8 +268,6 @@ def test_halves_of_keys_that_are_alike() -> None:
 
 
 def test_a_large_cluster_among_small_ones_is_halved_in_little_memory() -> None:
-    """What is held is at most three times the keys, beside what each has one of: those of the others are not padded to
-    the largest."""
     counts = np.array([900, *[20] * 60])
     keys = np.random.default_rng(0).normal(size=(counts.sum(), 64)).astype(np.float32)
     halves(keys, counts)
@@ -286,7 +279,6 @@ def test_a_large_cluster_among_small_ones_is_halved_in_little_memory() -> None:
 
 
 def test_means_on_the_disk_stay_where_they_are_as_rows_are_selected(tmp_path: Path) -> None:
-    """As many rows are as there were: beams choose anew with each step."""
     made = list[MappedTable]()
 
     def mapped(means: np.ndarray) -> MappedTable:

@@ -65,23 +65,6 @@ def test_blocks_up_to_every_token(storage: Storage, pieces: tuple[int, ...], blo
         assert all(torch.equal(got, want[:, :, :until]) for got, want in zip(history.whole(stop), both, strict=True))
 
 
-def test_what_is_sealed_and_what_stays(storage: Storage) -> None:
-    """Keys that left the tail, in order, at once or as read back; the latest stay in the tail."""
-    both, sealed, seen = pair(40), 0, []
-    history = history_of(storage, pair(0))
-    for start, stop in ((0, 5), (5, 6), (6, 11), (11, 33), (33, 40)):
-        found = history.append(*(tensor[:, :, start:stop] for tensor in both))
-        seen += [part.clone() for part in found.keys]
-        sealed += found.fresh
-        assert found.units == history.units == max(0, stop - RECENT) // GROUP
-        assert found.tokens == sealed == history.units * GROUP
-        assert torch.equal(torch.cat([both[0][:, :, :0], *found.stored()], 2), both[0][:, :, :sealed])
-    assert torch.equal(torch.cat(seen, 2), both[0][:, :, :sealed])
-    keys, values = FORM.split(history.recent)
-    assert torch.equal(keys, both[0][:, :, sealed:])
-    assert torch.equal(values, both[1][:, :, sealed:])
-
-
 def test_where_units_lie(storage: Storage) -> None:
     """Places in the sequence and records, -1 where there is no unit; a record's entries are those of these places."""
     both = pair(40)
@@ -107,40 +90,6 @@ def test_where_units_lie(storage: Storage) -> None:
     assert history.positions(np.empty((ROWS, 0), dtype=np.int64)).shape == (ROWS, 0)
 
 
-@pytest.mark.parametrize("length", range(41))
-def test_cut_at_every_length_and_on(storage: Storage, length: int) -> None:
-    """What is left is what came in, and what comes then lies behind it. Where groups are cut, the tail is full again,
-    and the freed records are told; where only the tail is, nothing is read."""
-    both, more = pair(40), pair(15, seed=1)
-    history = history_of(storage, both)
-    before = set(history.table.ids.reshape(-1).tolist())
-    freed = history.truncate(length)
-    now = set(history.table.ids.reshape(-1).tolist())
-    assert (freed is None) == (length >= 32)
-    assert set([] if freed is None else freed.tolist()) == before - now
-    assert history.length == length
-    assert freed is None or history.recent.shape[1] >= min(length, RECENT)
-    history.append(*more)
-    for got, old, new in zip(history.whole(), both, more, strict=True):
-        assert torch.equal(got, torch.cat([old[:, :, :length], new], 2))
-
-
-def test_rows_that_change_places_share_records(storage: Storage) -> None:
-    both, more = pair(30), pair(9, rows=3, seed=1)
-    history = history_of(storage, both)
-    rows = torch.tensor([1, 0, 1])
-    history.select_rows(rows)
-    assert history.rows == 3
-    assert (history.table.ids[0] == history.table.ids[2]).all()
-    history.append(*more)
-    for got, old, new in zip(history.whole(), both, more, strict=True):
-        assert torch.equal(got, torch.cat([old[rows], new], 2))
-    history.select_rows(torch.tensor([1]))
-    dead = history.sweep(always=True)
-    assert dead is not None and len(dead) == 6 + 2 * 2  # row 0's shared groups, and what rows 0 and 2 had added
-    assert torch.equal(history.whole()[0], torch.cat([both[0][[0]], more[0][[1]]], 2))
-
-
 def test_a_store_that_is_full_takes_nothing_in(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     both, more = pair(20), pair(15, seed=1)
     history = history_of(storage, both)
@@ -156,18 +105,3 @@ def test_a_store_that_is_full_takes_nothing_in(storage: Storage, monkeypatch: py
     assert torch.equal(history.whole()[1], both[1])
     history.append(*more)
     assert torch.equal(history.whole()[1], torch.cat([both[1], more[1]], 2))
-
-
-def test_captured_and_restored(storage: Storage) -> None:
-    both, more = pair(33), pair(10, seed=1)
-    history = history_of(storage, both)
-    parts = history.freeze()
-    tree = history.capture()
-    config = OffloadConfig(engine="memory", num_recent=RECENT, block_tokens=16, group_size=GROUP)
-    shared = [part.share() for part in parts]
-    other = PositionHistory.restore(storage, tree, shared, torch.device("cpu"), config, "layer 0")
-    other.append(*more)
-    history.append(*pair(3, seed=2))
-    for got, old, new in zip(other.whole(), both, more, strict=True):
-        assert torch.equal(got, torch.cat([old, new], 2))
-    assert torch.equal(history.whole()[0], torch.cat([both[0], pair(3, seed=2)[0]], 2))

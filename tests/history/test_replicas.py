@@ -73,7 +73,6 @@ def assert_replicas(storage: Storage, held: ChunkHistory) -> int:
 
 
 def test_what_a_replica_takes() -> None:
-    """What padding leaves is spent on smaller groups; none where a replica is as large, or groups do not fit."""
     forms = [
         RecordFormat(1, 64, 1, 64, torch.bfloat16, 64),  # SmolLM2's: 16 KiB
         RecordFormat(1, 128, 1, 128, torch.bfloat16, 64),  # an 8B shape's: 32 KiB

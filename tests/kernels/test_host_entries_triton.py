@@ -17,7 +17,6 @@ from hf_offload_cache.stores import MemoryStore
 def test_each_head_gets_its_tokens(
     device: str, dims: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, wherever the records of a row lie, in several chunks; nothing for no token."""
     kernel = kernels("host_entries_triton", device, monkeypatch)
     monkeypatch.setattr(kernel, "_PROGRAMS", 2)  # which have several rounds
     made = torch.Generator().manual_seed(0)
@@ -58,7 +57,6 @@ def test_each_head_gets_its_tokens(
 def test_what_is_wanted_again_stays(
     device: str, count: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `ChosenEntries.take` has it, time after time: rows want different numbers of them."""
     kernel, made = kernels("host_entries_triton", device, monkeypatch), np.random.default_rng(0)
     tokens = torch.full((2, 3, count), -1, device=device)
     for _ in range(4):

@@ -22,7 +22,6 @@ def sample(layout: Int4Layout, dtype: torch.dtype, count: int = 5) -> torch.Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("width", "group"), SHAPES)
 def test_every_element_is_within_half_a_step(width: int, group: int, dtype: torch.dtype) -> None:
-    """Of its group; and what step and least element lose in half precision (2^-11), and the result in `dtype`."""
     layout = Int4Layout(width, group)
     entries = sample(layout, dtype)
     replicas = torch.full((len(entries), layout.nbytes + 100), 255, dtype=torch.uint8)
@@ -44,7 +43,6 @@ def test_every_element_is_within_half_a_step(width: int, group: int, dtype: torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width", "group"), SHAPES)
 def test_the_twin_gives_the_same(width: int, group: int, dtype: torch.dtype) -> None:
-    """To the bit: one product and one sum in 32 bits, of the same numbers."""
     layout = Int4Layout(width, group)
     replicas = torch.empty(5, layout.nbytes, dtype=torch.uint8)
     quantise(layout, sample(layout, dtype), replicas)
@@ -68,7 +66,6 @@ def test_the_largest_stay_finite(dtype: torch.dtype) -> None:
 
 
 def test_rows_that_lie_apart() -> None:
-    """As those of records with padding do."""
     layout = Int4Layout(384, 8)
     entries = torch.randn(20, 512)
     replicas, other = (torch.zeros(20, layout.nbytes, dtype=torch.uint8) for _ in range(2))

@@ -21,8 +21,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("width", "group"), [(8192, 32), (256, 4), (384, 8), (6020, 28)])
 def test_the_kernel_gives_what_its_twin_gives(kernel: Any, width: int, group: int, dtype: torch.dtype) -> None:
-    """To the bit in 32 and 16 bits; of bfloat16 the interpreter cuts where a device rounds: one unit in the last place.
-    What no program writes to stays as it was."""
     layout = Int4Layout(width, group)
     torch.manual_seed(0)
     replicas = torch.zeros(5, -(-layout.nbytes // 64) * 64, dtype=torch.uint8)

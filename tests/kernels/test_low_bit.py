@@ -21,8 +21,6 @@ def sample(count: int, group: int) -> torch.Tensor:
 @pytest.mark.parametrize("group", [8, 40, 64])
 @pytest.mark.parametrize("plain", [False, True])
 def test_every_element_is_within_half_a_step(bits: int, group: int, plain: bool) -> None:
-    """Of its group, beyond what scale and zero point lose in half precision; with 1 bit as the paper has it no further
-    than a quarter of the range from the nearer of the two values, but where one is beyond both."""
     values = sample(9, group)
     rows = packed(values.bfloat16(), bits, plain=plain)
     values = values.bfloat16().float()
@@ -60,7 +58,6 @@ def test_what_half_precision_does_not_have(bits: int) -> None:
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize("group", [8, 40, 64])
 def test_compiled_code_and_its_twin_say_the_same(bits: int, group: int) -> None:
-    """But for the rounding of a product and a sum in one."""
     rows = packed(sample(30, group), bits).view(2, 15, -1)
     found, twin = unpacked(rows, bits), unpacked_plainly(rows, bits)
     assert found.shape == (2, 15, group) and found.dtype == torch.float32

@@ -20,8 +20,6 @@ def test_the_kernels_give_what_their_twins_give(
     device: str, bits: int, dims: tuple[int, int], group: int, rows: int, count: int, tokens: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Within what 22 of 24 bits of a product lose. The copy has room for more than it holds, and scores a column more
-    than there are tokens."""
     if device == "cpu" and tokens > 1000 and dims != (24, 40):
         pytest.skip("minutes in the interpreter")
     on_device, form = kernels("low_bit_triton", device, monkeypatch), LowBitForm(entry(*dims), bits, group)

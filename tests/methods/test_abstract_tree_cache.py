@@ -19,8 +19,8 @@ from long_llama import feed, long_model
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
 from hf_offload_cache.core import Pace
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError
-from hf_offload_cache.fetch import EarlyLook, Fetcher
-from hf_offload_cache.methods.abstract_tree import AbstractTreeLayer, ChunkHistory
+from hf_offload_cache.fetch import EarlyLook
+from hf_offload_cache.methods.abstract_tree import ChunkHistory
 from hf_offload_cache.model import Geometry, LookAhead
 
 LENGTH = 700
@@ -46,7 +46,6 @@ def test_fields_that_are_refused(fields: dict[str, Any], said: str) -> None:
 
 
 def test_a_chunk_is_a_record() -> None:
-    """Whichever of the two is given."""
     assert (AbstractTreeConfig().chunk_size, AbstractTreeConfig().group_size) == (64, 64)
     for given in ({"chunk_size": 16}, {"group_size": 16}, {"chunk_size": 16, "group_size": 16}):
         config = AbstractTreeConfig(**given)
@@ -63,7 +62,6 @@ def test_how_many_are_attended_to_and_brought() -> None:
 
 
 def test_a_step_attends_to_the_tokens_that_it_keeps() -> None:
-    """Beside the sinks and the latest: of 12 chunks that are brought 40 tokens; every layer, every step."""
     cls, model = checked(AbstractTreeCache), long_model()
     fields: dict[str, Any] = {"chunk_size": 8, "num_selected": 40, "num_opened": 88, "num_recent": 8, "num_sinks": 3}
     fields.update(dense_layers=0, early_steps=0)
@@ -91,7 +89,6 @@ def test_a_share_of_what_is_held() -> None:
 
 
 def test_a_share_within_a_budget_is_of_what_is_held() -> None:
-    """Not of the longest context that the budget is for."""
     geometry = Geometry.of(long_model())
     config = AbstractTreeCache.fit(
         geometry, geometry.full_kv_bytes(8192, 1), 8192, 1, {"num_selected": None, "dense_layers": 0}
@@ -176,7 +173,6 @@ def logits_of(cache: Any, model: Any) -> list[torch.Tensor]:
 
 
 def test_abstracts_on_the_disk_choose_as_those_in_memory() -> None:
-    """To the bit, in all ways of decoding, while they are fewer in memory by far."""
     model, found, held = long_model(), [], []
     for place in ("memory", "disk"):
         with harness.unchanged(model), checked(AbstractTreeCache)(model, abstracts=place, **FIELDS) as cache:
@@ -217,9 +213,7 @@ def test_contexts_keep_abstracts_on_the_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("residents", [(0, 2), (2, 0)])
 def test_a_context_opened_with_other_resident_layers(residents: tuple[int, int], tmp_path: Path) -> None:
-    """Abstracts of layers whose place is another are made of what is stored, when the next chunk is: until then these
-    layers attend to everything, and from then on steps are those of a cache that had these fields from the beginning.
-    """
+    """Abstracts that are missing are made with the next chunk; until then these layers attend to everything."""
     model, found = long_model(), []
     ids = prompt(model, 1, LENGTH)
     saved, now = ({**FIELDS, "abstracts": "disk", "resident_layers": count} for count in residents)
@@ -239,26 +233,6 @@ def test_a_context_opened_with_other_resident_layers(residents: tuple[int, int],
                 places = range(len(cache.selective))
                 assert ready == [[place >= 2 or cache is first for place in places], [True for _ in places]]
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def test_a_failed_look_at_abstracts_loses_the_step_alone() -> None:
-    """And nothing stays in the account of what it held; the next step is as if it had not been."""
-    model, logits = long_model(), []
-    ids = prompt(model, 1, LENGTH)
-    for fails in (False, True):
-        with AbstractTreeCache(model, abstracts="disk", engine="memory", **FIELDS) as cache, torch.no_grad():
-            model(ids, past_key_values=cache)
-            model(ids[:, :1], past_key_values=cache)
-            before = dict(cache.storage.account.by_owner)
-            if fails:
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(Fetcher, "look", failing)
-                    with pytest.raises(StoreError):
-                        model(ids[:, 1:2], past_key_values=cache)
-                assert cache.storage.account.by_owner.get("judging", 0) == before.get("judging", 0) == 0
-                assert cache.tokens == LENGTH + 1
-            logits.append(model(ids[:, 1:2], past_key_values=cache).logits)
-    assert torch.equal(*logits)
 
 
 def test_a_crop_whose_page_cannot_be_read_back_costs_the_abstracts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,8 +278,7 @@ def test_a_long_context_in_a_budget_that_has_no_room_for_abstracts() -> None:
 @pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize("candidates", [0, 4])
 def test_abstracts_are_read_a_layer_early(look_ahead: bool, candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every query of every step finds its layer's read begun; what a guess has looked at is there without a second, and
-    so it is for candidates."""
+    """Every query finds its layer's read begun, those of candidates too; after a guess no second one is needed."""
     came: list[bool] = []
     come, read, begun = EarlyLook.come, EarlyLook.begin, list[int]()
 
@@ -336,7 +309,6 @@ def test_abstracts_are_read_a_layer_early(look_ahead: bool, candidates: int, mon
 
 
 def test_a_context_saved_with_abstracts_in_memory_stays_so(tmp_path: Path) -> None:
-    """In a budget that would have them on the disk: they stay, as the format fixes, or nothing fits."""
     model = long_model()
     with AbstractTreeCache(model, path=tmp_path, num_recent=8, num_selected=40, num_opened=100) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
@@ -345,35 +317,3 @@ def test_a_context_saved_with_abstracts_in_memory_stays_so(tmp_path: Path) -> No
         assert opened.config.abstracts == "memory" and opened.tokens == LENGTH + 3
     with pytest.raises(BudgetError, match="abstracts='memory'"):
         AbstractTreeCache.open(tmp_path / "context", model, memory="64KiB", max_context=2 * LENGTH)
-
-
-def test_a_page_that_fails_once_loses_a_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is repeated, and at the end all abstracts are those of the keys: no page is taken for what it is not."""
-    model = long_model()
-    ids = prompt(model, 1, LENGTH + 60)
-    with AbstractTreeCache(model, abstracts="disk", engine="memory", **FIELDS) as cache, torch.no_grad():
-        model(ids[:, :LENGTH], past_key_values=cache)
-        write, failed = cache.storage.prefetcher.write, []
-        history = cache.offloaded[1].history
-        assert isinstance(history, ChunkHistory)
-
-        def watched(store: Any, records: np.ndarray, out: Any) -> None:
-            if not failed and store is history.store and np.isin(records, history.pages.table.ids).any():
-                failed.append(cache.tokens)
-                raise StoreError(errno.EIO, "was made to fail")
-            write(store, records, out)
-
-        monkeypatch.setattr(cache.storage.prefetcher, "write", watched)
-        for token in ids[:, LENGTH:].split(1, 1):
-            try:
-                model(token, past_key_values=cache)
-            except StoreError:
-                model(token, past_key_values=cache)
-        assert failed and cache.tokens == LENGTH + 60
-        for layer in cache.offloaded:
-            assert isinstance(layer, AbstractTreeLayer) and isinstance(layer.history, ChunkHistory)
-            pages, units = layer.history.pages, layer.history.units
-            assert pages.units == units
-            found = pages.joined(layer.fetcher.look(layer.history, pages.extents()))
-            keys = layer.history.whole()[0][:, 0, : units * 4].unflatten(1, (-1, 4))
-            assert torch.equal(found, torch.cat([keys.amin(2), keys.amax(2)], -1))

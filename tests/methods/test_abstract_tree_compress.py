@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gathers import read_back
 from harness import Decoded, generate, prompt, repetitive_prompt, unchanged
 from long_llama import feed, long_model
 
@@ -44,7 +43,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
     def watched(layer: Any, choice: Any, fetched: Any) -> None:
         history, replicas = layer.history, layer.history.replicas
-        whole = torch.cat(read_back(history), 3)[:, 0, : history.units * 64]
+        whole = torch.cat(history.whole(), 3)[:, 0, : history.units * 64]
         packed = torch.empty(history.rows * history.units, replicas.record_bytes, dtype=torch.uint8)
         quantise(replicas.form.layout, whole.reshape(len(packed), -1), packed)
         image = dequantised(replicas.form.layout, packed).view(whole.shape)
@@ -74,7 +73,6 @@ FURTHER = [one for one in itertools.product((0.0, 0.5, 1.0), ("memory", "disk"),
 def test_what_attention_is_given(
     share: float, abstracts: str, look_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a batch, a second turn, after a crop, of beams, and of candidates that are verified."""
     model = long_model()
     fields = {**FIELDS, "compress": share, "abstracts": abstracts, "look_ahead": look_ahead}
     with unchanged(model), told(monkeypatch) as came, AbstractTreeCache(model, **fields) as cache:
@@ -102,16 +100,8 @@ def test_without_replicas_nothing_is_said() -> None:
         assert all(layer.history.replicas is None for layer in cache.offloaded)
 
 
-@pytest.mark.parametrize("exact", [True, "bitwise"])
-def test_an_exact_cache_has_none(exact: Any) -> None:
-    with AbstractTreeCache(long_model(), **{**FIELDS, "exact": exact, "compress": 1.0}) as cache:
-        generate(long_model(), cache, prompt(long_model(), 1, LENGTH), max_new_tokens=3)
-        assert all(layer.history.replicas is None for layer in cache.offloaded)
-
-
 @pytest.mark.parametrize("share", [0.5, "auto"])
 def test_solved_or_given_it_is_planned(share: Any, tmp_path: Path) -> None:
-    """What is held, in memory and on the disk, and in slots, is no more than was said."""
     model, fields = long_model(), {**FIELDS, "compress": share, "num_selected": 64, "num_opened": 128}
     geometry = Geometry.of(model)
     for rows in (1, 3):
@@ -131,7 +121,6 @@ def follow(cache: Any) -> torch.Tensor:
 
 
 def test_saved_opened_and_forked(tmp_path: Path) -> None:
-    """With their replicas: what is opened reads the same, and takes them on; other fields read none of them."""
     model, fields = long_model(), {**FIELDS, "compress": 1.0}
     with AbstractTreeCache(model, path=tmp_path, **fields) as cache:
         feed(cache, prompt(model, 1, LENGTH))
@@ -174,7 +163,6 @@ def test_saved_opened_and_forked(tmp_path: Path) -> None:
 
 
 def test_what_is_damaged_of_replicas_is_read_whole(tmp_path: Path) -> None:
-    """And `verify` says it. A save does not copy them: what was opened without replicas is saved complete."""
     model = long_model()
     with AbstractTreeCache(model, path=tmp_path, **{**FIELDS, "compress": 1.0}) as cache:
         feed(cache, prompt(model, 1, LENGTH))
@@ -201,7 +189,6 @@ def test_what_is_damaged_of_replicas_is_read_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("look_ahead", [True, False])
 def test_the_same_every_time(look_ahead: bool) -> None:
-    """With a share that is given, whatever the disk's pace; what is read ahead is not to be decided by that either."""
     model = long_model()
 
     def run() -> Decoded:
@@ -214,7 +201,6 @@ def test_the_same_every_time(look_ahead: bool) -> None:
 
 
 def test_shares_of_small_reads_add_up() -> None:
-    """What is rounded in one is made up for by the next."""
     model = long_model()
     for share in (0.2, 0.45):
         with AbstractTreeCache(model, **{**FIELDS, "compress": share, "reuse_capacity": 800}) as cache:

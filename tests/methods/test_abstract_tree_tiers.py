@@ -79,7 +79,6 @@ def test_dense_layers_are_a_share_of_the_offloaded_ones(dense: float | None, lay
 
 
 def test_a_model_of_few_offloaded_layers_takes_less_than_a_dynamic_cache(tmp_path: Path) -> None:
-    """Of six layers three have full attention. With the default fields none stays in memory, as the plan says."""
     sizes: dict[str, Any] = {"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}
     kinds = ["sliding_attention", "full_attention"] * 3
     small = {"hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 8192, "layer_types": kinds}
@@ -100,7 +99,6 @@ def test_a_model_of_few_offloaded_layers_takes_less_than_a_dynamic_cache(tmp_pat
 
 
 def test_what_is_left_open_follows_what_is_changed() -> None:
-    """Of an instance: what was not given is found anew; a context has it named."""
     config = AbstractTreeConfig(dense_layers=2)
     assert (config.residents, config.dense_size) == (2, 8)
     assert dataclasses.replace(config, dense_layers=0).residents == 0
@@ -130,7 +128,6 @@ def held_in(tier: Any) -> int:
 
 @pytest.mark.parametrize("share", [0.2, 1.0])
 def test_resident_layers_are_read_once(share: float) -> None:
-    """As a whole, whatever a step wants of them, and nothing after that; the other layers go on reading."""
     model, read = long_model(), []
     fields = {**FIELDS, "dense_share": share, "reuse_capacity": 0, "look_ahead": False}
     with AbstractTreeCache(model, **fields) as cache, torch.no_grad():
@@ -172,7 +169,6 @@ def test_a_resident_layer_that_cannot_be_read_as_a_whole_brings_what_it_wants(mo
 
 
 def test_what_is_used_often_stays_in_host_memory() -> None:
-    """On a CPU it is as so many more slots, of all layers alike; they are in the plan."""
     model, hits = long_model(), []
     fields = {**FIELDS, "dense_layers": 0, "reuse_capacity": 32, "early_steps": 0}
     geometry = Geometry.of(model)
@@ -190,8 +186,6 @@ def test_what_is_used_often_stays_in_host_memory() -> None:
 
 
 def test_slots_follow_what_is_held() -> None:
-    """Of resident layers an eighth more at most, and no more than there will be; those of host memory as chunks are
-    sealed."""
     model, ids = long_model(), prompt(long_model(), 1, LENGTH)
     payload = 16 * 2 * 16 * 4
     known: dict[str, Any] = {"resident_layers": 1, "max_context": LENGTH, "host_memory": 2 * 40 * payload}
@@ -241,7 +235,6 @@ def test_two_tiers_on_a_gpu() -> None:
 
 
 def test_early_steps_look_into_twice_as_many() -> None:
-    """As many as the field says, after each prompt; and what that takes is given back."""
     cls, model = checked(AbstractTreeCache), long_model()
     fields = {**FIELDS, "dense_layers": 0, "early_steps": 3, "look_ahead": True}
     with cls(model, engine="memory", **fields) as cache, torch.no_grad():
@@ -281,7 +274,6 @@ def test_early_steps_are_in_the_plan() -> None:
 
 
 def test_early_steps_go_on_in_what_is_forked_and_opened(tmp_path: Path) -> None:
-    """From where the prompt left them, token by token: to the bit."""
     model, ids = long_model(), prompt(long_model(), 1, LENGTH)
 
     def steps(cache: Any) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from checked_cache import checked
 from harness import generate, prompt
 from long_llama import feed, long_model
+from pairwise import combinations
 from transformers import DynamicCache
 
 from hf_offload_cache.errors import BudgetError, ConfigError
@@ -62,7 +63,6 @@ def test_without_what_makes_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("number", "capacity", "found"), [(10, 64, 10), (1, 400, 1), (1000, 16, 292 / 6.4)])
 def test_as_many_clusters_as_are_wanted(number: int, capacity: int, found: float) -> None:
-    """As far as there is room for them: each has place for no more than two and a half times its share."""
     model, fields = long_model(), {**SMALL, "cluster_size": capacity // 2, "cluster_capacity": capacity}
     with ClusterCache(model, num_clusters=number, **fields) as cache:
         feed(cache, prompt(model, 1, LENGTH))
@@ -86,8 +86,13 @@ def test_centroids_on_the_disk_change_nothing_but_where_they_are(tmp_path: Path)
     assert not list(tmp_path.iterdir()) and open_descriptors() == before
 
 
-@pytest.mark.parametrize("fields", [{"exact": True}, {"exact": "bitwise"}, {"num_selected": 4000}])
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "how"),
+    combinations(
+        ({"exact": True}, {"exact": "bitwise"}, {"num_selected": 4000}),
+        ({}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}),
+    ),
+)
 def test_exact_over_what_is_in_clusters(fields: dict[str, Any], how: dict[str, Any]) -> None:
     """Greedy, beams and verified candidates: `DynamicCache`'s tokens; all that is held is attended to."""
     model, rows = long_model(), 1 if "prompt_lookup_num_tokens" in how else 2
@@ -119,8 +124,6 @@ def test_a_step_attends_to_what_is_named(device: str, padded: bool) -> None:
 
 @pytest.mark.parametrize("selected", [32, 100])
 def test_clusters_that_are_larger_than_what_is_selected(selected: int) -> None:
-    """What is settled is partly at hand, and partly not; the first tokens alone are taken of clusters that hold more
-    than is wanted."""
     cls, model = checked(ClusterCache), long_model()
     with cls(model, num_selected=selected, cluster_size=128, look_ahead=False, engine="memory") as cache:
         feed(cache, prompt(model, 1, 900))
@@ -145,8 +148,6 @@ def test_a_share_of_what_is_held(share: float) -> None:
 
 
 def test_slots_change_nothing_where_rows_share_clusters() -> None:
-    """What several rows want lies in one slot."""
-
     def logits(**fields: Any) -> torch.Tensor:
         model = long_model()
         with ClusterCache(model, num_selected=60, look_ahead=False, **SMALL, **fields) as cache:
@@ -158,8 +159,6 @@ def test_slots_change_nothing_where_rows_share_clusters() -> None:
 
 
 def test_what_comes_after_a_crop_is_not_taken_for_what_lay_there_before() -> None:
-    """Where a cluster was that a crop left empty another one lies afterwards; what slots have of it is void."""
-
     def logits(reuse_capacity: int) -> torch.Tensor:
         model, fields = long_model(), {**SMALL, "cluster_size": 4, "cluster_capacity": 8, "num_selected": 4 * LENGTH}
         with ClusterCache(model, **fields, reuse_capacity=reuse_capacity) as cache:
@@ -175,7 +174,6 @@ def test_what_comes_after_a_crop_is_not_taken_for_what_lay_there_before() -> Non
 
 
 def test_a_crop_a_second_turn_and_a_fork_are_exact() -> None:
-    """Into what was split, with chunks behind; and each fork on its own."""
     model = long_model()
     ids, more = prompt(model, 1, LENGTH), prompt(model, 1, 90, seed=5)
     plain = DynamicCache(config=model.config)
@@ -219,7 +217,6 @@ def test_a_budget_keeps_to_the_capacity_that_is_given(capacity: int) -> None:
 
 @pytest.mark.parametrize(("share", "every", "centroids"), [(6, 32, "memory"), (13, 1, "disk")])
 def test_what_gives_way_in_a_budget_first(share: int, every: int, centroids: str) -> None:
-    """How many tokens join together, then where centroids are; all that is to be attended to and clusters stay."""
     geometry = Geometry.uniform(30, 9, 3, 64)
     memory = 8192 * 30 * 2 * 3 * 64 * 2 // share
     config = ClusterCache.fit(geometry, memory, 8192, 1, {"engine": "direct"})
@@ -229,7 +226,6 @@ def test_what_gives_way_in_a_budget_first(share: int, every: int, centroids: str
 
 
 def test_a_prompt_is_placed_by_its_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the attention that follows."""
     given: list[tuple[Any, int]] = []
     place = ClusterHistory.place
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gathers import selections
+from checked_cache import selections
 from harness import PAD, Decoded, assert_exact, compare, generate, prompt, unchanged
 from long_llama import LONG, dynamic, feed, long_model, run, same, sparse
 
@@ -35,11 +35,10 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("sinks", "reuse"), [(4, 60), (6, 0), (0, 12)])
-def test_every_selection_is_well_formed(monkeypatch: pytest.MonkeyPatch, sinks: int, reuse: int) -> None:
-    """Right size, ascending, distinct, sinks in it; and what is gathered, through slots, look-ahead and corrective
-    reads, is bitwise the keys and values of those groups and of all later tokens."""
+def test_every_selection_is_well_formed(sinks: int, reuse: int) -> None:
+    """Right size, ascending, distinct, with the sinks; every gather is bitwise right."""
     with sparse(num_sinks=sinks, reuse_capacity=reuse) as cache:
-        with selections(monkeypatch) as seen:
+        with selections() as seen:
             run(cache, 2, max_new_tokens=6)
         assert len(seen) == 5 * 3
         sink_groups = -(-sinks // 4)
@@ -53,7 +52,6 @@ def test_every_selection_is_well_formed(monkeypatch: pytest.MonkeyPatch, sinks: 
 
 
 def test_the_choice_is_the_dense_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At full rank in float32 with one's own query: the groups whose best tokens get most of exact attention."""
     expected: list[set[int]] = []
     layer_class = DiskSwapCache.layer_class
     decode = layer_class.decode
@@ -70,7 +68,7 @@ def test_the_choice_is_the_dense_oracles(monkeypatch: pytest.MonkeyPatch) -> Non
         return decode(layer, call, step)
 
     monkeypatch.setattr(layer_class, "decode", watched)
-    with sparse(rank=32, summary_dtype="float32") as cache, selections(monkeypatch) as seen:
+    with sparse(rank=32, summary_dtype="float32") as cache, selections() as seen:
         run(cache, max_new_tokens=5)
     assert len(seen) == len(expected) == 12
     agreement = [len(best & set(groups[0].tolist())) / 11 for best, (_, groups) in zip(expected, seen, strict=True)]
@@ -82,8 +80,7 @@ def test_the_choice_is_the_dense_oracles(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_everything_is_attended_until_the_adapter_is_made() -> None:
-    """Equal to `DynamicCache` while fewer than max(4 r, 512) tokens are sealed; sparse from then on; the adapter stays
-    as it is while keys are added."""
+    """Equal to `DynamicCache` below max(4 r, 512) sealed tokens, sparse from then on, with the same adapter."""
     ids = prompt(long_model(), 1, 560)
     with sparse() as cache, torch.no_grad():
         plain = dynamic()
@@ -120,9 +117,7 @@ def test_rank_and_type_of_what_is_kept(rank: int, needed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["coded", "int8"])
 def test_a_prompt_in_pieces_is_fitted_to_all_of_it(kind: str) -> None:
-    """Its first piece is a poor sample: what keys are made compact by is remade of all keys when the prompt has grown
-    threefold, and with a piece that is shorter than the others, which is the last; the mean is that of a prefill in one
-    piece of as many tokens. A question that follows is too short for that."""
+    """The fit is made anew when the prompt has grown threefold, and with its last piece, which is shorter."""
     ids, fitted = prompt(long_model(), 1, 2440), []
     with sparse(summary_dtype=kind, rank=None) as cache, sparse(summary_dtype=kind, rank=None) as whole:
         for start, stop in itertools.pairwise([0, 400, 800, 1200, 1600, 2000, 2300, 2400, 2440]):
@@ -142,8 +137,7 @@ def test_a_prompt_in_pieces_is_fitted_to_all_of_it(kind: str) -> None:
 
 @pytest.mark.parametrize("pieces", [[600, 500], [600, 600, 130]])
 def test_the_last_piece_of_few_is_fitted_too_also_by_a_fork(pieces: list[int]) -> None:
-    """The rule does not forget what came before a fit, nor what a context had: a fork goes on bitwise as what it is
-    of."""
+    """The rule survives a fit and a fork, which goes on bitwise as its original does."""
     ids = prompt(long_model(), 1, sum(pieces) + 20)
     with sparse(rank=None, summary_dtype="coded") as cache:
         for place, piece in enumerate(pieces[:-1]):
@@ -160,7 +154,6 @@ def test_the_last_piece_of_few_is_fitted_too_also_by_a_fork(pieces: list[int]) -
 
 
 def test_the_adapter_is_remade_when_the_length_has_grown_eightfold() -> None:
-    """From the store, of all keys: then it is what a prefill in one piece would have made."""
     ids = prompt(long_model(), 1, 8 * 560 + 8)
     with sparse(summary_dtype="int8") as cache:
         layer = cache.offloaded[1]
@@ -190,12 +183,12 @@ def padded_prompt(pad_token: int = PAD) -> tuple[torch.Tensor, torch.Tensor]:
     return prompt(long_model(), 2, LONG).masked_fill(mask == 0, pad_token), mask
 
 
-def test_padding_has_no_influence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_has_no_influence() -> None:
     """Other tokens in padded places: the same logits, to the bit; and no group of padding alone is selected."""
     results = []
     for pad_token in (PAD, 77):
         ids, mask = padded_prompt(pad_token)
-        with sparse() as cache, selections(monkeypatch) as seen:
+        with sparse() as cache, selections() as seen:
             results.append(generate(long_model(), cache, ids, attention_mask=mask, max_new_tokens=8))
             assert all(groups[1].min() == 101 // 4 for _, groups in seen)
             assert all(groups[0].min() == 0 for _, groups in seen)
@@ -205,19 +198,17 @@ def test_padding_has_no_influence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"summary_dtype": "int8"}])
 def test_integers_and_float32_choose_alike(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]) -> None:
-    """Whatever a processor multiplies faster, padding included: the same logits, to the bit."""
     ids, mask = padded_prompt()
     results = []
     for fast in (True, False):
         monkeypatch.setattr(integer_product, "multiplies_bytes", lambda fast=fast: fast)
-        with sparse(**fields) as cache, selections(monkeypatch) as seen:
+        with sparse(**fields) as cache, selections() as seen:
             results.append(generate(long_model(), cache, ids, attention_mask=mask, max_new_tokens=8))
             assert len(seen) == 7 * 3
     assert torch.equal(results[0].logits, results[1].logits)
 
 
 def test_a_padded_row_is_the_row_alone() -> None:
-    """With everything selected: padding changes nothing but rounding."""
     ids, mask = padded_prompt()
     fields = {"num_selected": 1024, "summary_dtype": "float32", "rank": 32}
     with sparse(**fields) as cache:
@@ -230,7 +221,6 @@ def test_a_padded_row_is_the_row_alone() -> None:
 
 
 def test_padded_then_reset_then_without() -> None:
-    """What was visible in the last batch does not decide how much is selected of the next one."""
     with sparse() as cache:
         ids, mask = padded_prompt()
         generate(long_model(), cache, ids, attention_mask=mask, max_new_tokens=3)
@@ -343,7 +333,7 @@ def test_reset_gives_a_fresh_cache() -> None:
 
 
 def test_prefill_in_inference_mode_then_generate() -> None:
-    """Buffers made in one mode are written to in the other."""
+    """Buffers made in one mode are written to in the other: those of coded keys, too."""
     ids = prompt(long_model(), 1, LONG)
     results = []
     for first, second in ((False, False), (True, False), (False, True), (True, True)):
@@ -359,52 +349,9 @@ def test_prefill_in_inference_mode_then_generate() -> None:
     assert all(same(results[0], result) for result in results[1:])
 
 
-class Boom(Exception):
-    """Raised in the middle of generate."""
-
-
-@pytest.mark.parametrize("engine", ["auto", "mapped"])
-def test_an_exception_within_generate_leaves_nothing(tmp_path: Path, engine: str) -> None:
-    """Also while reads ahead are under way; the fixture counts threads, descriptors and hooks."""
-    calls = []
-
-    def explode(*arguments: Any) -> None:
-        calls.append(arguments)
-        if len(calls) == 5:  # prefill, three steps, and the second layer of the fourth
-            raise Boom
-
-    handle = long_model().model.layers[1].mlp.register_forward_pre_hook(explode)
-    try:
-        with pytest.raises(Boom), sparse(path=tmp_path, engine=engine) as cache:
-            run(cache)
-    finally:
-        handle.remove()
-    assert cache.closed
-    assert cache.memory_bytes == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_beams_with_everything_selected(rows: int) -> None:
-    """Rows share records and slots and change places at every step; the summary's own path, not the dense one."""
-    expected = run(dynamic(), rows, num_beams=3)
-    with sparse(num_selected=1024) as cache:
-        assert_exact(expected, run(cache, rows, num_beams=3))
-        assert cache.report().selected_fraction == 1
-
-
-def test_sparse_beams_hold_what_their_rows_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After every reordering the gathered entries are those of the rows' own groups (checked in `selections`)."""
-    with sparse() as cache, selections(monkeypatch) as seen:
-        run(cache, 2, num_beams=3, max_new_tokens=6)
-        assert {groups.shape for _, groups in seen} == {(6, 11)}
-        assert len(seen) == 5 * 3
-
-
 @pytest.mark.parametrize("fields", [{}, {"summary_dtype": "int8"}])
 def test_a_guess_with_no_latest_tokens(fields: dict[str, Any]) -> None:
-    """A crop takes the whole tail, and there are no sinks: no token is compared exactly when the next query is
-    guessed."""
+    """A crop takes the whole tail, and there are no sinks: nothing is compared exactly for the guess."""
     with sparse(num_sinks=0, **fields) as cache:
         feed(cache, prompt(long_model(), 1, LONG))
         feed(cache, prompt(long_model(), 1, 3, seed=9), 1)
@@ -415,8 +362,7 @@ def test_a_guess_with_no_latest_tokens(fields: dict[str, Any]) -> None:
 
 
 def test_another_prompt_after_a_crop_of_nearly_all() -> None:
-    """Few tokens stay, none of them sealed, as where a library finds a short prefix: the next prompt is looked ahead
-    for as the first one was."""
+    """Few tokens stay, none of them sealed: the next prompt is looked ahead for as the first was."""
     with sparse() as cache:
         feed(cache, prompt(long_model(), 1, LONG))
         feed(cache, prompt(long_model(), 1, 3, seed=9), 1)
@@ -430,8 +376,6 @@ def test_another_prompt_after_a_crop_of_nearly_all() -> None:
 
 @pytest.mark.parametrize(("padding", "num_sinks"), [(601, 4), (0, 600), (37, 600)])
 def test_sinks_that_come_later_are_the_rows_own(padding: int, num_sinks: int) -> None:
-    """Where a row is all padding when keys are first made compact, or has fewer tokens than there are sinks: until all
-    are known none is compared exactly, and then those that are."""
     model = long_model()
     ids = prompt(model, 2, 1120)
     mask = torch.ones_like(ids)
@@ -446,11 +390,10 @@ def test_sinks_that_come_later_are_the_rows_own(padding: int, num_sinks: int) ->
                 assert torch.equal(sinks[row], keys[row, :, first : first + num_sinks])
 
 
-def test_crop_into_groups_and_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most groups are selected and stay resident; after the crop their records are used again. Nothing of what lay in
-    them is seen (checked in `selections`), and the summary covers what is there."""
+def test_crop_into_groups_and_go_on() -> None:
+    """Most groups are selected and stay resident; after the crop their records are used again."""
     ids, other = prompt(long_model(), 1, LONG), prompt(long_model(), 1, 60, seed=9)
-    with sparse(num_selected=600, reuse_capacity=720) as cache, selections(monkeypatch) as seen:
+    with sparse(num_selected=600, reuse_capacity=720) as cache, selections() as seen:
         feed(cache, ids)
         feed(cache, ids[:, :5], 1)
         cache.crop(-65)

@@ -131,7 +131,6 @@ def test_a_model_is_steered_as_with_a_dynamic_cache(way: Callable[[Any], Any]) -
 
 
 def test_guesses_stop_and_go_on_as_hooks_come_and_go() -> None:
-    """Within one generation; the report says so once, and names the hook."""
     model = long_model()
     ids, seen = prompt(model, 1, LENGTH), list[int]()
 

@@ -81,7 +81,6 @@ USUALLY = {
     [pytest.param(*one, marks=[] if one in USUALLY else pytest.mark.slow) for one in itertools.product(SETTINGS, WAYS)],
 )
 def test_all_of_it_chosen_is_exact(setting: str, way: str) -> None:
-    """Whatever the copy says: all of it is replaced, while more becomes a part of it. `DynamicCache`'s tokens."""
     model, rows = long_model(), 1 if way == "candidates" else 2
     ids, mask = (repetitive_prompt(model, LENGTH), {}) if rows == 1 else asked(rows)
     found, new = [], NEW if "quant_group" in SETTINGS[setting] else NEW // 2  # as many as a group of the copy has
@@ -203,8 +202,7 @@ class Streamer:
 
 
 def test_a_guess_is_seen_by_nobody() -> None:
-    """Streamers, processors and criteria see a token a step, hidden states are those of one, and the text is that of a
-    plain call; a forward a token, and one more."""
+    """Streamers, processors, criteria and hidden states are those of one token a step; so is the text."""
     model = long_model()
     ids = prompt(model, 1, LENGTH)
     found = []
@@ -237,7 +235,6 @@ def test_a_guess_is_no_token_of_a_budget() -> None:
 
 
 def test_nothing_is_fetched() -> None:
-    """Without entries as they were stored: the copy alone answers, one token a forward."""
     model = long_model()
     with widths_of(model.model.embed_tokens) as forwards, SpecCache(model, num_selected=0, **SMALL) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=12)
@@ -247,7 +244,6 @@ def test_nothing_is_fetched() -> None:
 
 
 def test_more_bits_are_nearer() -> None:
-    """To `DynamicCache`'s logits; and so is a copy some entries of which are replaced."""
     model, apart = long_model(), dict[str, float]()
     ids = prompt(model, 1, LENGTH)
     expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=2).logits
@@ -290,8 +286,6 @@ def test_what_is_saved_opens_with_its_copy(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("bits", "group", "share"), [(2, 64, 0.201), (1, 64, 0.139), (1, 32, 0.165)])
 def test_what_fits_at_8k(bits: int, group: int, share: float) -> None:
-    """Of SmolLM2-135M's shape, 64 tokens a key head as they were stored: scales, latest tokens, tables and what is
-    double included."""
     shape = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**shape, head_dim=64, intermediate_size=16, vocab_size=32)).bfloat16()
@@ -306,8 +300,7 @@ def test_what_fits_at_8k(bits: int, group: int, share: float) -> None:
 
 @pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_out_of_host_memory_comes_what_is_wanted_and_no_more(padded: bool, tmp_path: Path) -> None:
-    """Records of many tokens, of which rows are taken: the same answers as from a disk, after a fork too; but for the
-    order of sums, and which of two tokens that matter as much is chosen then."""
+    """The same answers as from a disk, after a fork too, but for the order of sums."""
     model, found, read = long_model(), [], []
     ids, mask = asked(2) if padded else (prompt(model, 2, LENGTH), {})
     for engine in ("memory", "auto"):

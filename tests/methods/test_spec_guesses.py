@@ -10,6 +10,7 @@ import torch
 from forward_calls import told_of_forwards
 from harness import COMMON, PAD, build, prompt, repetitive_prompt
 from long_llama import long_model
+from pairwise import combinations
 from shared_keys import gemma3n
 from spec_fields import ALL, SMALL
 from transformers import (
@@ -24,7 +25,6 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from eval.baselines.guess_alone import GuessAloneCache
 from hf_offload_cache.fetch import Fetcher
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.memory import MemoryAccount
@@ -32,7 +32,6 @@ from hf_offload_cache.methods.spec import (
     EntryReads,
     LowBitCopy,
     LowBitForm,
-    LowBitPredictor,
     MixedAttention,
     SpecCache,
     SpecLayer,
@@ -136,29 +135,6 @@ def test_what_a_guess_wants_is_begun_to_be_read_a_step_before(tmp_path: Any, mon
     assert report.hit_rate < report.prefetch_hit_rate <= 1
 
 
-def test_the_paper_fetches_what_the_guess_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, most = long_model(), LowBitPredictor.most
-    asked: list[tuple[torch.Tensor, Any]] = []
-    shares: list[torch.Tensor] = []
-    attend = MixedAttention.attend
-
-    def told(self: Any, found: torch.Tensor, visible: Any, count: int, held: Any = None) -> Any:
-        asked.append((found.clone(), held))
-        return most(self, found, visible, count, held)
-
-    def attended(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output, found = attend(self, *args, **kwargs)
-        shares.append(found[-1].clone()) if found else None
-        return output, found
-
-    monkeypatch.setattr(LowBitPredictor, "most", told)
-    monkeypatch.setattr(MixedAttention, "attend", attended)
-    with GuessAloneCache(model, num_selected=20, **SMALL) as cache:
-        decoded(model, cache, prompt(model, 1, LENGTH))
-    assert len(asked) == len(shares) > 10
-    assert all(held is None and torch.equal(own, of) for (own, held), of in zip(asked, shares, strict=True))
-
-
 # --- models --------------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +230,6 @@ def test_a_layer_that_shares_keys_does_not_choose_for_them(monkeypatch: pytest.M
 
 
 def test_what_has_left_is_held_no_longer_than_it_is_attended_to() -> None:
-    """By 80 steps two groups have left; nothing that a plan does not know of stays in the layers."""
     model = long_model()
     with SpecCache(model, num_selected=20, **SMALL) as cache, torch.no_grad():
         decoded(model, cache, prompt(model, 1, LENGTH), 1)
@@ -335,9 +310,12 @@ def test_hooks_of_users_see_what_they_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"reuse_capacity": 400}, {"speculative": False, "num_selected": 200}, {"num_selected": 200}]
+    ("fields", "candidates"),
+    combinations(
+        ({"reuse_capacity": 400}, {"speculative": False, "num_selected": 200}, {"num_selected": 200}),
+        ({}, {"prompt_lookup_num_tokens": 8}),
+    ),
 )
-@pytest.mark.parametrize("candidates", [{}, {"prompt_lookup_num_tokens": 8}])
 def test_what_is_planned_is_enough(fields: dict[str, Any], candidates: dict[str, Any], tmp_path: Any) -> None:
     model, tokens = long_model(), 1500
     sizes = {"max_context": tokens + 60, "max_batch": 1, "block_tokens": 128, "write_queue": "64KiB", **fields}
@@ -361,7 +339,6 @@ def test_scores_are_as_exact_as_float32() -> None:
 
 
 def test_logits_of_what_has_no_embedding_are_no_guess() -> None:
-    """As those of audio codes: the likeliest is no id."""
     model = build(LlamaForCausalLM, LlamaConfig(**COMMON))
     width = model.config.vocab_size
     model.lm_head = torch.nn.Linear(model.config.hidden_size, 3 * width, bias=False)

@@ -105,7 +105,6 @@ def test_it_says_what_a_cpu_says(model: Any, bits: int) -> None:
 
 
 def test_the_account_is_what_a_gpu_holds(model: Any) -> None:
-    """What the cache says of the device beside what torch allocated there: pinned records are host memory, apart."""
     generate(model, DynamicCache(config=model.config), prompt(model, 4, LENGTH).cuda())  # work spaces of libraries
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

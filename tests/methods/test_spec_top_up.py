@@ -44,7 +44,6 @@ def test_a_store_that_takes_longer_than_the_rest_is_asked_no_more(monkeypatch: p
     ids=["as long", "one outlier", "few reads", "always"],
 )
 def test_others_are(asked: bool | str, reads: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first steps show holds: steps that read nothing show nothing."""
     top_up, said = after(asked, reads, monkeypatch)
     assert top_up.on and said == [None] * len(reads)
 
@@ -55,7 +54,6 @@ def test_what_is_not_asked_for_is_off() -> None:
 
 @pytest.mark.parametrize("asked", [True, "always"])
 def test_a_slow_store(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read within a step takes ten times as long as one: a cache says so once, and goes on by its guesses."""
     reading, model, topped = TopUp.reading, long_model(), list[bool]()
 
     @contextlib.contextmanager

@@ -22,8 +22,7 @@ class _Module(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_one_query_a_row_is_the_models_attention(masked: str | None, dtype: torch.dtype, rows: int) -> None:
-    """Query heads folded into queries of their key head, on strided views as they are gathered: what transformers'
-    own attention gives, to a rounding of the type."""
+    """Folded query heads on strided views give what transformers' own attention gives, but for rounding."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(rows, 6, 1, 16, generator=generator).to(dtype)
     entries = torch.randn(rows, 37, 64, generator=generator).to(dtype)
@@ -113,7 +112,6 @@ def test_what_is_run_is_the_call_on_other_keys() -> None:
 
 @pytest.mark.parametrize("heads", [1, 6])
 def test_one_query_under_a_mask(heads: int) -> None:
-    """Of one row for all heads, or one for each query head: as the model's own attention."""
     generator = torch.Generator().manual_seed(0)
     query, keys = torch.randn(2, 6, 1, 16, generator=generator), torch.randn(2, 2, 9, 16, generator=generator)
     values, mask = torch.randn(2, 2, 9, 16, generator=generator), torch.rand(2, heads, 1, 9, generator=generator) > 0.4

@@ -32,7 +32,6 @@ def table() -> Any:
 
 
 def test_the_files_table_is_back_with_the_last_cache() -> None:
-    """Of two models of one class, and the names of their configs never change."""
     one, other = fresh("llama"), fresh("llama", seed=2)
     first, second = exact(one), exact(other)
     assert table() is not TRANSFORMERS_TABLE and dict(table()).keys() == dict(TRANSFORMERS_TABLE).keys()
@@ -116,7 +115,6 @@ ALL_ATTENTION_FUNCTIONS = TRANSFORMERS_TABLE
 
 
 def test_code_that_looks_up_by_a_name() -> None:
-    """In a file of the user's own, by class or put on a module."""
     for put in ("class", "module"):
         model = build(LlamaForCausalLM, LlamaConfig(**COMMON))
         for layer in model.model.layers:

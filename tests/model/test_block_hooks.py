@@ -54,7 +54,6 @@ def step(model: Any, cache: Any, tokens: int = 1, seed: int = 0) -> torch.Tensor
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_where_they_are_wanted(kind: str) -> None:
-    """From the construction to the end: nothing is put on in a step that was not on before it."""
     model = fresh("llama")
     with unchanged(model), cache_of(model, kind) as cache:
         assert hooked(model) is cache.watches_blocks is (kind in WATCH)
@@ -64,7 +63,6 @@ def test_only_where_they_are_wanted(kind: str) -> None:
 
 
 def test_a_timeline_wants_them(tmp_path: Path) -> None:
-    """And a trace that could not be written does not any more."""
     model = fresh("llama")
     with unchanged(model), cache_of(model, "exact", trace=str(tmp_path / "trace.json")) as cache:
         assert hooked(model)
@@ -76,7 +74,6 @@ def test_a_timeline_wants_them(tmp_path: Path) -> None:
 
 
 def test_a_linear_state_wants_them() -> None:
-    """Whether a block was entered says whether such a state may have gone on."""
     model = tiny_model(transformers.Lfm2MoeConfig)
     with unchanged(model), cache_of(model, "exact") as cache:
         assert cache.has_linear_state and hooked(model)
@@ -87,7 +84,6 @@ def test_a_linear_state_wants_them() -> None:
 
 @pytest.mark.parametrize("how", ["close", "forget", "detach"])
 def test_they_go_with_the_last_that_wants_them(how: str) -> None:
-    """Whatever the others on the model are, and in which order they go."""
     model = fresh("llama")
     with unchanged(model):
         exact = cache_of(model, "exact")
@@ -114,8 +110,7 @@ def test_they_go_with_the_last_that_wants_them(how: str) -> None:
 
 
 def test_on_and_off_with_the_pace() -> None:
-    """They are on while the look-ahead is tried, off while the other way is, and as it was found afterwards; every
-    step is right, and the look-ahead guesses whenever it is on."""
+    """They are on while the look-ahead is tried, and afterwards if it won; it guesses whenever they are on."""
     model = fresh("llama")
     fields = {"num_selected": 512}
     with unchanged(model), cache_of(model, "either", **fields) as cache, cache_of(model, "exact") as exact:
@@ -154,7 +149,6 @@ def test_a_cache_that_is_off_leaves_them_to_others() -> None:
 
 
 def test_copies_of_a_watched_model() -> None:
-    """What a copy brought along is taken off by the first cache on it; the original keeps its own."""
     model = fresh("llama")
     with cache_of(model, "look-ahead") as cache:
         twin = copy.deepcopy(model)
@@ -214,8 +208,7 @@ def test_a_cache_that_was_counted_out_says_nothing() -> None:
 
 @pytest.mark.parametrize("verb", ["enter_block", "enter_attention", "leave_attention"])
 def test_a_call_between_two_lines_of_another_thread(verb: str) -> None:
-    """torch notes that a hook wants arguments by name after the hook itself: a forward of another thread between the
-    two calls it without them."""
+    """torch notes after the hook itself that it wants names: a forward between the two calls it without them."""
     hidden = torch.ones(1, 1, 4)
     assert Seam(verb, 0)(torch.nn.Identity(), (hidden,)) is None
     assert Seam(verb, 0)(torch.nn.Identity(), (hidden,), hidden) is None
@@ -223,7 +216,6 @@ def test_a_call_between_two_lines_of_another_thread(verb: str) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_compiled_anew() -> None:
-    """What is compiled keeps the hooks that it was compiled with, whatever the pace does; tokens are right."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()

@@ -55,7 +55,6 @@ def of_config(name: str, **changed: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "opt", "deepseek_v2"])
 def test_a_reload_is_the_same_model(name: str, tmp_path: Path) -> None:
-    """Also of tied weights, sinks, biases and latent keys; as a manifest keeps it, and at another path."""
     model = fresh(name)
     stored = json.loads(json.dumps(full_fingerprint(model, every_byte=True)))
     assert all(type(value) is str for value in stored.values())
@@ -76,44 +75,25 @@ def test_the_order_is_the_order_of_comparison() -> None:
     assert groups == sorted(groups, key=list(first).index)
 
 
-def set_special_tokens(model: Any) -> None:
-    model.config.pad_token_id, model.config.eos_token_id = 7, [2, 3]
-
-
-def set_labels(model: Any) -> None:
-    model.config.num_labels, model.config.problem_type = 5, "regression"
-
-
-def set_dropout(model: Any) -> None:
-    model.config.attention_dropout = 0.1
-
-
-def set_generation(model: Any) -> None:
-    model.generation_config.temperature, model.generation_config.max_new_tokens = 0.3, 5
-
-
-def set_outputs(model: Any) -> None:
-    model.set_attn_implementation("eager")
-    model.config.output_attentions, model.config.output_hidden_states, model.config.use_cache = True, True, False
-
-
-def set_kernel_of_a_part(model: Any) -> None:
-    model.config.attn_config = {"attn_implementation": "eager", "attn_pdrop": 0.1}
-
-
-def set_name(model: Any) -> None:
-    model.config._name_or_path, model.config.architectures = "elsewhere/model", ["Other"]
+def put(part: Any, **values: Any) -> None:
+    for name, value in values.items():
+        setattr(part, name, value)
 
 
 SAME: dict[str, Callable[[Any], Any]] = {
-    "name": set_name,
+    "name": lambda model: put(model.config, _name_or_path="elsewhere/model", architectures=["Other"]),
     "attention implementation": lambda model: model.set_attn_implementation("eager"),
-    "outputs": set_outputs,
-    "attention implementation of a part": set_kernel_of_a_part,
-    "generation config": set_generation,
-    "special tokens": set_special_tokens,
-    "labels": set_labels,
-    "dropout": set_dropout,
+    "outputs": lambda model: (
+        model.set_attn_implementation("eager"),
+        put(model.config, output_attentions=True, output_hidden_states=True, use_cache=False),
+    ),
+    "attention implementation of a part": lambda model: put(
+        model.config, attn_config={"attn_implementation": "eager", "attn_pdrop": 0.1}
+    ),
+    "generation config": lambda model: put(model.generation_config, temperature=0.3, max_new_tokens=5),
+    "special tokens": lambda model: put(model.config, pad_token_id=7, eos_token_id=[2, 3]),
+    "labels": lambda model: put(model.config, num_labels=5, problem_type="regression"),
+    "dropout": lambda model: put(model.config, attention_dropout=0.1),
     "training mode": lambda model: model.train(),
     "no gradients": lambda model: model.requires_grad_(False),
     "moved to the cpu": lambda model: model.to("cpu"),
@@ -292,7 +272,6 @@ def test_the_part_around_a_text_model_counts() -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_element_changes_the_full_digest(data: st.DataObject) -> None:
-    """By one bit, wherever it lies; the sampled digest changes if it is one of those."""
     model = tiny(LLAMA)
     stored = full_fingerprint(model, every_byte=True)
     parameters = list(model.parameters())
@@ -362,7 +341,6 @@ def test_what_a_digest_sees() -> None:
 
 
 def test_tensors_that_consist_of_others() -> None:
-    """As those of quantisation libraries do."""
     two_tensor = pytest.importorskip("torch.testing._internal.two_tensor")
     model = fresh(LLAMA)
     numbers = model.model.norm.weight.data
@@ -382,7 +360,6 @@ def test_tensors_that_consist_of_others() -> None:
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_offloaded_weights_are_seen(where: str, tmp_path: Path) -> None:
-    """What accelerate holds for a layer is the layer's."""
     import accelerate
 
     model = fresh(LLAMA)
@@ -446,13 +423,19 @@ def test_an_adapter_is_the_same_through_either_handle(tmp_path: Path) -> None:
     check_fingerprint(stored, model)
 
 
-def test_another_active_adapter() -> None:
-    model = adapted("one", "two")
+@pytest.mark.parametrize(
+    ("names", "change", "message"),
+    [
+        (("one", "two"), lambda model: model.set_adapter("two"), 'adapters was ["one"], here it is ["two"]'),
+        (("one",), lambda model: model.merge_adapter(), 'adapters.merged was [], here it is ["one"]'),
+    ],
+    ids=["another active one", "merged"],
+)
+def test_a_changed_adapter(names: tuple[str, ...], change: Callable[[Any], Any], message: str) -> None:
+    model = adapted(*names)
     stored = full_fingerprint(model)
-    model.set_adapter("two")
-    assert refused(stored, model) == 'adapters was ["one"], here it is ["two"]'
-    model.set_adapter("one")
-    check_fingerprint(stored, model)
+    change(model)
+    assert refused(stored, model) == message
 
 
 def test_a_disabled_adapter() -> None:
@@ -463,13 +446,6 @@ def test_a_disabled_adapter() -> None:
         assert refused(stored, model) == "adapters.disabled was false, here it is true"
     check_fingerprint(stored, model)
     assert refused(disabled, model) == "adapters.disabled was true, here it is false"
-
-
-def test_a_merged_adapter() -> None:
-    model = adapted("one")
-    stored = full_fingerprint(model)
-    model.merge_adapter()
-    assert refused(stored, model) == 'adapters.merged was [], here it is ["one"]'
 
 
 def test_another_scaling_in_one_layer() -> None:
@@ -496,7 +472,6 @@ def test_another_adapter_configuration() -> None:
 
 
 def test_an_adapter_that_transformers_put_in() -> None:
-    """Without PEFT's wrapper; the model's own verbs switch it."""
     peft = pytest.importorskip("peft")
     model = fresh(LLAMA)
     model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False), "one")
@@ -558,7 +533,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_quantised_model_stays_itself(scheme: str, tmp_path: Path) -> None:
-    """After a forward, for which the library moves scales and packs codes anew; and saved as it is, loaded again."""
     model = quantised(tmp_path, **SCHEMES[scheme])
     stored = full_fingerprint(model, every_byte=True)
     assert stored["dtype"] == "bfloat16"
@@ -571,7 +545,6 @@ def test_a_quantised_model_stays_itself(scheme: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["nf4", "nested", "other storage"])
 def test_codes_packed_for_the_cpu_are_the_codes(scheme: str, tmp_path: Path) -> None:
-    """As a forward does it on processors that have bfloat16, here on any."""
     functional = pytest.importorskip("bitsandbytes.functional")
     model = quantised(tmp_path, **SCHEMES[scheme])
     stored = full_fingerprint(model, every_byte=True)
@@ -634,7 +607,6 @@ def test_another_tokenizer_is_named(case: str) -> None:
 
 
 def test_the_same_tokenizer(tmp_path: Path) -> None:
-    """After calls that pad and cut, with a template, and loaded again."""
     model, used = tiny(LLAMA), tokenizer()
     stored = full_fingerprint(model, used)
     used(["word1", "word2 word3 word4"], padding=True, truncation=True, max_length=2)

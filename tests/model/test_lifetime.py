@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from harness import CASES, SMALL, fresh
+from pairwise import combinations
 
 from hf_offload_cache.registry import CACHES, cache_class
 
@@ -21,9 +22,10 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("fields", [{"exact": True}, {"num_selected": 16}], ids=["exact", "sparse"])
-@pytest.mark.parametrize("closed", [False, True])
-@pytest.mark.parametrize("method", CACHES)
+@pytest.mark.parametrize(
+    ("method", "closed", "fields"),
+    combinations(CACHES.keys(), (False, True), {"exact": {"exact": True}, "sparse": {"num_selected": 16}}, strength=2),
+)
 def test_a_model_is_freed_at_once(method: str, closed: bool, fields: dict) -> None:
     model = fresh("llama")
     cache = cache_class(method)(model, engine="memory", **SMALL, **fields)
@@ -39,7 +41,6 @@ def test_a_model_is_freed_at_once(method: str, closed: bool, fields: dict) -> No
 
 
 def test_a_model_without_us_is_freed_at_once() -> None:
-    """Else the test above would not be ours to pass."""
     model = fresh("llama")
     gone = weakref.ref(model)
     del model

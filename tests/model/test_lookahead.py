@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import fresh, prompt, tiny
+from pairwise import combinations
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.memory import MemoryAccount
@@ -91,10 +92,11 @@ def test_which_layers_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
             assert query.isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "opt", "gpt_neox", "mistral", "gemma3"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    combinations(("llama", "qwen3", "phi3", "opt", "gpt_neox", "mistral", "gemma3"), (False, True)),
+)
 def test_equal_when_only_the_mlp_is_missing(name: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With MLPs that add nothing the guess is the query itself, rotary embedding, norms and scale included."""
     model = fresh(name)
     silence_mlps(model)
     mask = torch.ones(2, 40, dtype=torch.long)
@@ -109,7 +111,6 @@ def test_equal_when_only_the_mlp_is_missing(name: str, padded: bool, monkeypatch
 
 
 def test_the_mlp_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the test above would compare a query with itself."""
     steps = watch_steps(fresh("llama"), monkeypatch)
     next(steps)
     _, watch = next(steps)
@@ -118,7 +119,6 @@ def test_the_mlp_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_of_a_long_prefill_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the latest token is kept, not a view that holds the whole prompt's activations; between steps, nothing."""
     sizes: list[int] = []
     booked: list[int] = []
     leave = DiskSwapCache.leave_attention
@@ -145,8 +145,7 @@ def test_nothing_of_a_long_prefill_is_held(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_is_planned_is_what_is_held() -> None:
-    """The most that the account ever saw, with layers that are never learned (sliding ones) and after an interrupted
-    step; nothing once the step has ended."""
+    """The account's peak, with sliding layers and after an interrupted step; nothing once a step has ended."""
     account = MemoryAccount()
     ahead = LookAhead(account)
     block, attention = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
@@ -161,7 +160,6 @@ def test_what_is_planned_is_what_is_held() -> None:
 
 
 def test_what_no_memory_is_left_for_is_not_kept() -> None:
-    """Without an error: there is no guess of it."""
     account = MemoryAccount(limit=40)
     ahead = LookAhead(account)
     block = torch.nn.Linear(4, 4)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from harness import fresh
+from pairwise import combinations
 from transformers import DynamicCache
 
 from hf_offload_cache import ClusterCache, DiskSwapCache
@@ -21,8 +22,6 @@ def causal(rows: int, queries: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize(("queries", "columns"), [(1, 1), (1, 9), (5, 5), (4, 11)])
 @pytest.mark.parametrize("kind", ["bool", "bfloat16", "float32 lowest"])
 def test_hiding_the_future_alone(queries: int, columns: int, kind: str) -> None:
-    """As a boolean, with -inf, and with the lowest number; with one more or one less hidden it is another mask."""
-
     def made(seen: torch.Tensor) -> torch.Tensor:
         if kind == "bool":
             return seen
@@ -60,14 +59,10 @@ def test_fewer_columns_than_queries_are_not_causal() -> None:
     assert seen_before(torch.ones(1, 1, 3, 2, dtype=torch.bool)) is None
 
 
-@pytest.mark.parametrize("method", [DiskSwapCache, ClusterCache])
-@pytest.mark.parametrize("padded", [0, 7, 60])
+@pytest.mark.parametrize(("method", "padded"), combinations((DiskSwapCache, ClusterCache), (0, 7, 60)))
 def test_pieces_of_a_prompt_go_without_a_row_of_a_mask_for_each_query(
     padded: int, method: type[DiskSwapCache | ClusterCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is large and slow is left out: a row goes for all queries where some are padded or places hold nothing, and
-    none where all is seen, but for their own tokens, where padding reaches into these; logits are those of one piece.
-    """
     model, masks = fresh("llama"), list[torch.Tensor | None]()
     attend = streaming.attend_block
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import CASES, SMALL, assert_exact, fresh, prompt, reference, tiny
+from pairwise import combinations
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
@@ -24,12 +25,8 @@ def cache(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield cache
 
 
-@pytest.mark.parametrize("attached", [False, True])
-@pytest.mark.parametrize("other", ["llama", "qwen3"])
-@pytest.mark.parametrize("held", [0, 12])
+@pytest.mark.parametrize(("other", "attached", "held"), combinations(("llama", "qwen3"), (False, True), (0, 12)))
 def test_another_model_is_refused(cache: Any, other: str, attached: bool, held: int) -> None:
-    """Of the same class, with the same shapes, or not; with seams of its own or none. Both are named; what is held
-    stays, and goes on with its own model."""
     stranger = fresh(other, seed=3)
     beside = DiskSwapCache(stranger, exact=True, engine="memory") if attached else None
     own = tiny("llama")

@@ -31,7 +31,6 @@ class Counting:
 
 
 def test_the_users_own_is_called_and_stays() -> None:
-    """As often as with `DynamicCache`; there again after the last close; and prompts are checked all the same."""
     model = fresh("llama")
     own = Counting(model)
     model.prepare_inputs_for_generation = own

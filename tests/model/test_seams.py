@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import json
@@ -20,15 +19,14 @@ import harness
 import pytest
 import torch
 import transformers
+from batch_driver import Driver
 from harness import (
     CASES,
-    PAD,
     SMALL,
     Decoded,
     assert_exact,
     fresh,
     generate,
-    padding,
     prompt,
     tiny,
     tokenizer,
@@ -254,19 +252,7 @@ def test_gradients_enabled(mode: str) -> None:
                 gradient(logits)
 
 
-def test_use_cache_false() -> None:
-    """transformers feeds the whole prompt again at every step: right tokens, or a named error and no other tokens."""
-    model = tiny("llama")
-    expected = generate(model, None, prompt(model), use_cache=False, max_new_tokens=8)
-    with unchanged(model), ours(model) as cache:
-        with contextlib.suppress(PromptError):
-            assert_exact(expected, generate(model, cache, prompt(model), use_cache=False, max_new_tokens=8))
-        cache.reset()
-        assert_exact(harness.reference("llama", "greedy"), CASES["greedy"](model, cache))
-
-
 def test_pipeline_given_a_list() -> None:
-    """One prompt after the other into one cache: the first is right, the second refused; a padded batch is right."""
     model = fresh("llama")
     words = tokenizer(harness.vocabulary(model))
     words.padding_side = "left"
@@ -332,8 +318,7 @@ def dynamo() -> Iterator[dict[str, Any]]:
     ],
 )  # fmt: skip
 def test_torch_compile(how: str, mode: str, dynamo: dict[str, Any]) -> None:
-    """Compiled with the eager backend, as a wrapper or as the inner forward: the same tokens, sparse with the guesses
-    of the look-ahead. The tracer breaks at `update`, at attention and at the seams alone, and never looks into them."""
+    """The same tokens; the tracer breaks at `update`, attention and the seams, and never looks into them."""
     model = fresh("llama")
     expected = CASES["left_padding"](model, dynamic(model))
     wrapped = torch.compile(model, backend="eager") if how == "wrapper" else model
@@ -354,7 +339,6 @@ def test_torch_compile(how: str, mode: str, dynamo: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_torch_compile_settles(dynamo: dict[str, Any]) -> None:
-    """After some steps nothing is compiled anew, however long the history grows."""
     model = fresh("llama")
     model.forward = torch.compile(model.forward, backend="eager")
     with DiskSwapCache(model, **MODES["sparse"]) as cache, torch.no_grad():
@@ -452,8 +436,7 @@ def test_close_restores_the_model_after_an_exception() -> None:
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_an_interrupted_forward_is_taken_back(at: int) -> None:
-    """Some layers hold more than others. They give it back, which is told once: `generate` has asked for lengths
-    before."""
+    """Some layers hold more than others."""
     model = tiny("llama")
 
     def explode(*arguments: Any) -> None:
@@ -555,16 +538,6 @@ def test_deepcopy_of_an_attached_model() -> None:
         assert_exact(expected, CASES["left_padding"](twin, dynamic(twin)), bitwise=True)
 
 
-def test_a_model_built_from_an_attached_config() -> None:
-    """It shares the config, shows our name while the cache is open, and runs."""
-    model = fresh("llama")
-    with ours(model):
-        sister = harness.build(type(model), model.config, seed=1)
-        expected = CASES["greedy"](sister, dynamic(sister))
-    assert sister.config._attn_implementation == "sdpa"
-    assert_exact(expected, CASES["greedy"](sister, dynamic(sister)), bitwise=True)
-
-
 _LOAD = """
 import pickle, sys, torch
 from transformers import DynamicCache
@@ -581,7 +554,6 @@ for how, model in models.items():
 
 
 def test_a_model_pickled_while_attached(tmp_path: Path) -> None:
-    """By pickle and by torch: it loads and runs with `DynamicCache`, here and in a process that never imported us."""
     model = fresh("llama")
     ids = prompt(model, 2)
     expected = generate(model, dynamic(model), ids, max_new_tokens=8)
@@ -622,61 +594,22 @@ def test_save_pretrained_while_attached(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- batch operations
 
 
-class Pair:
-    """Our cache and a `DynamicCache`, given the same tokens and operations; every step compares the logits."""
+class Pair(Driver):
+    """A `DynamicCache` and a cache of ours, whose logits are compared in every step."""
 
     def __init__(self, model: Any, cache: Cache, rows: int = 3, length: int = 40, seed: int = 0) -> None:
-        self.model = model
-        self.caches = (dynamic(model), cache)
-        self.random = random.Random(seed)
-        self.mask = padding(rows, 0)
-        self.step(length, padding(rows, length, step=7))
+        super().__init__(model, dynamic(model), cache, rows=rows, length=length, step=7, seed=1000 * seed)
 
-    def step(self, tokens: int, mask: torch.Tensor | None = None) -> None:
-        """Feed `tokens` new tokens a row and compare the logits of every position that is not padding."""
-        rows = len(self.mask)
-        new = torch.ones(rows, tokens, dtype=torch.long) if mask is None else mask
-        self.mask = torch.cat([self.mask, new], 1)
-        positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -tokens:]
-        ids = prompt(self.model, rows, tokens, self.random.randrange(10**6)).masked_fill(new == 0, PAD)
-        with torch.no_grad():
-            logits = [
-                self.model(ids, past_key_values=cache, attention_mask=self.mask, position_ids=positions).logits
-                for cache in self.caches
-            ]
-        assert_exact(*(Decoded(ids, part[new.bool()]) for part in logits))
-        assert self.caches[0].get_seq_length() == self.caches[1].get_seq_length() == self.mask.shape[1]
-
-    def crop(self, tokens: int) -> None:
-        """Take the newest tokens away."""
-        for cache in self.caches:
-            cache.crop(-tokens)
-        self.mask = self.mask[:, : self.mask.shape[1] - tokens]
-
-    def reorder(self, rows: list[int]) -> None:
-        """Row i becomes what row rows[i] was."""
-        for cache in self.caches:
-            cache.reorder_cache(torch.tensor(rows))
-        self.mask = self.mask[rows]
-
-    def repeat(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        for cache in self.caches:
-            cache.batch_repeat_interleave(repeats)
-        self.mask = self.mask.repeat_interleave(repeats, 0)
-
-    def select(self, rows: list[int]) -> None:
-        """Only those rows stay."""
-        for cache in self.caches:
-            cache.batch_select_indices(torch.tensor(rows))
-        self.mask = self.mask[rows]
+    def feed(self, tokens: int = 1, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
+        logits = super().feed(tokens, mask)
+        assert_exact(*(Decoded(self.mask, each) for each in logits))
+        return logits
 
     def reset(self) -> None:
         """Empty both, start anew with another batch."""
         self.caches[1].reset()
         self.caches = (dynamic(self.model), self.caches[1])  # 5.17's own `reset` keeps the batch size
-        self.mask = padding(2, 0)
-        self.step(23, padding(2, 23, step=9))
+        self.start(2, 23, 9)
 
 
 OPERATIONS: dict[str, Callable[[Pair], None]] = {
@@ -696,15 +629,23 @@ OPERATIONS: dict[str, Callable[[Pair], None]] = {
 """Name -> the operation on a pair of caches that hold 40 tokens of three rows."""
 
 
-@pytest.mark.parametrize(("mode", "operation"), combinations(MODES.keys(), OPERATIONS.keys()))
-def test_batch_operations(mode: str, operation: str) -> None:
-    """After the operation single steps, several queries and further sealing see what `DynamicCache` sees."""
-    model = tiny("llama")
-    with DiskSwapCache(model, **MODES[mode]) as cache:
-        pair = Pair(model, cache)
+MOVED = ("reorder", "reorder with copies", "repeat", "select", "reset")
+"""Operations that the sliding layers follow too, which transformers keeps."""
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "operation"),
+    [
+        *combinations(("llama",), MODES.keys(), OPERATIONS.keys()),
+        *(("gemma3", "streamed", operation) for operation in MOVED),
+    ],
+)
+def test_batch_operations(name: str, mode: str, operation: str) -> None:
+    with DiskSwapCache(tiny(name), **MODES[mode]) as cache:
+        pair = Pair(tiny(name), cache)
         OPERATIONS[operation](pair)
         for tokens in (1, 1, 6, 1, 17, 1):
-            pair.step(tokens)
+            pair.feed(tokens)
 
 
 @pytest.mark.parametrize(
@@ -723,18 +664,7 @@ def test_a_pair_notices_a_broken_cache(layer_class: type[DynamicLayer], operatio
     OPERATIONS[operation](pair)
     with pytest.raises(AssertionError, match="deviation"):
         for tokens in (1, 32):
-            pair.step(tokens)
-
-
-@pytest.mark.parametrize("operation", ["reorder", "reorder with copies", "repeat", "select", "reset"])
-def test_batch_operations_beside_sliding_layers(operation: str) -> None:
-    """The layers that transformers keeps follow the same operations."""
-    model = tiny("gemma3")
-    with ours(model) as cache:
-        pair = Pair(model, cache)
-        OPERATIONS[operation](pair)
-        for tokens in (1, 6, 1):
-            pair.step(tokens)
+            pair.feed(tokens)
 
 
 @harness.RECORDED_WINDOWS
@@ -773,14 +703,12 @@ def test_operations_in_any_order(mode: str, seed: int) -> None:
                 pair.repeat(2)
             elif kind == "select":
                 pair.select(sorted(chosen.sample(range(rows), chosen.randint(1, rows))))
-            pair.step(chosen.choice([1, 1, 1, 2, 5, 19]))
+            pair.feed(chosen.choice([1, 1, 1, 2, 5, 19]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_torch_compile_of_one_layer_serves_all(exact: bool, dynamo: dict[str, Any]) -> None:
-    """With the setting that the limits name, which makes a layer's number no constant: nine layers, one more than
-    torch's limit, are compiled into as many graphs as three."""
     fields = {"exact": True} if exact else {"group_size": 4, "num_selected": 40, "rank": 8, "look_ahead": False}
     compiled = {}
     for layers in (3, 9):

@@ -131,7 +131,6 @@ def test_bfloat16(queries: int, padded: int) -> None:
 
 @pytest.mark.parametrize("hidden", ["bool", "min", "-inf"])
 def test_a_query_that_sees_nothing_gives_zeros(hidden: str) -> None:
-    """Also when its history begins with hidden blocks, and when there are sinks."""
     query, keys, values = tensors(2, 4, 2, 3, 20, 8, 8, 1)
     visible = torch.ones(2, 1, 3, 20, dtype=torch.bool)
     visible[0, :, 1] = False
@@ -219,7 +218,6 @@ def test_fused_equals_the_reference_on_a_gpu(
 @pytest.mark.parametrize("kernel", [_flash, _efficient])
 @CASES
 def test_kernels_of_a_gpu_take_the_call(kernel: Any, case: str, heads: int, kv: int, queries: int) -> None:
-    """Without a GPU: torch's own descriptions of its kernels take it, and say what comes back."""
     if kernel is _flash and "masked" in case:
         return  # not asked
     (query, keys, values, mask), options = fused_case(case, heads, kv, queries, "meta", torch.bfloat16)
@@ -230,7 +228,6 @@ def test_kernels_of_a_gpu_take_the_call(kernel: Any, case: str, heads: int, kv: 
 
 
 def test_the_fused_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the comparison above would compare the reference with itself."""
     monkeypatch.setattr("hf_offload_cache.model.stream_attention.attend_block_reference", None)
     query, keys, values = tensors(1, 2, 1, 3, 9, 8, 8, 0)
     blocks, last = split(keys, values, [4], 3)
@@ -298,8 +295,7 @@ def shuffled(
 @pytest.mark.parametrize("rows", ["shared", "row", "head"])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_blocks_in_any_order(queries: int, rows: str, masked: bool, options: dict) -> None:
-    """Shuffled blocks are what the ordered ones are, for each query, row and head; padding within a block is not seen;
-    and the twin, which puts every entry back in its place, says the same."""
+    """Shuffled blocks, with padding within them, are what the ordered ones are, and what the twin gives."""
     query, keys, values = tensors(2, 4, 2, queries, 40 + queries, 8, 8, 7)
     visible = (torch.arange(40 + queries) <= torch.arange(queries)[:, None] + 40).expand(2, 1, -1, -1).clone()
     if masked:
@@ -338,7 +334,6 @@ def test_ragged_rows(masked: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hidden", ["none", "some", "one mask for all rows"])
 def test_a_row_of_a_mask_for_all_queries(positions: bool, dtype: torch.dtype, hidden: str) -> None:
-    """What it hides of what comes before is hidden from all; their own tokens are seen causally."""
     query, keys, values = (part.to(dtype) for part in tensors(2, 4, 2, 600, 700, 8, 8, 5))
     seen = torch.ones(1 if hidden == "one mask for all rows" else 2, 1, 1, 100, dtype=torch.bool)
     seen[-1, ..., : 0 if hidden == "none" else 30] = False
@@ -354,7 +349,6 @@ def test_a_row_of_a_mask_for_all_queries(positions: bool, dtype: torch.dtype, hi
 
 @pytest.mark.parametrize("positions", [False, True])
 def test_a_row_for_what_comes_before_and_a_mask_of_their_own(positions: bool) -> None:
-    """What the mask says of the history does not count; of their own tokens it does."""
     query, keys, values = tensors(2, 4, 2, 40, 140, 8, 8, 5)
     seen, visible = torch.ones(2, 1, 1, 100, dtype=torch.bool), torch.ones(2, 1, 40, 140, dtype=torch.bool).tril(100)
     seen[1], visible[1, ..., :110] = False, False  # so that the first ten of these queries see nothing

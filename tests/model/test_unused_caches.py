@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from harness import CASES, COMMON, assert_exact, build, fresh, generate, prompt, tiny, unchanged
+from pairwise import combinations
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -47,8 +48,7 @@ def _one_layer_trains(model: Any) -> None:
     model.model.layers[1].train()
 
 
-@pytest.mark.parametrize("cls", CACHES)
-@pytest.mark.parametrize("put_on", [_all, _one_layer, _one_layer_trains])
+@pytest.mark.parametrize(("cls", "put_on"), combinations(CACHES, (_all, _one_layer, _one_layer_trains)))
 def test_gradient_checkpointing_in_training_raises_before_anything_runs(cls: Any, put_on: Callable[..., None]) -> None:
     """Its layers are given no cache. Nothing ran, and the cache goes on once the model is in `eval` again."""
     model, ran = fresh("llama"), []
@@ -83,7 +83,6 @@ def test_gradient_checkpointing_of_peft_and_of_models_that_drop_the_cache_themse
 
 
 def test_training_and_checkpointing_alone_work() -> None:
-    """Without the other; also a part that gets no cache may checkpoint gradients."""
     model = fresh("llama")
     expected = CASES["greedy"](model, DynamicCache(config=model.config))
     with DiskSwapCache(model, **FIELDS) as cache:
@@ -143,7 +142,6 @@ class Prepared(LlamaForCausalLM):
 
 
 def test_another_cache_than_was_given_raises() -> None:
-    """One of the forward's output, one that inputs are prepared with, and one that `generate` returns."""
     model = build(Prepared, LlamaConfig(**COMMON))
     with DiskSwapCache(model, **FIELDS) as cache, pytest.raises(CacheUnusedError, match="prepares its inputs"):
         generate(model, cache, prompt(model), max_new_tokens=5)

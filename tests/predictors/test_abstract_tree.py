@@ -87,8 +87,6 @@ def test_bounds_hold_and_are_attained_by_a_corner() -> None:
 
 
 def test_what_is_likely_is_so_of_independent_keys() -> None:
-    """On average over chunks it is the highest product, within a hundredth of what there is between the bounds; of one
-    key it is the product. And the lowest are the bounds' own."""
     case = Case()
     single = case.keys[:, :, :5]
     for found in likely(case.states, single, single):
@@ -109,8 +107,7 @@ def test_what_is_likely_is_so_of_independent_keys() -> None:
 
 
 def test_where_chunks_stand() -> None:
-    """First in a head's queue by the upper bound: before all that are second in each; at least, as if each stood where
-    its lower bound is. A head of large scores is heard as any other."""
+    """First in a head's queue by the upper bound; at least, as if each stood at its lower bound."""
     upper = np.array([[[900, 500, 800, 100, 0], [1, 2, 3, 9, 4]]], dtype=np.float32)
     lower = np.array([[[850, 0, 450, 0, 0], [0, 0, 0, 3.5, 0]]], dtype=np.float32)
     most, least = standing(upper, lower, 3)
@@ -141,7 +138,6 @@ def test_standing_against_a_plain_count(heads: int, chunks: int, places: int, se
 
 
 def test_shares_of_each_head_sum_to_one() -> None:
-    """Whatever the size of its scores: over all that is there, in one place and the other."""
     case = Case()
     case.states[:, 2] *= 10
     here, there = case.keys[:, :, :100], case.keys[:, :, 100:]
@@ -154,7 +150,6 @@ def test_shares_of_each_head_sum_to_one() -> None:
 
 
 def test_the_best_chunks_are_brought_and_their_best_tokens_kept() -> None:
-    """As found by what is likely of all, and by all scores of what was brought; the sinks are among both."""
     case = Case()
     units, choice = case.choose(6)
     parts = case.keys.unflatten(2, (CHUNKS, CHUNK))

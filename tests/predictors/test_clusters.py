@@ -42,7 +42,6 @@ def twin(layer: ClusterLayer, states: torch.Tensor, wanted: int, sinks: int) -> 
 
 @pytest.mark.parametrize("selected", [40, 150])
 def test_the_best_clusters_are_taken_until_they_hold_what_is_wanted(selected: int) -> None:
-    """Beside a twin that goes cluster by cluster, in 64 bits; of the last cluster its latest entries."""
     model = long_model()
     with ClusterCache(model, num_selected=selected, cluster_size=10, cluster_capacity=16, **FIELDS) as cache:
         feed(cache, prompt(model, 2, 600))
@@ -82,7 +81,6 @@ def test_of_first_tokens_in_clusters_larger_than_what_is_wanted_these_alone_are_
 
 @pytest.mark.parametrize("budget", [3, 9])
 def test_pages_are_no_more_than_planned(budget: int) -> None:
-    """However small clusters are that are wanted."""
     model = long_model()
     with ClusterCache(model, num_selected=100, cluster_size=12, **FIELDS) as cache:
         feed(cache, prompt(model, 1, 900))

@@ -96,7 +96,6 @@ def test_every_code_comes_back(counts: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 2, 3, 5])
 def test_bits_are_given_where_they_save_most(nbytes: int) -> None:
-    """Of every way to give eight components bits within the bytes none has a smaller sum of errors."""
     generator = np.random.default_rng(nbytes)
     variance = generator.uniform(0.1, 5.0, 8) ** 2
     errors = {0: variance, 2: variance * 0.12, 4: variance * 0.012, 8: variance * 1e-4}
@@ -121,8 +120,6 @@ def test_bits_are_given_where_they_save_most(nbytes: int) -> None:
 
 @pytest.mark.parametrize("nbytes", [4, 8, 16])
 def test_scores_are_near_and_nearer_with_more_bytes(nbytes: int) -> None:
-    """Of keys that were not fitted to: the error of scores, over their spread, is at most what a rank of as many bytes
-    of 8 bits leaves; and falls with the bytes."""
     keys, query = keys_of(1, 3000), query_of(1)
     coding = coding_of(keys[:, :, :2000], nbytes)
     assert coding.nbytes <= nbytes
@@ -167,14 +164,12 @@ def test_components_lie_where_queries_look() -> None:
 
 
 def test_no_code_is_longer_than_most_bytes() -> None:
-    """However many are allowed: all components in at least 4 bits."""
     coding = coding_of(keys_of(1, 600), 1000)
     assert coding.rank == most_components(WIDTH) == WIDTH
     assert coding.nbytes == most_bytes(WIDTH) == 20
 
 
 def test_a_heavy_tail_is_measured() -> None:
-    """One component is far from normal: steps and bits by its deviation alone would clip what is large in it."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(1, KV, 4000, DIM, generator=generator)
     rare = torch.rand(4000, generator=generator) < 0.02
@@ -187,7 +182,6 @@ def test_a_heavy_tail_is_measured() -> None:
 
 
 def test_padding_and_sinks_are_no_part_of_the_fit() -> None:
-    """What is hidden, and the first tokens behind it, may be anything."""
     keys = keys_of(2, 1500)
     visible = torch.ones(2, 1500, dtype=torch.bool)
     visible[1, :300] = False
@@ -227,7 +221,6 @@ def test_padding_is_below_everything(unit_size: int) -> None:
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_scores_stay_as_they_were_said(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in the memory that the next products come to, by whichever way those are made; alike, to the bit."""
     monkeypatch.setattr(integer_product, "multiplies_bytes", lambda: fast)
     found, query = coded(keys_of(1, 64), coding_of(keys_of(1, 1000), 8)), query_of(1)
     low = found.low_rank_query(query)[0]
@@ -252,8 +245,7 @@ def test_many_tokens_are_scored_some_at_a_time(unit_size: int) -> None:
 
 
 def test_units_side_by_side_score_as_tokens_side_by_side() -> None:
-    """Best tokens, all tokens, of some units and of all, roughly too, with padding; twice as many at a time of many
-    tokens."""
+    """Best tokens, all tokens, of some units and of all, roughly too, with padding."""
     keys, query = keys_of(2, 4 * BLOCK + 600), query_of(2)
     visible = torch.rand(2, keys.shape[2], generator=torch.Generator().manual_seed(3)) < 0.9
     visible[1, :41] = False
@@ -298,8 +290,7 @@ def test_codes_of_units_of_another_size_raise() -> None:
 
 
 def test_few_of_many_are_found_by_a_rough_pass_and_a_close_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rough pass unpacks the first components alone; what it passes on is then ranked as if all had been looked at
-    closely, and padding, the sinks' units and the latest tokens count as they do there."""
+    """The rough pass unpacks the first components; what it passes on is ranked as if all had been."""
     keys, query = keys_of(2, 1600), query_of(2)
     coding = coding_of(keys, 10)
     assert coding.rough < coding.rank

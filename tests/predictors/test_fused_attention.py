@@ -28,7 +28,6 @@ def test_it_gives_what_mixed_attention_gives(
     device: str, bits: int, dims: tuple[int, int], group: int, queries: int, padded: bool, tokens: int, programs: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """But for products in half precision: attention, and what each token has of each query."""
     kernel = kernels("mixed_attention_triton", device, monkeypatch)
     monkeypatch.setattr(kernel, "_PROGRAMS", programs)
     monkeypatch.setattr(kernel, "_TOKENS", 128)  # shares of 320 tokens are several programs'

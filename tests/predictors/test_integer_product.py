@@ -30,7 +30,6 @@ def bytes_are_fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("heads", "rank", "count"), [(9, 24, 1), (9, 24, 5000), (1, 160, 700), (3, 1024, 65)])
 def test_a_product_is_exact(heads: int, rank: int, count: int, transposed: bool, bytes_are_fast: bool) -> None:
-    """In the memory that it is given; several pieces among them."""
     queries, components = bytes_of(heads, rank, 0), bytes_of(rank, count, 1)
     if transposed:
         components = components.t().contiguous().t()
@@ -42,7 +41,6 @@ def test_a_product_is_exact(heads: int, rank: int, count: int, transposed: bool,
 
 
 def test_the_largest_sums_are_exact(bytes_are_fast: bool) -> None:
-    """Of as many components as float32 has the whole numbers for."""
     queries = torch.tensor([[127], [-127]], dtype=torch.int8).expand(-1, 1024).contiguous()
     found = multiplied(queries, torch.full((1024, 3), -128, dtype=torch.int8), torch.zeros(24, dtype=torch.uint8))
     assert found.tolist() == [[-127 * 128 * 1024] * 3, [127 * 128 * 1024] * 3]
@@ -66,7 +64,6 @@ def test_queries_are_rounded_in_units_of_their_largest() -> None:
 
 @pytest.mark.parametrize("faster", ["integers", "float32"])
 def test_the_faster_way_is_taken(faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that each product moves on; tried once, on the host whatever torch's default device is."""
     clock, product = [0.0], torch._int_mm
 
     def integers(*given: Any, **more: Any) -> torch.Tensor:

@@ -89,7 +89,6 @@ def test_where_many_are_wanted_or_nothing_is_rough_all_are_ranked(kind: str, uni
 
 
 def test_the_same_query_chooses_the_same(ranked: list[str]) -> None:
-    """But for what had been ranked roughly; and another one chooses of those that mattered most."""
     one, keys = predictor("coded", 2), keys_of(2, UNITS)
     learn(one, keys)
     first = chosen(one, 0)
@@ -117,7 +116,6 @@ def test_what_was_sealed_since_is_looked_at() -> None:
 
 
 def test_a_prompt_begins_anew(ranked: list[str]) -> None:
-    """What mattered to the turn before tells nothing: the first step after a prompt looks at all, sinks included."""
     one, free, keys = predictor("coded", 2), predictor("coded", 2), keys_of(2, 2 * UNITS)
     learn(one, keys[:, :, : UNITS * GROUP])
     chosen(one, 0)
@@ -129,7 +127,6 @@ def test_a_prompt_begins_anew(ranked: list[str]) -> None:
 
 
 def test_sinks_that_come_later_change_no_codes() -> None:
-    """How keys are made compact was found with a prompt's queries, which a step does not have."""
     one, keys = predictor("coded", 2), keys_of(2, UNITS + 1)
     learn(one, keys[:, :, : UNITS * GROUP])
     assert one.learnt.sinks is not None and isinstance(one.learnt.keys, CodedKeys)

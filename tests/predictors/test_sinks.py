@@ -30,8 +30,7 @@ def test_without_padding_the_first_units_are_above_all() -> None:
 
 
 def test_padded_rows_have_their_own_sinks() -> None:
-    """The second row begins in the middle of unit 1, so that four sinks lie in units 1 and 2; units of padding alone
-    are below all, and one with a single token is not."""
+    """The second row begins in the middle of unit 1, so that its four sinks lie in units 1 and 2."""
     visible = torch.ones(2, 23, dtype=torch.bool)  # the latest tokens' columns are there too
     visible[1, :7] = False
     found = with_sinks(np.zeros((2, 5), np.float32), 4, 4, visible)

@@ -21,8 +21,6 @@ def test_distance_of_hand_made_logits() -> None:
 
 
 def test_perplexity_of_hand_made_logits() -> None:
-    """Of three tokens the last two follow: 1/2 and 1/4 by the reference, 1/4 and 1/8 by the other; what comes after
-    the last one does not count."""
     reference = torch.tensor([[1.0, 1.0, 0.0], [1.0, 2.0, 1.0], [1.0, 1.0, 1.0]]).log()
     other = torch.tensor([[1.0, 3.0, 0.0], [1.0, 6.0, 1.0], [9.0, 1.0, 1.0]]).log()
     ids = torch.tensor([[2, 0, 2]])

@@ -28,8 +28,6 @@ def test_more_bytes_keep_more_and_many_keep_nearly_all() -> None:
 
 
 def test_what_is_always_attended_to_counts() -> None:
-    """With all of the attention on the latest tokens nothing is lost, however few the bytes; of the same keys with
-    nothing always attended to much is."""
     keys, queries = states()
     wanted = 5 * torch.nn.functional.normalize(torch.ones(16), dim=0)
     keys[:, :, -40:] = queries[:] = wanted

@@ -85,8 +85,7 @@ def test_sparse_caches_are_at_some(sparse: tuple[dict[str, Any], Any]) -> None:
 
 
 def test_prefilled_in_pieces_and_decoded_in_turns(sparse: tuple[dict[str, Any], list[tuple[Any, Any, int]]]) -> None:
-    """No forward is of more than 1,024 tokens; all caches are open before the first step, and each takes `TURN` of
-    them, forth and then back. transformers' cache runs on a model without seams, of the same weights."""
+    """No forward has more than 1,024 tokens; each open cache takes `TURN` steps, forth and then back."""
     found, seen = sparse
     caches = list(dict.fromkeys(cache for _, cache, _ in seen))
     classes = ["DynamicCache", *(place.split(":")[1] for place in registry.CACHES.values())]
@@ -104,6 +103,7 @@ def test_prefilled_in_pieces_and_decoded_in_turns(sparse: tuple[dict[str, Any], 
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_a_full_cache_that_memory_does_not_hold_is_left_out(
     sparse: tuple[dict[str, Any], Any], model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +119,7 @@ def test_a_full_cache_that_memory_does_not_hold_is_left_out(
         assert one["perplexity"] == pytest.approx(other["perplexity"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_wider_steps_are_measured_and_chosen(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_plans, "WIDER", {"disk-swap": (500,)})
     found = measured(model, tmp_path)
@@ -182,7 +183,6 @@ def test_chosen_by_what_was_measured(table: Path, model: Any, tmp_path: Path) ->
 
 
 def test_a_table_of_other_fields_is_refused(table: Path, model: Any, tmp_path: Path) -> None:
-    """But for the engine."""
     told = r"was measured with the fields {'num_selected': 16}, and these are {'num_recent': 8}: give the same ones"
     with pytest.raises(ConfigError, match=told):
         offload_cache(model, MEMORY, CONTEXT, measured=table, path=tmp_path, num_recent=8, engine="memory")
@@ -235,7 +235,6 @@ def test_what_the_caller_names_stays(model: Any, tmp_path: Path) -> None:
 
 
 def test_what_was_measured_with_other_fields_is_said(model: Any, tmp_path: Path) -> None:
-    """Of the shipped table; where all is attended to, no figure of it tells caches apart."""
     with offload_cache(model, MEMORY, CONTEXT, num_recent=8, engine="memory", path=tmp_path) as cache:
         assert cache.why.endswith("measured without the fields {'num_recent': 8}: `tune --compare` measures with them")
     with offload_cache(model, MEMORY, CONTEXT, engine="memory", path=tmp_path) as cache:

@@ -53,71 +53,67 @@ def chosen(solution: Solution) -> tuple[int, int, int]:
     return solution.group_size, solution.size, solution.reuse_capacity
 
 
-def test_what_is_hidden_at_once_keeps_the_smallest_group_and_sigma_and_no_reuse() -> None:
+NOTHING = ReuseTable(CAPACITIES, *({size: [0.0] * 5 for size in SIZES} for _ in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limits", "asked", "wanted"),
+    [
+        # the smallest group whose reads hide, but for a share of alpha
+        (0.4, {}, {}, (1, 64, 0)),
+        (0.1, {}, {}, (4, 64, 0)),
+        (0.085, {}, {}, (4, 64, 0)),
+        (0.084, {}, {}, (8, 64, 0)),
+        (0.085, {"alpha": 0.1}, {}, (8, 64, 0)),
+        (0.4, {}, {"batch": 2, "budget": 12800}, (2, 64, 0)),
+        # the smallest sigma that fits the budget
+        (1.0, {}, {"budget": 6400}, (1, 64, 0)),
+        (1.0, {}, {"budget": 6399}, (1, 32, 0)),
+        (1.0, {}, {"budget": 800}, (1, 8, 0)),
+        (1.0, {"sigma_max": 16.0}, {"budget": 1600}, (1, 16, 0)),
+        # reuse where no group hides: groups of 8 read 12.5 ms at 300, which leaves 3400 bytes for rank 32
+        (0.021, {}, {"budget": 6400}, (8, 32, 300)),
+        (0.0175, {"group_sizes": (2, 4)}, {}, (2, 64, 400)),  # groups of 2 read 20 ms at 400
+        (0.001, {}, {}, (8, 64, 400)),
+        (0.001, {}, {"reuse": NOTHING}, (8, 64, 0)),
+        (0.001, {}, {"budget": 3000}, (8, 8, 200)),  # rank 8 takes 800: 220 tokens of reuse fit
+        # what is left of the budget
+        (0.4, {"spend_rest": True}, {"budget": 8500}, (1, 64, 200)),  # 2100 bytes over
+        (0.4, {"spend_rest": True}, {"budget": 7399}, (1, 64, 0)),
+        # a search that begins with reuse, as far as sigma allows
+        (0.4, {"first_capacity": 300, "first_sigma": 8.0}, {}, (1, 64, 300)),
+        (0.4, {"first_capacity": 300, "first_sigma": 8.0}, {"budget": 6200}, (1, 32, 300)),
+        (0.4, {"first_capacity": 300, "first_sigma": 8.0}, {"budget": 6199}, (1, 32, 200)),
+        (0.4, {"first_capacity": 300, "first_sigma": 8.0}, {"budget": 3200}, (1, 32, 0)),
+    ],
+)
+def test_the_choice(
+    seconds: float, limits: dict[str, Any], asked: dict[str, Any], wanted: tuple[int, int, int]
+) -> None:
+    assert chosen(solved(seconds, limits=dataclasses.replace(LIMITS, **limits), **asked)) == wanted
+
+
+def test_a_solution_says_what_it_hides_and_takes() -> None:
     solution = solved(0.4)
-    assert chosen(solution) == (1, 64, 0)
     assert (solution.hidden, solution.hidden_share, solution.waiting_seconds) == (True, 1.0, 0.0)
     assert (solution.sigma, solution.groups, solution.record_bytes, solution.reuse_rate) == (4.0, 400, 4096, 0.0)
     assert (solution.planned_bytes, solution.memory) == (6400, 10**9)
+    part = solved(0.085)
+    assert (part.hidden_share, part.waiting_seconds) == (pytest.approx(0.85), pytest.approx(0.015))
+    little = solved(0.001)
+    assert (little.hidden, little.hidden_share) == (False, pytest.approx(0.001 / 0.005))
+    assert little.waiting_seconds == pytest.approx(0.004) and not solved(0.001, budget=3000).hidden
+    reused = solved(0.021, budget=6400)
+    assert (reused.hidden, reused.reuse_rate, reused.planned_bytes) == (True, 0.75, 6200)
+    assert solved(0.4, batch=2, budget=12800).io_seconds == pytest.approx(0.4)
+    rest = solved(0.4, budget=8500, limits=dataclasses.replace(LIMITS, spend_rest=True))
+    assert rest.io_seconds == pytest.approx(0.2)
 
 
-def test_the_smallest_group_that_hides_is_taken() -> None:
-    assert chosen(solved(0.1)) == (4, 64, 0)  # 100 ms of reads
-    assert chosen(solved(0.084)) == (8, 64, 0)
-
-
-def test_alpha_of_the_reads_may_stick_out() -> None:
-    solution = solved(0.085)
-    assert chosen(solution) == (4, 64, 0)
-    assert solution.hidden_share == pytest.approx(0.85)
-    assert solution.waiting_seconds == pytest.approx(0.015)
-    assert chosen(solved(0.085, limits=dataclasses.replace(LIMITS, alpha=0.1))) == (8, 64, 0)
-
-
-def test_sigma_is_the_smallest_that_fits_the_budget() -> None:
-    assert chosen(solved(1.0, budget=6400)) == (1, 64, 0)
-    assert chosen(solved(1.0, budget=6399)) == (1, 32, 0)
-    assert chosen(solved(1.0, budget=800)) == (1, 8, 0)
-
-
-def test_budget_goes_to_reuse_where_no_group_hides_and_the_groups_begin_anew() -> None:
-    solution = solved(0.021, budget=6400)
-    # groups of 8 read 50 ms; with rates 0.25 and 0.5: 37.5 and 25 ms, of which 21 ms hide 0.84; with 0.75: 12.5 ms, and
-    # groups of 4 read 25 ms, of which 0.84 are hidden: so groups of 8 at 300, which leaves 3400 bytes for rank 32
-    assert chosen(solution) == (8, 32, 300)
-    assert (solution.hidden, solution.reuse_rate, solution.planned_bytes) == (True, 0.75, 6200)
-
-
-def test_a_smaller_group_is_taken_back_when_reuse_allows_it() -> None:
-    # at 400 tokens of reuse groups of 2 read 20 ms; nothing hid in 17 ms before
-    limits = dataclasses.replace(LIMITS, group_sizes=(2, 4))
-    assert chosen(solved(0.0175, limits=limits)) == (2, 64, 400)
-
-
-def test_at_the_limits_the_best_is_returned_and_says_how_much_it_hides() -> None:
-    solution = solved(0.001)
-    assert chosen(solution) == (8, 64, 400)
-    assert (solution.hidden, solution.hidden_share) == (False, pytest.approx(0.001 / 0.005))
-    assert solution.waiting_seconds == pytest.approx(0.004)
-
-
-def test_of_equals_the_one_with_less_reuse_is_returned() -> None:
-    nothing = ReuseTable(CAPACITIES, *({size: [0.0] * 5 for size in SIZES} for _ in range(4)))
-    assert chosen(solved(0.001, reuse=nothing)) == (8, 64, 0)
-
-
-def test_reuse_stops_growing_where_sigma_max_no_longer_fits() -> None:
-    solution = solved(0.001, budget=3000)  # rank 8 takes 800: 220 tokens of reuse fit
-    assert chosen(solution) == (8, 8, 200)
-    assert not solution.hidden
-
-
-def test_sigma_max_keeps_ranks_out() -> None:
-    limits = dataclasses.replace(LIMITS, sigma_max=16.0)
-    assert chosen(solved(1.0, budget=1600, limits=limits)) == (1, 16, 0)
+def test_too_small_a_budget_is_told_with_the_least() -> None:
     message = r"1,599 bytes are too little for 1 sequences of 100,000 tokens.* it takes 1,600"
     with pytest.raises(BudgetError, match=message):
-        solved(1.0, budget=1599, limits=limits)
+        solved(1.0, budget=1599, limits=dataclasses.replace(LIMITS, sigma_max=16.0))
 
 
 def test_the_least_that_would_do_is_that_of_the_cheapest_group() -> None:
@@ -126,28 +122,6 @@ def test_the_least_that_would_do_is_that_of_the_cheapest_group() -> None:
 
     with pytest.raises(BudgetError, match=r"it takes 1,010: allow that"):
         solve(1, 4096, 900, REUSE, COMPRESSION, IO, block(1.0), by_group, LIMITS)
-
-
-def test_the_batch_multiplies_reads_and_memory() -> None:
-    solution = solved(0.4, batch=2, budget=12800)
-    assert chosen(solution) == (2, 64, 0)
-    assert solution.io_seconds == pytest.approx(0.4)
-
-
-def test_the_rest_of_the_budget_goes_to_reuse_without_a_change_of_sigma_or_group() -> None:
-    limits = dataclasses.replace(LIMITS, spend_rest=True)
-    solution = solved(0.4, budget=8500, limits=limits)
-    assert chosen(solution) == (1, 64, 200)  # 2100 bytes over
-    assert solution.io_seconds == pytest.approx(0.2)
-    assert chosen(solved(0.4, budget=7399, limits=limits)) == (1, 64, 0)
-
-
-def test_the_search_begins_with_reuse_as_far_as_sigma_allows() -> None:
-    limits = dataclasses.replace(LIMITS, first_capacity=300, first_sigma=8.0)
-    assert chosen(solved(0.4, limits=limits)) == (1, 64, 300)
-    assert chosen(solved(0.4, budget=6200, limits=limits)) == (1, 32, 300)
-    assert chosen(solved(0.4, budget=6199, limits=limits)) == (1, 32, 200)
-    assert chosen(solved(0.4, budget=3200, limits=limits)) == (1, 32, 0)
 
 
 def test_sinks_are_read_too() -> None:

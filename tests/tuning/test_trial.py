@@ -58,6 +58,8 @@ def test_every_candidate_is_tried_and_each_row_has_the_best_that_fits_it(tmp_pat
         assert cache.config.chunk_size == tried[best].get("chunk_size", 64)
         tiny_llama().generate(token_ids(900)[None], past_key_values=cache, max_new_tokens=3, do_sample=False)
         assert cache.report().peak_memory_bytes <= values["memory"] // 2
+    with pytest.raises(ConfigError, match="was tuned for AbstractTreeCache, and DiskSwapConfig has no"):
+        DiskSwapCache(tiny_llama(), config=tmp_path / "config.json")
 
 
 @pytest.mark.slow
@@ -96,7 +98,6 @@ def test_the_fastest_of_the_near_ones() -> None:
 
 
 def test_what_for_budget_takes_is_tuned_and_what_it_refuses_is_refused_alike() -> None:
-    """What is tried beside that may not fit; the least that is told is for_budget's."""
     geometry, fields = Geometry.of(tiny_llama()), {"num_selected": 64}
     with pytest.raises(BudgetError, match="need at least") as refused:
         AbstractTreeCache.fit(geometry, 100_000, 4096, 1, fields)
@@ -127,13 +128,6 @@ def test_a_group_size_is_a_chunk_size() -> None:
     found = tune(tiny_llama(), **{**ASKED, "max_context": 4096, "max_batch": 1, "group_size": 32})
     assert [trial["fields"] for trial in found.values["trials"]] == [{}, {"num_opened": 512}]
     assert found.rows[0]["fields"]["group_size"] == 32
-
-
-def test_another_cache_does_not_take_the_file(tmp_path: Path) -> None:
-    fields = {"max_context": 4096, "max_batch": 1, "chunk_size": 16, "num_opened": 100}
-    tune(tiny_llama(), **{**ASKED, **fields}).save(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match=r"was tuned for AbstractTreeCache, and DiskSwapConfig has no chunk_size"):
-        DiskSwapCache(tiny_llama(), config=tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,6 @@ def test_fields_are_kept_in_every_row() -> None:
 
 @pytest.mark.slow
 def test_sigma_max_holds_for_codes_that_keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However little few bytes lose on the sample."""
     monkeypatch.setattr(lookup, "kept_mass", lambda keys, queries, scaling, sizes, *more: [1.0] * len(sizes))
     for sigma_max in (16.0, 32.0):
         found = tune(tiny_llama(), **{**ASKED, "max_context": 4096, "max_batch": 1}, sigma_max=sigma_max)
@@ -154,9 +153,8 @@ def test_too_little_memory_is_told_before_anything_runs(monkeypatch: pytest.Monk
         tune(tiny_llama(), **{**ASKED, "memory": 100_000})
 
 
-@pytest.mark.parametrize(
-    "stage", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("measure_io", "measure_model")), "solve"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["measure_io", "measure_model", "solve"])
 def test_interrupted_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
@@ -219,9 +217,8 @@ def test_a_model_that_keeps_layers_in_memory() -> None:
         tune(MistralForCausalLM(config), **ASKED)
 
 
+@pytest.mark.slow
 def test_a_class_of_ones_own_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that inherits from `DiskSwapCache` is what is read with, timed, planned and fitted; any other is refused, in
-    the library and on the console, before a model is loaded."""
     used: list[str] = []
     settle = OwnCache.prepare
 
@@ -295,7 +292,6 @@ def test_the_console(
 def test_the_console_compares_all_caches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it writes is what `offload_cache` and `plan --compare` choose from; what it does not take is refused."""
     monkeypatch.setattr(compare_plans, "WIDER", {"disk-swap": (420,)})
     monkeypatch.setattr(load_model, "load", lambda *args: (tiny_llama(), tokenizer))
     monkeypatch.setattr(load_model, "load_geometry", lambda *args: Geometry.of(tiny_llama()))

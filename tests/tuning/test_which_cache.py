@@ -83,7 +83,6 @@ def test_caches_are_compared_in_one_memory_and_context() -> None:
 
 
 def test_long_outputs_that_were_measured_in_another_memory_say_nothing() -> None:
-    """What counts after long prompts does then, and that is said; of the goal of speed the hint tells nothing."""
     cells = [cell("disk-swap", long_kl=0.3), cell("cluster", long_kl=0.2, kl=0.02, seconds=0.2)]
     for share in (2 / 13, 1 / 7, 1 / 25, 1 / 26 - 1e-9):
         chosen = which_cache(fitting(*BOTH), cells, share, 4096, hint="long-output")
@@ -110,9 +109,6 @@ SMALL = Geometry.uniform(4, 8, 2, 32, torch.bfloat16)
 
 
 def test_wider_steps_are_planned_where_they_cost_no_fact() -> None:
-    """Behind their cache's own plan, with the same notes; not of more than half a context, nor beside the user's own
-    number, nor where compact keys would be shorter than what loses no facts."""
-
     def labels(context: int, share: int, **fields: Any) -> list[str]:
         full = SMALL.full_kv_bytes(context, 1)
         plans = compare_plans(SMALL, full // share, context, 1, fields, wider=True)
@@ -195,7 +191,6 @@ def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_the_shipped_table_has_every_cache() -> None:
-    """At several lengths and memories, by all that a choice asks for, and what is in it can be."""
     cells = measured_caches()
     for name in registry.CACHES:
         own = [each for each in cells if each["cache"] == name]
