@@ -21,8 +21,7 @@ from packaging.version import Version
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_offload_cache.testing.model_walk import SMALL
-from hf_offload_cache.testing.predictors import TOLERANCE, Comparison, Decoded, compare
+from hf_offload_cache.testing.model_walk import SMALL, TOLERANCE, Comparison, Decoded, compare
 
 __all__ = ["SMALL", "TOLERANCE", "Comparison", "Decoded", "compare"]  # tests find here what they share
 

@@ -6,10 +6,11 @@ Costs are in units of a prefill, so the ratios depend on no machine. No network 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from hf_offload_cache.streaming import Cell, Costs, Line, Plan, bound, meet
+from hf_offload_cache.streaming import Cell, Costs, Line, Plan, meet
 
 from ..studies.common import one_run, write_json
 
@@ -17,7 +18,71 @@ _INSTANT = 1e-9
 """Least seconds of anything."""
 
 
-def potential_aware(costs: Costs, stage: float, weights: tuple[float, float] = (1.0, 1.0)) -> Plan:
+@dataclass(frozen=True)
+class Schedule(Plan):
+    """A plan, and the order in which its cells are streamed."""
+
+    order: tuple[Cell, ...]
+
+    @classmethod
+    def from_the_end(cls, plan: Plan, costs: Costs) -> Schedule:
+        """As the package streams: from the last chunk, its top layer downwards."""
+        chunks = reversed(list(enumerate(plan.depths)))
+        order = [(chunk, layer) for chunk, depth in chunks for layer in range(costs.layers - 1, depth - 1, -1)]
+        return cls(plan.depths, tuple(order))
+
+    def seconds(self, costs: Costs) -> float:
+        """Until everything is there. Columns are computed one after another, each layer as soon as its chunk's layer
+        below is computed and what earlier chunks have of this layer is there."""
+        there = np.zeros((costs.chunks, costs.layers))
+        clock = 0.0
+        for cell in self.order:
+            clock += costs.streamed[cell]
+            there[cell] = clock
+        streamed, clock = clock, 0.0
+        for chunk, depth in enumerate(self.depths):
+            for layer in range(depth - 1):
+                if chunk:
+                    clock = max(clock, float(there[chunk - 1, layer]))
+                clock += costs.computed[chunk, layer]
+                there[chunk, layer] = clock
+            clock += costs.projected[chunk, depth - 1]
+            there[chunk, depth - 1] = clock
+            if chunk:  # whoever waits for a chunk waits for those before it
+                there[chunk] = np.maximum(there[chunk], there[chunk - 1])
+        return max(streamed, clock)
+
+
+def bound(costs: Costs) -> float:
+    """Seconds that no plan is below: any depths, and neither lane ever waits. An integer program (HiGHS)."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    if not costs.chunks:
+        return 0.0
+    cells = costs.chunks * costs.layers
+    objective = np.concatenate([np.zeros(cells), [1.0]])
+    once = np.zeros((costs.chunks, cells + 1))
+    for chunk in range(costs.chunks):
+        once[chunk, chunk * costs.layers : (chunk + 1) * costs.layers] = 1
+    lanes = np.stack([np.append(lane.reshape(-1), -1.0) for lane in (costs.columns, costs.rest)])
+    may = np.isfinite(lanes).all(0)
+    lanes[:, ~may] = 0
+    most = float(lanes[:, :-1].max())
+    scale = 1.0 if 1e-6 < most < 1e6 or not most else most  # its tolerances are for numbers of about one
+    lanes[:, :-1] /= scale
+    found = milp(
+        objective,
+        constraints=[LinearConstraint(once, 1, 1), LinearConstraint(lanes, -np.inf, 0)],
+        integrality=np.append(np.ones(cells), 0),
+        bounds=Bounds(0, np.append(may[:-1].astype(float), np.inf)),
+        options={"mip_rel_gap": 1e-3},
+    )
+    if found.x is None:
+        raise RuntimeError(f"the integer program was not solved: {found.message}")
+    return scale * float(found.mip_dual_bound if found.mip_dual_bound is not None else found.fun)
+
+
+def potential_aware(costs: Costs, stage: float, weights: tuple[float, float] = (1.0, 1.0)) -> Schedule:
     """Plan stage by stage of `stage` seconds: compute the ready cells of highest priority, then stream the rest by
     priority. The priority is the first of `weights` over the cell's own cost, plus the second over the cost of each
     cell that it makes ready. Heads are not split."""
@@ -32,7 +97,7 @@ def potential_aware(costs: Costs, stage: float, weights: tuple[float, float] = (
                 else:
                     state.depths[cell[0]] = cell[1] + 1
                 state.left[cell] = False
-    return Plan(tuple(int(depth) for depth in state.depths), tuple(order))
+    return Schedule(tuple(int(depth) for depth in state.depths), tuple(order))
 
 
 class _State:
@@ -80,11 +145,6 @@ class _State:
         self.left[cell], self.depths[chunk] = kept
         return sorted(after - before)
 
-    def take(self, cell: Cell, streams: bool) -> None:
-        self.left[cell] = False
-        if not streams:
-            self.depths[cell[0]] = cell[1] + 1
-
 
 def attended_by_all(tokens: Sequence[int], layers: int) -> np.ndarray:
     """(chunks, layers): tokens that a query attends to in the mean, where it attends to all before it."""
@@ -109,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for balance in arguments.balances:
             costs = costs_of(tokens, balance)
             least, stage = bound(costs), float(costs.columns[:, -1].sum()) / 10
-            over = {"greedy": potential_aware(costs, stage), "meet": meet(costs)}
+            over = {"greedy": potential_aware(costs, stage), "meet": Schedule.from_the_end(meet(costs), costs)}
             row = {name: round(float(plan.seconds(costs) / least), 3) for name, plan in over.items()}
             rows.append({"tokens": tokens, "balance": round(balance, 3), **row})
             print(rows[-1])

@@ -1,4 +1,4 @@
-"""Questions about many documents, on several workers: Ray Data is the engine, this is what its workers call.
+"""Questions about many documents, on several workers of Ray Data.
 
     import ray
     from hf_offload_cache import answer_documents
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
     import pyarrow
     from ray.data import Dataset
 
-    from .documents import DocumentAnswers
 
 COLUMNS = (
     "answers", "context", "context_note", "document_tokens", "new_tokens", "seconds", "peak_memory_bytes",
     "full_kv_bytes", "disk_bytes", "error",
 )  # fmt: skip
-"""What a row has beside what it had."""
+"""Columns that answering adds to a row."""
 _INSTALL = "pip install 'hf-offload-cache[ray]'"
 
 
@@ -116,8 +115,8 @@ class AnswerDocuments:
         self._answering = Answering(tokenizer, recipe, shared, max_new_tokens, prefill_chunk)
 
     def __call__(self, batch: pyarrow.Table | Mapping[str, Any]) -> pyarrow.Table:
-        """The rows of a batch, one after the other. Raises `ConfigError` for columns that are missing, or there
-        already."""
+        """Answer the rows of a batch, one after the other. Raises `ConfigError` for missing columns, and for columns
+        that answers would replace."""
         arrow = _pyarrow()
         if not isinstance(batch, arrow.Table):
             batch = arrow.table({name: _column(arrow, name, list(column)) for name, column in batch.items()})
@@ -125,9 +124,9 @@ class AnswerDocuments:
             if name not in batch.column_names:
                 raise ConfigError(f"there is no column {name!r} among {', '.join(batch.column_names)}: name it")
         if taken := [name for name in COLUMNS if name in batch.column_names]:
-            raise ConfigError(f"there is a column {taken[0]!r} already: rename it, the answers have one of that name")
-        asked = zip(*(_values(batch.column(name)) for name in self._columns), strict=True)
-        rows = [self._row(document, questions) for document, questions in asked]
+            raise ConfigError(f"there is a column {taken[0]!r} already, as in the answers: rename it")
+        columns = (_values(batch.column(name)) for name in self._columns)
+        rows = [self._row(document, questions) for document, questions in zip(*columns, strict=True)]
         for name, kind in _types(arrow).items():
             batch = batch.append_column(name, arrow.array([row.get(name) for row in rows], kind))
         return batch
@@ -138,10 +137,11 @@ class AnswerDocuments:
         from ..console.arguments import PromptTooLongError
         from .documents import DocumentError
 
-        own = (DocumentError, PromptTooLongError, BudgetError, PromptError, StoreError, torch.OutOfMemoryError)
+        of_a_row = (DocumentError, PromptTooLongError, BudgetError, PromptError, StoreError, torch.OutOfMemoryError)
         try:
-            return _as_row(self._answering(document, questions))
-        except own as error:
+            result = self._answering(document, questions)
+            return {**vars(result), "context_note": "; ".join(result.notes) or None}
+        except of_a_row as error:
             if self._raises:
                 raise
             return {"error": f"{type(error).__name__}: {error}"}
@@ -158,24 +158,24 @@ def answer_documents(
     ray_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Dataset:
-    """`dataset` with answers, by `AnswerDocuments` on `concurrency` workers; nothing runs before it is consumed.
+    """`dataset` with answers from `AnswerDocuments` on `concurrency` workers. Nothing runs before it is consumed.
 
-    A worker is given one document at a time. One that dies, by a signal or for want of memory, is started again by Ray,
-    and its document is given out again; all else goes on.
+    A worker gets one document at a time. If a worker is killed or runs out of memory, Ray restarts it, and another try
+    at its document is made; all others continue.
 
     Args:
-        model: as of `AnswerDocuments`.
-        cache: likewise.
-        memory: likewise.
-        concurrency: workers, or the fewest and the most of them.
-        retries: how often a document is given out again whose worker died, before the job fails; -1: without end. What
-            waits for such a worker counts, too.
-        ray_options: of `map_batches`: `num_gpus=1`, say. Workers claim no CPU of Ray, so that those that read documents
-            have one on the smallest machine; with `num_cpus=4` they do, and compute with as many threads.
+        model: as in `AnswerDocuments`.
+        cache: as in `AnswerDocuments`.
+        memory: as in `AnswerDocuments`.
+        concurrency: number of workers, or the least and the most.
+        retries: tries for a document whose worker died before the job fails; -1: unlimited. Documents that wait for
+            such a worker count too.
+        ray_options: for `map_batches`, such as `num_gpus=1`. By default workers claim no CPU of Ray, so that tasks that
+            read documents get one even on the smallest machine. With `num_cpus=4` they claim four and compute with as
+            many threads.
         options: all others of `AnswerDocuments`.
 
-    Raises `ConfigError` for a cache or a field that there is not, or a model that is loaded, and `ImportError` where
-    Ray is missing.
+    Raises `ConfigError` for an unknown cache or field, or a loaded model, and `ImportError` if Ray is missing.
     """
     known = inspect.signature(AnswerDocuments).parameters
     fields = {name: value for name, value in options.items() if name not in known}
@@ -194,11 +194,11 @@ def answer_documents(
         "max_task_retries": retries,
         **(ray_options or {}),
     }
-    one_each = dataset.repartition(target_num_rows_per_block=1)
+    documents = dataset.repartition(target_num_rows_per_block=1)
     given = {"model": model, "cache": cache, "memory": memory, **options}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # `max_task_retries` goes with 2.64, which is not supported
-        return one_each.map_batches(
+        warnings.simplefilter("ignore", DeprecationWarning)  # Ray 2.64, not supported, drops `max_task_retries`
+        return documents.map_batches(
             AnswerDocuments, batch_size=1, batch_format="pyarrow", fn_constructor_kwargs=given, **arguments
         )
 
@@ -212,8 +212,8 @@ def _check(
     named = model is None or isinstance(model, (str, Path))
     if isinstance(model, Module) or not (named or callable(model)):
         raise ConfigError(
-            f"model must be a hub name, a folder, or a function that returns model and tokenizer, got "
-            f"{type(model).__name__}: each worker loads its own; AnswerDocuments alone takes lambda: (model, tokenizer)"
+            f"model must be a Hub name, a folder, or a function that returns model and tokenizer, got "
+            f"{type(model).__name__}: each worker loads its own; without Ray, give AnswerDocuments a function"
         )
     offloading_class(cache)
     check_fields(cache, fields, path, memory)
@@ -222,39 +222,31 @@ def _check(
         raise ConfigError(f"errors must be 'row' or 'raise', got {errors!r}")
 
 
-def _as_row(found: DocumentAnswers) -> dict[str, Any]:
-    return {**vars(found), "context_note": "; ".join(found.notes) or None}
-
-
 def _column(arrow: Any, name: str, values: list[Any]) -> Any:
     try:
         return arrow.array(values)
-    except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:  # whose message has a value
-        kinds = sorted({type(one).__name__ for one in values})
+    except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:  # its message quotes a value
+        kinds = sorted({type(value).__name__ for value in values})
         raise ConfigError(
-            f"column {name!r} has values of {', '.join(kinds)}, which are no column of pyarrow's "
+            f"column {name!r} has values of {', '.join(kinds)}, which pyarrow cannot store in a column "
             f"({type(error).__name__}): give values of one type"
         ) from None
 
 
 def _values(column: Any) -> list[Any]:
-    """Those of a column of pyarrow's; bytes for a text that is none, by an error that would carry all of it."""
-    try:
-        values: list[Any] = column.to_pylist()
-    except UnicodeDecodeError:
-        values = [_value(one) for one in column]
-    return values
+    """A pyarrow column's values; b"" for invalid UTF-8, whose error would quote the text."""
 
+    def value(scalar: Any) -> Any:
+        try:
+            return scalar.as_py()
+        except UnicodeDecodeError:
+            return b""
 
-def _value(scalar: Any) -> Any:
-    try:
-        return scalar.as_py()
-    except UnicodeDecodeError:
-        return b""
+    return [value(scalar) for scalar in column]
 
 
 def _types(arrow: Any) -> dict[str, Any]:
-    """Of each of `COLUMNS`: said, since a block of nulls alone would have none."""
+    """The type of each of `COLUMNS`: stated, because a block of nulls has none."""
     kinds = dict.fromkeys(COLUMNS, arrow.int64())
     kinds |= dict.fromkeys(("context", "context_note", "error"), arrow.string())
     return {**kinds, "answers": arrow.list_(arrow.string()), "seconds": arrow.float64()}

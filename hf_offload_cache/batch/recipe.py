@@ -1,4 +1,4 @@
-"""How the caches of many documents are made, and what a document's context is called."""
+"""How a worker makes the caches of its documents, and names their contexts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One for all documents of a worker. Whoever gets a cache closes it.
+    """The same for all documents of a worker. The caller closes the caches.
 
-    A document that is too short for a share of it to hold a cache has `floor` bytes, unless `strict`.
+    A document whose share of memory is too small for a cache gets `floor` bytes, unless `strict`.
     """
 
     model: Any
@@ -37,7 +37,7 @@ class Recipe:
     strict: bool = False
 
     def make(self, most: int) -> OffloadCache:
-        """An empty cache for one sequence of up to `most` tokens. Raises as the class does, and `for_budget`."""
+        """An empty cache for one sequence of up to `most` tokens. Raises the errors of making one."""
         if self.memory is None:
             return self.cls(self.model, path=self.path, **self.fields)
         return self._budgeted(
@@ -45,25 +45,22 @@ class Recipe:
         )
 
     def check(self) -> None:
-        """Raises what making a cache does whatever the document is: `StoreError` for a folder that cannot be written
-        to, `ConfigError`, `UnsupportedModelError`, `EncryptionKeyError`."""
+        """Raises the errors of making a cache for any document: `StoreError` for a folder that cannot be written to,
+        `ConfigError`, `UnsupportedModelError`, `EncryptionKeyError`."""
         fields = self.fields
-        if self.memory is not None:  # by which the others are chosen: alone they may contradict defaults
+        if self.memory is not None:  # the budget determines the others, which may contradict the defaults
             fields = {name: fields[name] for name in ("engine", "encryption_key") if name in fields}
         self.cls(self.model, path=self.path, **fields).close()
 
     def open(self, directory: Path, most: int) -> OffloadCache:
-        """What was saved in `directory`, with room for `most` tokens. Raises as `OffloadCache.open`."""
+        """The context saved in `directory`, with room for `most` tokens. Raises the errors of `OffloadCache.open`."""
         stored = fields_in_states(self.cls.config_class)
-        own = {name: value for name, value in self.fields.items() if name not in stored}
+        fields = {name: value for name, value in self.fields.items() if name not in stored} | {"path": self.path}
         if self.memory is None:
-            return self.cls.open(directory, self.model, path=self.path, **own)
+            return self.cls.open(directory, self.model, **fields)
         return self._budgeted(
-            most,
-            lambda memory: self.cls.open(
-                directory, self.model, memory=memory, max_context=most, path=self.path, **own
-            ),
-        )  # fmt: skip
+            most, lambda memory: self.cls.open(directory, self.model, memory=memory, max_context=most, **fields)
+        )
 
     def _budgeted(self, most: int, make: Callable[[int | str], OffloadCache]) -> OffloadCache:
         assert self.memory is not None
@@ -77,7 +74,7 @@ class Recipe:
 
     @functools.cached_property
     def key(self) -> bytes | None:
-        """Of `encryption_key`; None: nothing is encrypted."""
+        """The field `encryption_key`, loaded; None: nothing is encrypted."""
         given = self.fields.get("encryption_key")
         return None if given is None else load_key(given)
 
@@ -86,11 +83,11 @@ class Recipe:
         return model_digest(full_fingerprint(self.model))
 
     def name(self, ids: torch.Tensor, level: str | None = None) -> str:
-        """32 hex digits, equal for equal ids (1, T) of an equal model, in a cache of this class with equal fields that
-        decide what is stored. With a key nobody without it can tell the name from the ids.
+        """32 hex digits, equal for equal ids (1, T), models, cache classes, levels and fields that affect stored data.
+        With a key, nobody without it can derive the name from the ids.
 
-        Of what was asked for and not of what came of it, since a budget is of all tokens, and a later question may be
-        longer. `level`: what is kept of keys and values.
+        It depends on the fields as given, not on those that a budget leads to: the budget covers all tokens, and a
+        later question may be longer.
         """
         stored = {"exact", *self.cls.config_class.stored_format}
         asked = {name: repr(value) for name, value in sorted(self.fields.items()) if name in stored}

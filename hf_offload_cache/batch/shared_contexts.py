@@ -1,11 +1,10 @@
-"""Where workers find contexts of documents that were prefilled before, and leave theirs: a folder, or a URL.
+"""Contexts of documents that workers share through a folder or a URL.
 
-Where it is a folder of this machine, or one that is mounted, a context is saved there and opened: that takes no
-computing, copies nothing, and a cache's fitted state is there to the last bit, whatever kinds of layers the model has.
-Elsewhere it is published, and streamed.
+In a local or mounted folder, contexts are saved and opened: nothing is computed or copied, a cache's fitted state is
+complete, and any kind of layer is supported. Elsewhere contexts are published and streamed.
 
-A context is there whole or not at all: a directory gets its name in one step, and the manifest of what is published
-comes last. Of two workers that leave the same one, both are right, and either's is there afterwards.
+A context appears completely or not at all: a directory gets its name in one step, and a publication's manifest is
+written last. If two workers store the same context, either one may stay.
 """
 
 from __future__ import annotations
@@ -41,36 +40,40 @@ from .recipe import Recipe
 
 @dataclass
 class Found:
-    """What there was of a document's context."""
+    """The search for a document's shared context.
+
+    Attributes:
+        cache: holds the document; the caller closes it. None: the document has to be prefilled.
+        origin: "opened" or "streamed" if `cache` was.
+        damaged: the stored context cannot be trusted: replace it.
+        closed: the store refuses or fails, so its content is unknown: write nothing.
+        notes: messages for the user, a sentence each.
+    """
 
     cache: OffloadCache | None = None
-    """Holds the document, or what of it could be had, and is the caller's to close; None: prefill it."""
     origin: str = "prefilled"
-    """"opened" or "streamed", where `cache` was."""
     damaged: bool = False
-    """The stored context is not to be trusted: replace it."""
     closed: bool = False
-    """The store refuses or fails, so that nobody knows what is there: leave it as it is."""
     notes: list[str] = field(default_factory=list)
-    """What a user should know of it, a sentence each."""
 
 
 class SharedContexts(Protocol):
-    """Neither raises for what is wrong with the place or with what is there: a context is made anew, at worst."""
+    """A place of shared contexts. Faults of the place or of its contexts are not raised: the document is prefilled."""
 
     def take(self, ids: torch.Tensor, most: int) -> Found:
-        """The context of ids (1, T), in a cache that has room for `most` tokens."""
+        """The context of ids (1, T), in a cache with room for `most` tokens."""
 
     def keep(self, ids: torch.Tensor, cache: OffloadCache, *, replace: bool) -> list[str]:
-        """Leave what `cache` holds, which is ids (1, T), for others; with `replace`, instead of a context that
-        is there. Returns why not."""
+        """Share the content of `cache`, ids (1, T); with `replace`, instead of an existing context. Returns why it was
+        not shared."""
 
 
 def shared_contexts(
     place: str, recipe: Recipe, level: str = "lossless", options: dict[str, Any] | None = None
 ) -> SharedContexts:
-    """Of a path or any URL of fsspec's; `options` go to its file system, and `level` is what is kept of keys and values
-    that are streamed. A folder is made. Raises `ConfigError`, `StoreError` where it cannot be used."""
+    """Shared contexts at a path, whose folder is created, or at any fsspec URL. `options` go to its file system, and
+    `level` applies to streamed keys and values. Raises `ConfigError`, and `StoreError` for a folder that cannot be
+    created."""
     check_level(level)
     if is_web(place):
         return PublishedContexts(place, recipe, level, options)
@@ -87,7 +90,7 @@ def shared_contexts(
 
 @dataclass(frozen=True)
 class SavedContexts:
-    """Directories that `OffloadCache.save` made."""
+    """Directories of `OffloadCache.save`."""
 
     folder: Path
     recipe: Recipe
@@ -99,7 +102,7 @@ class SavedContexts:
         except OSError as error:
             if of_error(error) is Answer.ABSENT:
                 return Found()
-            return Found(closed=True, notes=[f"the context in {place} could not be looked at: {error.strerror}"])
+            return Found(closed=True, notes=[f"the context in {place} could not be read: {error.strerror}"])
         try:
             cache = self.recipe.open(place, most)
         except BudgetError as error:
@@ -114,15 +117,15 @@ class SavedContexts:
             return Found(damaged=True, notes=[_distrusted(place, "it holds another text")])
         try:
             touch(place)
-        except OSError as error:  # it goes away: what the cache has open may be read all the same
-            return Found(cache, "opened", notes=[f"the context in {place} is not noted as used: {error}"])
+        except OSError as error:  # somebody removes it; the cache has its files open
+            return Found(cache, "opened", notes=[f"the context in {place} could not be marked as used: {error}"])
         return Found(cache, "opened")
 
     def keep(self, ids: torch.Tensor, cache: OffloadCache, *, replace: bool) -> list[str]:
         place = self.folder / self.recipe.name(ids)
         try:
             cache.save(place, overwrite=replace)
-        except FileExistsError as error:  # another worker was there first; or what is there is no context
+        except FileExistsError as error:  # another worker's context, or something else
             return [f"not shared: {error}"] if replace else []
         except (StoreError, ContextError) as error:
             return [f"not shared: {error}"]
@@ -131,7 +134,7 @@ class SavedContexts:
 
 @dataclass(frozen=True)
 class PublishedContexts:
-    """What `publish_context` made, each in a folder of its own below `url`."""
+    """Publications of `publish_context`, each in its own folder below `url`."""
 
     url: str
     recipe: Recipe
@@ -143,7 +146,7 @@ class PublishedContexts:
         name = without_secrets(place)
         with contextlib.ExitStack() as undo:
             cache = undo.enter_context(self.recipe.make(most))
-            more = torch.cat([ids, ids[:, -1:]], 1)  # a context is loaded up to the last token, which is the model's
+            more = torch.cat([ids, ids[:, -1:]], 1)  # streaming leaves the last token to the model
             try:
                 stream_context(place, self.recipe.model, more, cache, key=self._key, options=self.options)
             except ForeignManifestError as error:
@@ -155,7 +158,7 @@ class PublishedContexts:
             except StoreError as error:
                 if isinstance(error, ObjectError) and error.answer == Answer.ABSENT:
                     return Found()
-                return Found(closed=True, notes=[f"the context could not be had: {error}"])
+                return Found(closed=True, notes=[f"the context could not be fetched: {error}"])
             report = cache.stream_report
             assert report is not None
             if cache.tokens < ids.shape[1]:
@@ -163,8 +166,8 @@ class PublishedContexts:
             undo.pop_all()
         if report.whole is not None:
             return Found(cache, "prefilled", notes=[f"not streamed: {report.whole}"])
-        lost = f"{report.lost} of {report.cells} cells could not be had and were computed"
-        notes = [f"{name}: {one}" for one in [*([lost] if report.lost else []), *report.trouble]]
+        lost = [f"{report.lost} of {report.cells} cells could not be fetched and were computed"] if report.lost else []
+        notes = [f"{name}: {note}" for note in (*lost, *report.trouble)]
         return Found(cache, "streamed", damaged=report.lost > 0, closed=report.unavailable > 0, notes=notes)
 
     def keep(self, ids: torch.Tensor, cache: OffloadCache, *, replace: bool) -> list[str]:
@@ -173,7 +176,7 @@ class PublishedContexts:
                 cache, self._place(ids), key=self._key, level=self.level, overwrite=replace, options=self.options
             )
         except FileExistsError:
-            return []  # another worker was there first
+            return []  # another worker was faster
         except (StoreError, ContextError, UnsupportedModelError, ConfigError) as error:
             return [f"not shared: {error}"]
         return []

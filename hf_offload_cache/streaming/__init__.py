@@ -1,4 +1,4 @@
-"""The network: contexts that were prepared elsewhere, loaded where that is cheap and computed where that is."""
+"""Contexts over a network: a part is streamed and the rest computed, whichever is faster."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,17 +13,14 @@ if TYPE_CHECKING:
     from .codec import encode as encode
     from .codec import unpack as unpack
     from .codec import unpacked_bytes as unpacked_bytes
-    from .computing_speed import ComputingSpeed as ComputingSpeed
-    from .computing_speed import CostNetwork as CostNetwork
-    from .computing_speed import LayerCells as LayerCells
-    from .computing_speed import LayerCosts as LayerCosts
     from .context_server import ContextServer as ContextServer
+    from .extras import Extras as Extras
+    from .loader import ComputingSpeed as ComputingSpeed
     from .loader import Loader as Loader
     from .plan import Cell as Cell
     from .plan import Costs as Costs
     from .plan import Line as Line
     from .plan import Plan as Plan
-    from .plan import bound as bound
     from .plan import meet as meet
     from .plan import staircase as staircase
     from .sparse_prefill import BLOCK as BLOCK
@@ -36,50 +33,24 @@ if TYPE_CHECKING:
     from .stream_manifest import StreamObject as StreamObject
     from .stream_manifest import binding as binding
     from .stream_manifest import digest as digest
-    from .teacher import Teacher as Teacher
-    from .transport import HttpTransport as HttpTransport
     from .transport import fetch as fetch
 
-_HOME = {
-    "ActiveBlocks": "sparse_prefill",
-    "BLOCK": "sparse_prefill",
-    "Cell": "plan",
-    "Cells": "cells",
-    "ChunkShape": "codec",
-    "ComputingSpeed": "computing_speed",
-    "ContextServer": "context_server",
-    "CostNetwork": "computing_speed",
-    "Costs": "plan",
-    "GROUP": "codec",
-    "HttpTransport": "transport",
-    "LEVELS": "codec",
-    "LayerCells": "computing_speed",
-    "LayerCosts": "computing_speed",
-    "Line": "plan",
-    "Loader": "loader",
-    "NAME": "stream_manifest",
-    "Plan": "plan",
-    "SparsePrefill": "sparse_prefill",
-    "State": "cells",
-    "StreamManifest": "stream_manifest",
-    "StreamObject": "stream_manifest",
-    "Teacher": "teacher",
-    "attend_blocks": "sparse_prefill",
-    "binding": "stream_manifest",
-    "bound": "plan",
-    "digest": "stream_manifest",
-    "encode": "codec",
-    "fetch": "transport",
-    "line_of": "answers",
-    "measure_active_blocks": "sparse_prefill",
-    "meet": "plan",
-    "staircase": "plan",
-    "unpack": "codec",
-    "unpacked_bytes": "codec",
+_NAMES = {
+    "answers": ("line_of",),
+    "cells": ("Cells", "State"),
+    "codec": ("GROUP", "LEVELS", "ChunkShape", "encode", "unpack", "unpacked_bytes"),
+    "context_server": ("ContextServer",),
+    "extras": ("Extras",),
+    "loader": ("ComputingSpeed", "Loader"),
+    "plan": ("Cell", "Costs", "Line", "Plan", "meet", "staircase"),
+    "sparse_prefill": ("BLOCK", "ActiveBlocks", "SparsePrefill", "attend_blocks", "measure_active_blocks"),
+    "stream_manifest": ("NAME", "StreamManifest", "StreamObject", "binding", "digest"),
+    "transport": ("fetch",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,5 @@
-"""A store's answers, for reading and writing: one table of statuses and exceptions, and the waiting times."""
+"""Meaning of a store's answers: one table of statuses and exceptions for reading and writing, and the pauses between
+requests."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from typing import Any
 from ..errors import DamagedObjectError, ObjectError
 
 TRIES = 4
-"""Requests for a manifest, and for each object that is published, where the answer is `Answer.LATER`."""
+"""Most requests for a manifest, and for each published object, if the answer is `Answer.LATER`."""
 _FIRST_PAUSE = 0.1
 """Seconds before the second try; each later pause is twice as long."""
+_LINE = 300
+"""Most characters that are reported of a server's text."""
 
 
 class Answer(StrEnum):
@@ -25,15 +28,12 @@ class Answer(StrEnum):
     ABSENT = "absent"
     """There is no such object."""
     REFUSED = "refused"
-    """The store does not allow it: whether there is an object is unknown, and asking again does not help."""
+    """The store denies access: it is unknown whether the object exists, and a retry does not help."""
     LATER = "later"
-    """The store or the link fails at the moment: whether there is an object is unknown, and asking again may help."""
+    """The store or the link fails at the moment: it is unknown whether the object exists, and a retry may help."""
     BROKEN = "broken"
-    """Something else than the object was received."""
+    """Something other than the object was received."""
 
-
-_LINE = 300
-"""Characters of what is told of a server's words."""
 
 _NUMBERS = {
     Answer.ABSENT: errno.ENOENT, Answer.REFUSED: errno.EACCES, Answer.LATER: errno.EAGAIN, Answer.BROKEN: errno.EIO,
@@ -42,42 +42,36 @@ _NUMBERS = {
 _ABSENT = (404, 410)
 _LATER = (408, 421, 423, 425, 429)
 _NEVER = (501, 505, 507, 508, 510, 511)
-"""Of the statuses from 500 on, those that another try does not change."""
+"""Statuses from 500 on for which a retry does not help."""
 
 _ERRNOS: dict[int, Answer] = {
-    **dict.fromkeys((errno.ENOENT,), Answer.ABSENT),
+    errno.ENOENT: Answer.ABSENT,
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), Answer.REFUSED),
     **dict.fromkeys(
         (
             errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET,
             errno.ECONNABORTED, errno.EPIPE, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH,
-            errno.ESTALE, getattr(errno, "EREMOTEIO", errno.EAGAIN),  # s3fs has the last one for a status of 500
+            errno.ESTALE, getattr(errno, "EREMOTEIO", errno.EAGAIN),  # s3fs raises the last one for status 500
         ),
         Answer.LATER,
     ),
 }  # fmt: skip
-
+_CERTIFICATE = ("SSLCertVerificationError", "ClientSSLError", "ClientConnectorCertificateError", "SSLError")
+_CREDENTIALS = (
+    "PermissionError", "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError",
+    "TokenRetrievalError", "LocalTokenNotFoundError", "NoAuthTokenError",
+)  # fmt: skip
+_LINK = (
+    "TimeoutError", "ConnectionError", "gaierror", "HTTPClientError", "ClientConnectionError", "ClientPayloadError",
+    "TransportError", "Timeout",
+)  # fmt: skip
 _CLASSES: dict[str, Answer] = {
-    **dict.fromkeys(
-        ("SSLCertVerificationError", "ClientSSLError", "ClientConnectorCertificateError", "SSLError"), Answer.BROKEN
-    ),
+    **dict.fromkeys(_CERTIFICATE, Answer.BROKEN),
     "FileNotFoundError": Answer.ABSENT,
-    **dict.fromkeys(
-        (
-            "PermissionError", "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError",
-            "TokenRetrievalError", "LocalTokenNotFoundError", "NoAuthTokenError",
-        ),
-        Answer.REFUSED,
-    ),
-    **dict.fromkeys(
-        (
-            "TimeoutError", "ConnectionError", "gaierror", "HTTPClientError", "ClientConnectionError",
-            "ClientPayloadError", "TransportError", "Timeout",
-        ),
-        Answer.LATER,
-    ),
-}  # fmt: skip
-"""By a class's name, since the packages that have them may not be installed; earlier entries win."""
+    **dict.fromkeys(_CREDENTIALS, Answer.REFUSED),
+    **dict.fromkeys(_LINK, Answer.LATER),
+}
+"""By class name, because the packages may not be installed; earlier entries win."""
 
 
 def of_status(status: int) -> Answer:
@@ -90,20 +84,20 @@ def of_status(status: int) -> Answer:
 
 
 def of_error(error: BaseException) -> Answer:
-    """The answer for an exception of any file system: by the status behind it, else by its class or number."""
-    behind = list(_behind(error))
-    for one in behind:
-        if isinstance(one, ObjectError):
-            return Answer(one.answer)
-        if (status := _status(one)) is not None:
+    """The answer for an exception of any file system: by the status in its chain, or else by class or errno."""
+    chain = list(_chain(error))
+    for cause in chain:
+        if isinstance(cause, ObjectError):
+            return Answer(cause.answer)
+        if (status := _status(cause)) is not None:
             return of_status(status)
-    for one in behind:
-        names = {kind.__name__ for kind in type(one).__mro__}
+    for cause in chain:
+        names = {kind.__name__ for kind in type(cause).__mro__}
         for name, answer in _CLASSES.items():
             if name in names:
                 return answer
-        if isinstance(one, OSError) and one.errno in _ERRNOS:
-            return _ERRNOS[one.errno]
+        if isinstance(cause, OSError) and cause.errno in _ERRNOS:
+            return _ERRNOS[cause.errno]
     return Answer.BROKEN
 
 
@@ -111,7 +105,7 @@ def place_error(
     answer: Answer, text: str, *, retry_after: float | None = None, number: int | None = None,
     kind: type[ObjectError] = ObjectError,
 ) -> ObjectError:  # fmt: skip
-    """An `ObjectError` whose message is `text` without any URL's credentials, and with the wait that the store asks
+    """An `ObjectError` with the message `text`, without the credentials in its URLs, and the wait that the store asks
     for."""
     if retry_after is not None and answer is Answer.LATER:
         text += f"; it asks to be tried again in {retry_after:g} s"
@@ -122,7 +116,7 @@ def place_error(
 
 def reported(doing: str, error: BaseException) -> ObjectError:
     """The `ObjectError` to raise from any file system's `error`."""
-    waits = [found for one in _behind(error) if (found := _told(one)) is not None]
+    waits = [wait for cause in _chain(error) if (wait := _retry_after(cause)) is not None]
     number = error.errno if isinstance(error, OSError) else None
     text = getattr(error, "strerror", None) if isinstance(error, ObjectError) else str(error) or type(error).__name__
     kind = type(error) if isinstance(error, ObjectError) else ObjectError
@@ -132,7 +126,7 @@ def reported(doing: str, error: BaseException) -> ObjectError:
 
 
 def seconds_of(value: str | None) -> float | None:
-    """Seconds in a `Retry-After` header, given as a number or a date; None: it contains none."""
+    """Seconds of a `Retry-After` header, a number or a date; None: it has neither."""
     if value is None:
         return None
     if re.fullmatch(r"\d{1,9}", value.strip()):
@@ -143,8 +137,8 @@ def seconds_of(value: str | None) -> float | None:
 
 
 def received(data: bytes, place: str, most: int) -> bytes:
-    """Check `data` as an object's bytes and return it. Raises `ObjectError` for an HTML page, which a login or a portal
-    on the way sends with a success status, and `DamagedObjectError` for more than `most` bytes."""
+    """Return `data`, an object's bytes. Raises `ObjectError` for an HTML page, which logins and portals send with a
+    success status, and `DamagedObjectError` for more than `most` bytes."""
     start = data[:512].decode("utf-16", "ignore").encode() if data.startswith(_UTF16) else data[:256]
     if start.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(_PAGE):
         raise place_error(Answer.BROKEN, f"{place}: received an HTML page, of a login or a portal on the way")
@@ -170,29 +164,29 @@ def without_secrets(text: object) -> str:
 
 
 def pause_after(error: ObjectError, tries: int) -> float:
-    """Seconds to wait after so many tries."""
+    """Seconds to wait after the given number of tries."""
     return _FIRST_PAUSE * 2 ** (tries - 1) if error.retry_after is None else error.retry_after
 
 
 def line_of(text: str) -> str:
-    """A line of it, whatever a server has put in there."""
-    line = "".join(one if one.isprintable() else " " for one in text[: 2 * _LINE])
+    """One printable line of a server's text, at most `_LINE` characters."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text[: 2 * _LINE])
     return line if len(line) <= _LINE else f"{line[:_LINE]}..."
 
 
-def _behind(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that it was raised from or while handling."""
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, its causes and contexts."""
     seen = set[int]()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def _status(error: BaseException) -> int | None:
     if "HttpProcessingError" in {kind.__name__ for kind in type(error).__mro__}:
-        return None  # aiohttp's, of a body that is cut off or no HTTP: its 400 is no server's
+        return None  # aiohttp's own 400, for a truncated body or one that is not HTTP
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore's
         response = response.get("ResponseMetadata", {})
@@ -200,10 +194,10 @@ def _status(error: BaseException) -> int | None:
     else:
         candidates = [getattr(response, name, None) for name in ("status_code", "status")]
     candidates += [getattr(error, name, None) for name in ("status", "status_code", "code")]
-    return next((int(one) for one in candidates if isinstance(one, int) and 300 <= one < 600), None)
+    return next((int(code) for code in candidates if isinstance(code, int) and 300 <= code < 600), None)
 
 
-def _told(error: BaseException) -> float | None:
+def _retry_after(error: BaseException) -> float | None:
     if isinstance(error, ObjectError):
         return error.retry_after
     response: Any = getattr(error, "response", None)
@@ -213,5 +207,5 @@ def _told(error: BaseException) -> float | None:
         headers = getattr(response, "headers", None) or getattr(error, "headers", None)
     try:
         return seconds_of(headers.get("Retry-After") or headers.get("retry-after")) if headers is not None else None
-    except AttributeError:  # no mapping
+    except AttributeError:  # not a mapping
         return None

@@ -1,4 +1,4 @@
-"""Who brings which cell: one table, which computing and streaming claim from (SparKV, section IV-D)."""
+"""The table of cells that computing and streaming claim from (SparKV, section IV-D)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from .plan import Cell
 
 _SILENCES = 6
-"""Times the silence that ends waiting, what trickles in is waited for, where nothing may migrate."""
+"""If no transfer may be given up, a cell that trickles in is waited for this many times `silence`."""
 
 
 class State(IntEnum):
@@ -23,50 +23,52 @@ class State(IntEnum):
     RECEIVED = 2
     COMPUTED = 3
     LOST = 4
-    """It cannot be streamed: it was not published, is gone, or is another than the manifest says."""
+    """It cannot be streamed: not published, gone, or not the object in the manifest."""
 
 
 @dataclass
 class Counts:
-    """Cells, but those of the first layer, which are always computed."""
+    """Numbers of cells, without those of the first layer, which are always computed."""
 
     computed: int = 0
     streamed: int = 0
     cancelled: int = 0
-    """Computing overtook them while they were on their way, or nobody wanted them any more."""
+    """Computed, or no longer needed, while they were on their way."""
     overtaken: int = 0
-    """They had come, and were computed all the same: what lies above them had not."""
+    """Received and computed nevertheless, because cells above them had not arrived."""
     lost: int = 0
     unavailable: int = 0
-    """Of those lost: the store refused or failed, so that they may be there."""
+    """Lost cells that may exist: the store refused or failed."""
     stolen: int = 0
-    """On their way for too long, and computed."""
+    """Computed, because they were on their way for too long."""
 
 
 class Cells:
-    """Of (chunks, layers). Streaming claims from the end, the top layer of the last chunk first, computing what comes
-    next from the front: where they meet is where both are ready. Any thread.
+    """The state of each cell (chunk, layer). Streaming claims from the end, the last chunk's top layer first; computing
+    goes on from the front. Both are done where they meet. Any thread.
 
     Args:
-        published: (chunks, layers) bool: which can be streamed at all.
-        migrations: transfers that may be given up for computing within `stage` seconds; None: any number.
+        published: (chunks, layers) bool: the cells that can be streamed.
+        migrations: number of transfers that may be given up for computing within `stage` seconds; None: any number.
+
+    Attributes:
+        cancel: called with each cell whose transfer is no longer needed, in the computing thread.
+        from_the_front: streaming claims the first chunk's lowest cell first, because nothing is worth computing.
+        heard: when the network last delivered something, by `time.monotonic`.
     """
 
     def __init__(self, published: np.ndarray, *, migrations: int | None = None, stage: float = 1.0) -> None:
         self._states = np.where(published, State.FREE, State.LOST).astype(np.int8)
         self._states[:, 0] = State.LOST
         self._changed = threading.Condition()
-        self.cancel: Callable[[Cell], object] = lambda cell: None
-        """Told of a cell whose transfer nobody wants any more, in the thread that computes."""
         self._preferred = np.ones(self._states.shape, dtype=bool)
-        self.from_the_front = False
-        """Streaming claims the first chunk's lowest cell first: nothing is worth computing."""
         self._migrations, self._stage = migrations, stage
         self._migrated = deque[float]()
         self._stopped = False
+        self.cancel: Callable[[Cell], object] = lambda cell: None
+        self.from_the_front = False
         self.counts = Counts()
         self.heard = time.monotonic()
-        """When the network last brought something."""
 
     @property
     def chunks(self) -> int:
@@ -77,13 +79,13 @@ class Cells:
         return int(self._states.shape[1])
 
     def of_state(self) -> Counter[State]:
-        """How many cells are in which state, those of the first layer left out."""
+        """Number of cells in each state, without the first layer."""
         with self._changed:
-            return Counter(State(int(one)) for one in self._states[:, 1:].reshape(-1))
+            return Counter(State(int(state)) for state in self._states[:, 1:].reshape(-1))
 
     @property
     def open(self) -> bool:
-        """Something is on its way, or may be asked for."""
+        """Whether a cell is on its way, or may be requested."""
         with self._changed:
             waiting = (self._states == State.FREE) | (self._states == State.STREAMING)
             return not self._stopped and bool(waiting.any())
@@ -91,13 +93,13 @@ class Cells:
     # --- streaming ---------------------------------------------------------------------------------------------
 
     def prefer(self, first: int, depths: np.ndarray) -> None:
-        """Of chunks from `first` on, what lies above so many layers is streamed before all else."""
+        """Stream the cells above these depths, of the chunks from `first` on, before all others."""
         with self._changed:
             self._preferred[first:] = np.arange(self.layers) >= depths[:, None]
 
     def claim(self) -> Cell | None:
-        """The next cell to stream: the latest chunk's top one that is free, of those that are preferred if there are
-        any. None: there is none now."""
+        """The next cell to stream: a preferred one if there is any, from the last chunk, top layer first. None: no cell
+        is free now."""
         with self._changed:
             free = self._states == State.FREE
             if self._stopped or not free.any():
@@ -107,7 +109,7 @@ class Cells:
             return cell
 
     def next_of(self, free: np.ndarray) -> Cell:
-        """The one to stream of those that are free, (chunks, layers) bool, some of them."""
+        """The cell to stream among those that are `free`, (chunks, layers) bool, at least one."""
         if self.from_the_front:
             first, lowest = np.argwhere(free)[0]
             return int(first), int(lowest)
@@ -115,7 +117,7 @@ class Cells:
         return chunk, int(np.nonzero(free[chunk])[0][-1])
 
     def received(self, cell: Cell) -> bool:
-        """A claimed cell has come; whether it is still wanted."""
+        """Note that a claimed cell has arrived. Returns whether it is still needed."""
         with self._changed:
             wanted = bool(self._states[cell] == State.STREAMING)
             if wanted:
@@ -126,7 +128,7 @@ class Cells:
             return wanted
 
     def lose(self, cell: Cell, *, again: bool = False, unavailable: bool = False) -> None:
-        """Note that a claimed cell does not arrive; `again`: it may be requested once more; `unavailable`: it may exist
+        """Note that a claimed cell does not arrive. `again`: it may be requested once more; `unavailable`: it may exist
         nevertheless."""
         with self._changed:
             if self._states[cell] == State.STREAMING:
@@ -136,23 +138,23 @@ class Cells:
             self._changed.notify_all()
 
     def spoil(self, cell: Cell) -> None:
-        """What has come of a cell is of no use."""
+        """Note that a received cell cannot be used."""
         with self._changed:
             self._states[cell] = State.LOST
             self.counts.streamed -= 1
             self.counts.lost += 1
 
     def distrust(self) -> None:
-        """Nothing that has come is of use, nor what would."""
+        """Give up everything received, and all streaming."""
         with self._changed:
-            come = self._states == State.RECEIVED
-            self.counts.streamed -= int(come.sum())
-            self.counts.lost += int(come.sum())
-            self._states[come] = State.LOST
+            received = self._states == State.RECEIVED
+            self.counts.streamed -= int(received.sum())
+            self.counts.lost += int(received.sum())
+            self._states[received] = State.LOST
         self.stop()
 
     def stop(self) -> None:
-        """Nothing is claimed for streaming from now on, and what is on its way does not come."""
+        """End all streaming: nothing more can be claimed or arrive."""
         with self._changed:
             self._stopped = True
             self._states[(self._states == State.STREAMING) | (self._states == State.FREE)] = State.LOST
@@ -161,8 +163,8 @@ class Cells:
     # --- computing ---------------------------------------------------------------------------------------------
 
     def goes_on(self, first: int, stop: int, layer: int) -> bool:
-        """Keys and values of chunks `first` to `stop` are computed in `layer`: whether what lies above has to be, too,
-        since some of it does not come."""
+        """Note that chunks `first` to `stop` are computed in `layer`. Returns whether computing has to continue above,
+        because some cell there is not on its way."""
         cancelled = []
         with self._changed:
             for chunk in range(first, stop):
@@ -181,8 +183,8 @@ class Cells:
         return more
 
     def _migrate(self, count: int) -> bool:
-        """So many transfers are given up now; False: too many were within the last stage. More than a stage may have go
-        together, and nothing beside them."""
+        """Give up `count` transfers now; False: too many were given up within the last stage. More than a stage allows
+        may go together, and then no others."""
         if self._migrations is None:
             return True
         now = time.monotonic()
@@ -195,57 +197,52 @@ class Cells:
         return True
 
     def taken_back(self, first: int, stop: int) -> None:
-        """Nothing of chunks `first` to `stop` is held: what was computed of them has to be once more."""
+        """Note that chunks `first` to `stop` are stored nowhere: their computed cells must be computed again."""
         with self._changed:
-            own = self._states[first:stop]
-            again = own == State.COMPUTED
+            states = self._states[first:stop]
+            again = states == State.COMPUTED
             self.counts.computed -= int(again[:, 1:].sum())
-            own[again] = State.LOST
+            states[again] = State.LOST
 
     def comes(self, chunk: int) -> bool:
-        """All of a chunk but its first layer is on its way, or here."""
+        """Whether all layers of a chunk but the first are on their way, or received."""
         with self._changed:
             row = self._states[chunk, 1:]
             return bool(((row == State.STREAMING) | (row == State.RECEIVED)).all())
 
     def coming(self, first: int, stop: int, above: int) -> list[Cell]:
-        """What of these chunks is on its way above a layer."""
+        """The cells of these chunks that are on their way above a layer."""
         with self._changed:
             chunks, layers = np.nonzero(self._states[first:stop, above + 1 :] == State.STREAMING)
             return [(int(chunk) + first, int(layer) + above + 1) for chunk, layer in zip(chunks, layers, strict=True)]
 
     def may_come(self, first: int) -> np.ndarray:
-        """(chunks from `first` on, layers) bool: what is on its way, may be asked for, or has come."""
+        """(chunks from `first` on, layers) bool: the cells that may be requested, are on their way, or are received."""
         with self._changed:
-            own = self._states[first:]
-            return (own == State.FREE) | (own == State.STREAMING) | (own == State.RECEIVED)
-
-    def rest_may_come(self, first: int, stop: int, above: int) -> bool:
-        """All of chunks `first` to `stop` that lies above a layer is on its way, may be asked for, or has come."""
-        return bool(self.may_come(first)[: stop - first, above + 1 :].all())
+            return np.isin(self._states[first:], (State.FREE, State.STREAMING, State.RECEIVED))
 
     def received_from(self, first: int) -> np.ndarray:
-        """(chunks from `first` on, layers) bool: what has come."""
+        """(chunks from `first` on, layers) bool: the received cells."""
         with self._changed:
             return np.array(self._states[first:] == State.RECEIVED)
 
     def has(self, cell: Cell) -> bool:
-        """It has come."""
+        """Whether a cell is received."""
         with self._changed:
             return bool(self._states[cell] == State.RECEIVED)
 
     def here(self, chunk: int, above: int = 0) -> bool:
-        """All of a chunk that lies above a layer has come."""
+        """Whether all layers of a chunk above `above` are received."""
         with self._changed:
             return bool((self._states[chunk, above + 1 :] == State.RECEIVED).all())
 
     def wait(
         self, chunk: int, above: int, patience: float, silence: float, *, asked: bool = True, below: int | None = None
     ) -> bool:
-        """Until all of a chunk that lies above a layer (and below another) has come; False: it does not, or not within
-        `patience` seconds, or nothing has come at all for `silence` seconds. What is still on its way then is the
-        computing lane's, as far as migrations are left; until they are it is waited for. `asked`: what is free will not
-        come, either."""
+        """Wait until all layers of a chunk above `above` (and below `below`) are received. False: some do not arrive,
+        or not within `patience` seconds, or nothing at all has arrived for `silence` seconds. Then the cells still on
+        their way are given up for computing; while no migrations are left for that, waiting continues. `asked`: free
+        cells will not arrive, either."""
         waits_for = (State.STREAMING, State.RECEIVED, *(() if asked else (State.FREE,)))
         begun = time.monotonic()
         with self._changed:

@@ -1,4 +1,4 @@
-"""Chunks as objects of the network: quantised, one byte a symbol, and compressed. Needs the extra `[stream]`."""
+"""Chunks as objects of the network: quantised to symbols of one byte, and compressed. Needs the extra `[stream]`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ import torch
 
 from ..errors import ConfigError, CorruptRecordError
 
-# Keys and values of a chunk as symbols of a byte, and back: how much of them is kept
-
 GROUP = 64
-"""Elements that share a scale, at most: tokens of a channel of keys, channels of a token of values."""
+"""Most elements that share a scale: tokens of a channel of keys, channels of a token of values."""
 _LEAST, _MOST = 1e-2, 6e4
-"""Scales are kept in 16 bits: a chunk whose largest element is smaller, or larger, or no number, is kept as it is."""
+"""Scales have 16 bits: a chunk whose largest element is outside of this range, or NaN, is stored lossless."""
+Dims = tuple[int, int, int]
+"""(heads, tokens, channels)."""
+Parts = list[tuple[tuple[int, ...], torch.dtype]]
+"""Shape and type of each tensor that a quantiser makes of keys, or of values."""
 
 
 @dataclass(frozen=True)
 class ChunkShape:
-    """Of keys (heads, tokens, key_dim) and values (heads, tokens, value_dim) of one layer."""
+    """Sizes of the keys (heads, tokens, key_dim) and values (heads, tokens, value_dim) of a chunk in one layer."""
 
     heads: int
     tokens: int
@@ -32,258 +34,248 @@ class ChunkShape:
 
     @property
     def nbytes(self) -> int:
-        """Of keys and values, as they are."""
+        """Bytes of keys and values, unquantised."""
         return self.heads * self.tokens * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
-    def of_keys(self) -> tuple[int, int, int]:
-        return self.heads, self.tokens, self.key_dim
-
-    def of_values(self) -> tuple[int, int, int]:
-        return self.heads, self.tokens, self.value_dim
+    @property
+    def dims(self) -> tuple[Dims, Dims]:
+        """Of keys and of values."""
+        return (self.heads, self.tokens, self.key_dim), (self.heads, self.tokens, self.value_dim)
 
 
 class Quantiser(Protocol):
-    """Tensors on the CPU; any thread. Decoding goes head by head."""
+    """Quantises keys, or values, (heads, tokens, channels) on the CPU. Any thread."""
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-        """Tensors of which the bytes are kept, one after another."""
+    def encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Tensors whose bytes are stored, one after another."""
 
-    def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each tensor that `encode` gives for a chunk of this shape."""
+    def parts(self, dims: Dims, dtype: torch.dtype) -> Parts:
+        """The form of what `encode` returns for a tensor of these dimensions and type."""
 
-    def decode(
-        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        """Into keys (heads, t, Dk) and values (heads, t, Dv) of the tokens from `start`, a multiple of `GROUP`, on."""
+    def decode(self, parts: list[torch.Tensor], dims: Dims, start: int, out: torch.Tensor) -> None:
+        """Decode into `out` (heads, t, channels) the tokens from `start` on, a multiple of `GROUP`."""
 
 
-def fits(tensor: torch.Tensor) -> bool:
-    """Whether scales of it can be kept in 16 bits."""
-    if not tensor.numel():
-        return True
-    most = float(tensor.abs().max())  # no number compares with anything
-    return most == 0 or _LEAST < most < _MOST
+class Lossless:
+    """The bytes as they are: the first bytes of all elements, then the second ones, so that exponents lie together."""
 
+    def encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.contiguous().view(-1).view(torch.uint8).view(-1, tensor.dtype.itemsize).t().contiguous()]
 
-class Whole:
-    """Nothing is lost: the first bytes of all elements, then the second ones, so that exponents lie together."""
+    def parts(self, dims: Dims, dtype: torch.dtype) -> Parts:
+        return [((dtype.itemsize, math.prod(dims)), torch.uint8)]
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-        return [_planes(keys), _planes(values)]
-
-    def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [
-            ((shape.dtype.itemsize, math.prod(dims)), torch.uint8) for dims in (shape.of_keys(), shape.of_values())
-        ]
-
-    def decode(
-        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        stop = start + keys.shape[1]
-        for part, dims, out in zip(parts, (shape.of_keys(), shape.of_values()), (keys, values), strict=True):
-            planes = part.view(-1, *dims)[:, :, start:stop]
-            for head, own in enumerate(out):
-                own.copy_(planes[:, head].permute(1, 2, 0).contiguous().view(shape.dtype).squeeze(-1))
+    def decode(self, parts: list[torch.Tensor], dims: Dims, start: int, out: torch.Tensor) -> None:
+        planes = parts[0].view(-1, *dims)[:, :, start : start + out.shape[1]]
+        for head, of_head in enumerate(out):
+            of_head.copy_(planes[:, head].permute(1, 2, 0).contiguous().view(out.dtype).squeeze(-1))
 
 
 class Step:
-    """Multiples of a share of the standard deviation of all keys, or values, of the chunk, beside each channel's mean:
-    channels that lie far from zero do not decide on the step of the others."""
+    """Multiples of a share of the standard deviation of all elements, relative to each channel's mean: channels far
+    from zero do not determine the step of the others."""
 
     def __init__(self, share: float) -> None:
         self._share = share
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-        found = []
-        for tensor in (keys.float(), values.float()):
-            mean = tensor.mean(1).half()
-            rest = tensor - mean.float()[:, None]
-            step = (rest.std(correction=0) * self._share).clamp(min=float(rest.abs().max()) / 32000, max=_MOST)
-            step = torch.where(step > 0, step, 1.0).reshape(1)
-            times = (rest / step).round().to(torch.int32).view(-1)
-            symbols = torch.where(times < 0, -2 * times - 1, 2 * times)  # small either way: second bytes are mostly 0
-            found += [step, mean, torch.stack([symbols & 255, symbols >> 8]).to(torch.uint8)]
-        return found
+    def encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        mean = tensor.float().mean(1).half()
+        rest = tensor.float() - mean.float()[:, None]
+        step = (rest.std(correction=0) * self._share).clamp(min=float(rest.abs().max()) / 32000, max=_MOST)
+        step = torch.where(step > 0, step, 1.0).reshape(1)
+        times = (rest / step).round().to(torch.int32).view(-1)
+        symbols = torch.where(times < 0, -2 * times - 1, 2 * times)  # small either way: second bytes are mostly 0
+        return [step, mean, torch.stack([symbols & 255, symbols >> 8]).to(torch.uint8)]
 
-    def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        found: list[tuple[tuple[int, ...], torch.dtype]] = []
-        for dims in (shape.of_keys(), shape.of_values()):
-            of_channels = dims[0], dims[2]
-            found += [((1,), torch.float32), (of_channels, torch.float16), ((2, math.prod(dims)), torch.uint8)]
-        return found
+    def parts(self, dims: Dims, dtype: torch.dtype) -> Parts:
+        heads, _, channels = dims
+        return [((1,), torch.float32), ((heads, channels), torch.float16), ((2, math.prod(dims)), torch.uint8)]
 
-    def decode(
-        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        stop = start + keys.shape[1]
-        for own, dims, into in ((parts[:3], shape.of_keys(), keys), (parts[3:], shape.of_values(), values)):
-            step, means, planes = own
-            for low, high, mean, out in zip(*planes.view(2, *dims)[:, :, start:stop], means, into, strict=True):
-                symbols = low.to(torch.int32) | high.to(torch.int32) << 8
-                times = torch.where(symbols & 1 == 1, -(symbols + 1) // 2, symbols // 2)
-                out.copy_((times * step).add_(mean.float()))
+    def decode(self, parts: list[torch.Tensor], dims: Dims, start: int, out: torch.Tensor) -> None:
+        step, means, planes = parts
+        planes = planes.view(2, *dims)[:, :, start : start + out.shape[1]]
+        for low, high, mean, of_head in zip(*planes, means, out, strict=True):
+            symbols = low.to(torch.int32) | high.to(torch.int32) << 8
+            times = torch.where(symbols & 1 == 1, -(symbols + 1) // 2, symbols // 2)
+            of_head.copy_((times * step).add_(mean.float()))
 
 
-class Range:
-    """`bits` between the least and the largest of a group: `GROUP` tokens of a channel of keys, `GROUP` channels of a
-    token of values."""
+class TokenRange:
+    """`bits` between the least and the largest element of `GROUP` tokens of a channel: for keys."""
 
     def __init__(self, bits: int) -> None:
         self._most = 2**bits - 1
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
-        heads, tokens, dim = keys.shape
-        short = -tokens % GROUP
-        if short:  # the last group is filled with its last token
-            keys = torch.cat([keys, keys[:, -1:].expand(heads, short, dim)], 1)
-        found = self._symbols(keys.float().unflatten(1, (-1, GROUP)), 2)
-        found[0] = found[0].flatten(1, 2)[:, :tokens].contiguous()
-        of_groups = [self._symbols(group, 2) for group in values.float().split(_width(values.shape[2]), 2)]
-        symbols, low, step = zip(*of_groups, strict=True)
-        return [*found, torch.cat(symbols, 2), torch.stack(low, 2), torch.stack(step, 2)]
+    def encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        heads, tokens, channels = tensor.shape
+        if short := -tokens % GROUP:  # the last group is filled with its last token
+            tensor = torch.cat([tensor, tensor[:, -1:].expand(heads, short, channels)], 1)
+        symbols, low, step = _symbols(tensor.float().unflatten(1, (-1, GROUP)), self._most)
+        return [symbols.flatten(1, 2)[:, :tokens].contiguous(), low, step]
 
-    def _symbols(self, groups: torch.Tensor, along: int) -> list[torch.Tensor]:
-        low, high = groups.amin(along, keepdim=True).half(), groups.amax(along, keepdim=True)
-        step = ((high - low.float()) / self._most).half()
-        divisor = torch.where(step > 0, step, 1.0).float()
-        symbols = ((groups - low.float()) / divisor).round().clamp(0, self._most).to(torch.uint8)
-        return [symbols, low.squeeze(along), step.squeeze(along)]
+    def parts(self, dims: Dims, dtype: torch.dtype) -> Parts:
+        scales = dims[0], -(-dims[1] // GROUP), dims[2]
+        return [(dims, torch.uint8), (scales, torch.float16), (scales, torch.float16)]
 
-    def parts(self, shape: ChunkShape) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        heads, tokens, dim = shape.of_keys()
-        of_keys = heads, -(-tokens // GROUP), dim
-        of_values = heads, tokens, -(-shape.value_dim // _width(shape.value_dim))
-        found: list[tuple[tuple[int, ...], torch.dtype]] = []
-        for dims, scales in ((shape.of_keys(), of_keys), (shape.of_values(), of_values)):
-            found += [(dims, torch.uint8), (scales, torch.float16), (scales, torch.float16)]
-        return found
+    def decode(self, parts: list[torch.Tensor], dims: Dims, start: int, out: torch.Tensor) -> None:
+        count = out.shape[1]
+        groups = slice(start // GROUP, -(-(start + count) // GROUP))
+        for symbols, low, step, of_head in zip(*parts, out, strict=True):
+            scales = (scale[groups].float().repeat_interleave(GROUP, 0)[:count] for scale in (step, low))
+            of_head.copy_(next(scales).mul_(symbols[start : start + count]).add_(next(scales)))
 
-    def decode(
-        self, parts: list[torch.Tensor], shape: ChunkShape, start: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
-        stop = start + keys.shape[1]
-        groups, width = slice(start // GROUP, -(-stop // GROUP)), _width(shape.value_dim)
-        for symbols, low, step, out in zip(*parts[:3], keys, strict=True):
-            scales = (one[groups].float().repeat_interleave(GROUP, 0)[: stop - start] for one in (step, low))
-            out.copy_(next(scales).mul_(symbols[start:stop]).add_(next(scales)))
-        for symbols, low, step, out in zip(*parts[3:], values, strict=True):
-            groups_of = zip(symbols[start:stop].split(width, 1), out.split(width, 1), strict=True)
-            for place, (group, into) in enumerate(groups_of):
-                scales = (one[start:stop, place, None].float() for one in (step, low))
+
+class ChannelRange:
+    """`bits` between the least and the largest element of up to `GROUP` channels of a token: for values. Groups are as
+    few as possible and of similar size."""
+
+    def __init__(self, bits: int) -> None:
+        self._most = 2**bits - 1
+
+    @staticmethod
+    def _width(channels: int) -> int:
+        return -(-channels // -(-channels // GROUP))
+
+    def encode(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        groups = tensor.float().split(self._width(tensor.shape[2]), 2)
+        symbols, low, step = zip(*(_symbols(group, self._most) for group in groups), strict=True)
+        return [torch.cat(symbols, 2), torch.stack(low, 2), torch.stack(step, 2)]
+
+    def parts(self, dims: Dims, dtype: torch.dtype) -> Parts:
+        scales = dims[0], dims[1], -(-dims[2] // self._width(dims[2]))
+        return [(dims, torch.uint8), (scales, torch.float16), (scales, torch.float16)]
+
+    def decode(self, parts: list[torch.Tensor], dims: Dims, start: int, out: torch.Tensor) -> None:
+        tokens, width = slice(start, start + out.shape[1]), self._width(dims[2])
+        for symbols, low, step, of_head in zip(*parts, out, strict=True):
+            groups = zip(symbols[tokens].split(width, 1), of_head.split(width, 1), strict=True)
+            for place, (group, into) in enumerate(groups):
+                scales = (scale[tokens, place, None].float() for scale in (step, low))
                 into.copy_(group.float().mul_(next(scales)).add_(next(scales)))
 
 
-def _width(dim: int) -> int:
-    """Channels of each group but the last, which may have fewer: as few groups of up to `GROUP` as there can be, and
-    these alike."""
-    return -(-dim // -(-dim // GROUP))
+def _symbols(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Symbols 0 to `most` of groups along dimension 2, and each group's least element and step."""
+    low, high = groups.amin(2, keepdim=True).half(), groups.amax(2, keepdim=True)
+    step = ((high - low.float()) / most).half()
+    divisor = torch.where(step > 0, step, 1.0).float()
+    symbols = ((groups - low.float()) / divisor).round().clamp(0, most).to(torch.uint8)
+    return symbols, low.squeeze(2), step.squeeze(2)
 
 
-def _planes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element, (itemsize, elements): all first ones, all second ones..."""
-    return tensor.contiguous().view(-1).view(torch.uint8).view(-1, tensor.dtype.itemsize).t().contiguous()
-
-
-LEVELS: dict[str, Quantiser] = {
-    "lossless": Whole(),
-    "fine": Step(0.1),
-    "default": Range(4),
-    "small": Step(0.35),
-    "smallest": Step(0.5),
+LEVELS: dict[str, tuple[Quantiser, Quantiser]] = {
+    "lossless": (Lossless(), Lossless()),
+    "fine": (Step(0.1), Step(0.1)),
+    "default": (TokenRange(4), ChannelRange(4)),
+    "small": (Step(0.35), Step(0.35)),
+    "smallest": (Step(0.5), Step(0.5)),
 }
-"""Name -> what is kept, the most first. Of bf16 keys and values after RoPE: some .70, .34, .28, .23 and .20."""
+"""Name -> quantisers of keys and of values, the largest first: some .70, .34, .28, .23 and .20 of bf16 after RoPE."""
 _NAMES = tuple(LEVELS)
 _HEADER = struct.Struct("<4sBBxxIIIIQ")
 _MAGIC, _VERSION = b"HFOC", 1
 _SERIAL = 32767
-"""Elements that torch's elementwise operations leave to the thread that calls them."""
+"""Most elements that torch's elementwise operations process in the calling thread."""
 _FASTEST = 1
-"""Level of zstandard: symbols are coded by their frequencies, and there is nothing to be found that repeats."""
+"""Level of zstandard: symbols are coded by frequency, and there are no repetitions to find."""
 
 
 def check_level(level: str) -> str:
-    """Raises `ConfigError` for a name that is none of `LEVELS`."""
+    """Raises `ConfigError` for a name that is not in `LEVELS`."""
     if level not in LEVELS:
         raise ConfigError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     return level
 
 
+def _encodable(tensor: torch.Tensor) -> bool:
+    most = float(tensor.abs().max()) if tensor.numel() else 0.0
+    return most == 0 or _LEAST < most < _MOST  # false for NaN
+
+
 def encode(keys: torch.Tensor, values: torch.Tensor, level: str = "default") -> bytes:
     """Keys (heads, tokens, Dk) and values (heads, tokens, Dv) of one layer, of any device and floating type, as one
-    object. A chunk whose scales cannot be kept in 16 bits is kept as it is. Raises `ConfigError`."""
-    quantiser = LEVELS[check_level(level)]
-    keys, values = keys.detach().cpu(), values.detach().cpu()
-    if not (fits(keys) and fits(values)):
-        level, quantiser = "lossless", LEVELS["lossless"]
-    data = b"".join(part.view(-1).view(torch.uint8).numpy().tobytes() for part in quantiser.encode(keys, values))
-    shape = keys.shape[0], keys.shape[1], keys.shape[2], values.shape[2]
-    header = _HEADER.pack(_MAGIC, _VERSION, _NAMES.index(level), *shape, len(data))
+    object. A chunk whose scales do not fit 16 bits is stored lossless. Raises `ConfigError`."""
+    check_level(level)
+    tensors = keys.detach().cpu(), values.detach().cpu()
+    if not all(map(_encodable, tensors)):
+        level = "lossless"
+    pairs = zip(LEVELS[level], tensors, strict=True)
+    parts = [part for quantiser, tensor in pairs for part in quantiser.encode(tensor)]
+    data = b"".join(part.view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
+    header = _HEADER.pack(_MAGIC, _VERSION, _NAMES.index(level), *keys.shape, values.shape[2], len(data))
     return header + _zstandard().ZstdCompressor(level=_FASTEST).compress(data)
 
 
 @dataclass(frozen=True)
 class Unpacked:
-    """An object that is not compressed any more. Any thread."""
+    """A decompressed object. Any thread."""
 
-    quantiser: Quantiser
+    level: str
     parts: list[torch.Tensor]
     shape: ChunkShape
 
     def decode(self, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (heads, tokens, Dk) and values (heads, tokens, Dv), as far as the level keeps them, of `shape.dtype`:
-        new tensors on the CPU. Of tokens `start`, a multiple of `GROUP`, to `stop`; None: to the last.
+        """Keys (heads, t, Dk) and values (heads, t, Dv) of `shape.dtype`, new tensors on the CPU: tokens `start`, a
+        multiple of `GROUP`, to `stop`, None: to the last.
 
-        In pieces of which torch gives none to other threads, which the model computes with meanwhile."""
-        shape = self.shape
+        Decodes pieces so small that torch keeps them in this thread: the model computes with the others meanwhile.
+        """
+        shape, at = self.shape, 0
         count = (shape.tokens if stop is None else stop) - start
-        keys, values = (
-            torch.empty(shape.heads, count, dim, dtype=shape.dtype, device="cpu")
-            for dim in (shape.key_dim, shape.value_dim)
-        )
         step = max(GROUP, _SERIAL // max(shape.key_dim, shape.value_dim) // GROUP * GROUP)
-        for first in range(0, count, step):
-            into = slice(first, min(first + step, count))
-            self.quantiser.decode(self.parts, shape, start + first, keys[:, into], values[:, into])
-        return keys, values
+        decoded = []
+        for quantiser, dims in zip(LEVELS[self.level], shape.dims, strict=True):
+            parts = self.parts[at : at + len(quantiser.parts(dims, shape.dtype))]
+            at += len(parts)
+            out = torch.empty(dims[0], count, dims[2], dtype=shape.dtype, device="cpu")
+            for first in range(0, count, step):
+                quantiser.decode(parts, dims, start + first, out[:, first : first + step])
+            decoded.append(out)
+        return decoded[0], decoded[1]
+
+
+def _parts(level: str, shape: ChunkShape) -> Parts:
+    pairs = zip(LEVELS[level], shape.dims, strict=True)
+    return [part for quantiser, dims in pairs for part in quantiser.parts(dims, shape.dtype)]
 
 
 def unpacked_bytes(level: str, shape: ChunkShape) -> int:
-    """Of an object of a level that is not compressed any more; of one that is none, as many as of any."""
-    found = [LEVELS[level]] if level in LEVELS else list(LEVELS.values())
-    return max(sum(math.prod(own) * dtype.itemsize for own, dtype in one.parts(shape)) for one in found)
+    """Size of a decompressed object; for an unknown level, the largest of all levels."""
+    levels = [level] if level in LEVELS else _NAMES
+    return max(sum(math.prod(dims) * dtype.itemsize for dims, dtype in _parts(one, shape)) for one in levels)
 
 
 def unpack(data: bytes | memoryview, shape: ChunkShape, name: str, of_level: str | None = None) -> Unpacked:
-    """An object of `encode`, with `of_level` or, where that could not keep it, "lossless". Any thread.
+    """Decompress an object of `encode`, of level `of_level` or "lossless". Any thread.
 
-    Raises `CorruptRecordError` that calls it `name` where the object is none of such a shape, before memory is taken
-    for what it says.
+    Raises `CorruptRecordError`, which begins with `name`, for an object of another shape or level, before memory is
+    allocated for the size that it states.
     """
     if len(data) < _HEADER.size:
         raise _corrupt(name, f"it has {len(data)} bytes, and its header {_HEADER.size}")
-    magic, version, level, *dims, size = _HEADER.unpack(data[: _HEADER.size])
+    magic, version, number, *dims, size = _HEADER.unpack(data[: _HEADER.size])
     if magic == _MAGIC and version != _VERSION:
         raise _corrupt(name, f"its format has version {version} and this library reads {_VERSION}: publish it anew")
-    if magic != _MAGIC or level >= len(_NAMES):
+    if magic != _MAGIC or number >= len(_NAMES):
         raise _corrupt(name, "it is no chunk of a published context")
-    if of_level is not None and _NAMES[level] not in (of_level, "lossless"):
-        raise _corrupt(name, f"it is of level {_NAMES[level]!r}, and should be of {of_level!r}")
+    level = _NAMES[number]
+    if of_level is not None and level not in (of_level, "lossless"):
+        raise _corrupt(name, f"it is of level {level!r}, and should be of {of_level!r}")
     if tuple(dims) != (shape.heads, shape.tokens, shape.key_dim, shape.value_dim):
-        raise _corrupt(name, f"it is of {tuple(dims)} heads, tokens and dimensions, and should be of {shape}")
-    quantiser = LEVELS[_NAMES[level]]
-    parts = quantiser.parts(shape)
-    sizes = [math.prod(own) * dtype.itemsize for own, dtype in parts]
-    if size != sum(sizes):
-        raise _corrupt(name, f"it says that it has {size:,} bytes unpacked, and should have {sum(sizes):,}")
-    raw = _unpacked(memoryview(data)[_HEADER.size :], size, name)
+        raise _corrupt(name, f"its heads, tokens and dimensions are {tuple(dims)}, and should be those of {shape}")
+    expected = unpacked_bytes(level, shape)
+    if size != expected:
+        raise _corrupt(name, f"it says that it has {size:,} bytes unpacked, and should have {expected:,}")
+    raw = _decompressed(memoryview(data)[_HEADER.size :], size, name)
     tensors, first = [], 0
-    for (own, dtype), count in zip(parts, sizes, strict=True):
-        tensors.append(torch.frombuffer(raw, dtype=torch.uint8, count=count, offset=first).view(dtype).view(own))
+    for form, dtype in _parts(level, shape):
+        count = math.prod(form) * dtype.itemsize
+        tensors.append(torch.frombuffer(raw, dtype=torch.uint8, count=count, offset=first).view(dtype).view(form))
         first += count
-    return Unpacked(quantiser, tensors, shape)
+    return Unpacked(level, tensors, shape)
 
 
-def _unpacked(data: memoryview, size: int, name: str) -> bytearray:
+def _decompressed(data: memoryview, size: int, name: str) -> bytearray:
     zstandard = _zstandard()
     try:
         if zstandard.frame_content_size(data) != size:
@@ -300,8 +292,8 @@ def _unpacked(data: memoryview, size: int, name: str) -> bytearray:
     return unpacked
 
 
-def _corrupt(name: str, what: str) -> CorruptRecordError:
-    return CorruptRecordError(errno.EIO, f"{name}: {what}")
+def _corrupt(name: str, problem: str) -> CorruptRecordError:
+    return CorruptRecordError(errno.EIO, f"{name}: {problem}")
 
 
 def _zstandard() -> Any:

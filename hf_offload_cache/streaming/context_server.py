@@ -22,9 +22,9 @@ from .stream_manifest import NAME
 _OBJECT = re.compile(r"[0-9a-f]{40}")
 _RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
 _DEPTH = 8
-"""Folders between the one that is served and a context, at most."""
+"""Most folders between the served folder and a context."""
 _SECONDS = 10.0
-"""That a client may take to ask, and to take each piece of an answer."""
+"""Most seconds of a client to send its request, and to receive each piece of the answer."""
 _PIECE = 65536
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -59,7 +59,7 @@ class ContextServer(http.server.HTTPServer):
             raise
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # without looking its name up
+        socketserver.TCPServer.server_bind(self)  # without a name lookup
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def server_close(self) -> None:
@@ -146,7 +146,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _send(self, fd: int, size: int) -> None:
         start, stop, asked = 0, size, _RANGE.fullmatch(self.headers.get("Range", ""))
-        if "If-Range" in self.headers:  # objects have no tags to compare
+        if "If-Range" in self.headers:  # objects have no entity tags to compare
             asked = None
         if asked is not None and (asked[1] or asked[2]):
             if not asked[1]:
@@ -184,13 +184,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """As `http.server` calls it for what is no request, or for another method; nothing of the request is told."""
+        """Answer an invalid request or another method, without quoting it. Called by `http.server`."""
         self.close_connection = True
         self._answer(405 if code == 501 else code, ("Connection", "close"))
 
 
 class _Refusal(_Handler):
-    """Of a client too many: what it asks is read, so that it sees the answer."""
+    """Answers a client beyond the limit; its request is read first, so that it sees the answer."""
 
     def do_GET(self) -> None:
         self.close_connection = True
@@ -200,7 +200,7 @@ class _Refusal(_Handler):
 
 
 class _Reader(io.RawIOBase):
-    """A socket's bytes until a time, by `time.monotonic`. Raises `TimeoutError` after it."""
+    """A socket's bytes until `until`, by `time.monotonic`. Raises `TimeoutError` after that."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -212,19 +212,19 @@ class _Reader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         left = self.until - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the client takes too long to ask")
+            raise TimeoutError("the client takes too long to send its request")
         self._connection.settimeout(left)
         return self._connection.recv_into(buffer)
 
 
 def _opened(folder_fd: int, path: str) -> int:
-    """A descriptor of the file that a request's path names below an open folder. Raises `OSError` for everything that
-    is not served."""
+    """A descriptor of the file that a request's path names below an open folder. Raises `OSError` for all that is not
+    served."""
     *folders, name = path.partition("?")[0].partition("#")[0].removeprefix("/").split("/")
     folders = [unquote(folder) for folder in folders]
     if name != NAME and _OBJECT.fullmatch(name) is None:
         raise FileNotFoundError(errno.ENOENT, "no file of a published context has this name")
-    if len(folders) > _DEPTH or any(not one or one[0] == "." or "/" in one or "\0" in one for one in folders):
+    if len(folders) > _DEPTH or any(not at or at[0] == "." or "/" in at or "\0" in at for at in folders):
         raise FileNotFoundError(errno.ENOENT, "no folder of published contexts has this name")
     at = os.dup(folder_fd)
     try:

@@ -1,4 +1,4 @@
-"""Objects of a published context: written where others read them, and read back."""
+"""Writing a published context's objects to a store, and reading them back."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import os
 import stat
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import ConfigError, DamagedObjectError, ObjectError, StoreFullError
 from ..stores.atomic_file import Descriptor, open_descriptor, replace_bytes
@@ -21,18 +22,17 @@ from .places import file_system_of, is_web, join, local_folder
 from .stream_manifest import digest
 from .web_client import WebClient
 
-# Files of a repository of the Hub, many a commit: it takes few commits an hour, and a context has a thousand files
-
 _FILES, _BYTES = 256, 64 << 20
-"""Of a commit, at most, unless one file is larger: they are held in memory until then."""
+"""Most files and bytes of a commit, unless one file is larger. They wait in memory."""
 
 
 class HubCommits:
-    """In one thread. What it raises is the Hub's; what was not committed then is not there.
+    """Files of a Hub repository, many in a commit: the Hub accepts few commits an hour, and a context has a thousand
+    files. For one thread. Raises the Hub's errors; uncommitted files are then lost.
 
     Args:
         system: an `HfFileSystem`.
-        place: of the folder, as `resolve_path` gives it.
+        place: the folder, from `resolve_path`.
     """
 
     def __init__(self, system: Any, place: Any) -> None:
@@ -41,20 +41,20 @@ class HubCommits:
 
     @classmethod
     def of(cls, system: Any, root: str) -> HubCommits | None:
-        """None: `root` lies in no repository."""
+        """None: `root` is not in a repository."""
         if "hf" not in system.protocol:
             return None
         place = system.resolve_path(root)
         return cls(system, place) if hasattr(place, "path_in_repo") else None  # a bucket has no commits
 
     def add(self, name: str, data: bytes) -> None:
-        """Hold a file until there are enough of them, or `commit` is called."""
+        """Add a file to the next commit, and commit if there are enough."""
         self._waiting[name] = data
         if len(self._waiting) >= _FILES or sum(map(len, self._waiting.values())) >= _BYTES:
             self.commit()
 
     def commit(self) -> None:
-        """All that waits is there."""
+        """Commit all waiting files."""
         from huggingface_hub import CommitOperationAdd, HfApi
 
         if not self._waiting:
@@ -72,33 +72,36 @@ class HubCommits:
         system.invalidate_cache(place.unresolve())
 
 
-# Places to publish contexts to, each read and written object by object: local folders, web servers, and all other file
-
 Received = TypeVar("Received")
+Result = TypeVar("Result")
 
 _SILENCE = 60.0
 """Seconds without a byte after which a web server that takes objects counts as failed."""
 _SLOWEST = 32768
-"""Bytes a second that it takes or gives at least."""
+"""Least bytes a second of such a server."""
 _GRACE = 5.0
+_LONGEST_PAUSE = 30.0
+"""Most seconds that a store may ask to wait; one that asks for more is not asked again."""
 _LINK = (errno.ELOOP, errno.EMLINK)
-"""How opening with `os.O_NOFOLLOW` fails where there is a link, on BSD too."""
+"""Errors of opening a link with `os.O_NOFOLLOW`, also on BSD."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class ObjectFolder(Protocol):
-    """Reads and writes objects. Both raise `ObjectError`, or the file system's errors."""
+class ObjectFolder(ABC):
+    """A folder of objects. Raises `ObjectError`, or the file system's errors."""
 
+    @abstractmethod
     def read(self, name: str, most: int) -> bytes:
         """The complete current content of an object of at most `most` bytes."""
 
+    @abstractmethod
     def write(self, name: str, data: bytes) -> None:
         """Write these bytes as the object of this name: at once, or with the next `flush`."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027
         """Complete all writes."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release threads, connections and descriptors."""
 
 
@@ -111,7 +114,7 @@ def object_folder(url: str, options: dict[str, Any] | None) -> ObjectFolder:
     return RemoteFolder(system, root) if local is None else LocalFolder(local)
 
 
-class LocalFolder:
+class LocalFolder(ObjectFolder):
     """A local folder, created (0700) with the first object. Files have mode 0600, and each is replaced in one step and
     is then on the disk. Links are not followed, except above the folder."""
 
@@ -122,12 +125,12 @@ class LocalFolder:
     def read(self, name: str, most: int) -> bytes:
         folder, place = self._opened(make=False), str(self._root / name)
         try:
-            found = open_descriptor(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, folder_fd=folder)
+            opened = open_descriptor(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, folder_fd=folder)
         except OSError as error:
             if error.errno not in _LINK:
                 raise
             raise place_error(Answer.BROKEN, f"{place}: is a link", kind=DamagedObjectError) from error
-        with found as fd:
+        with opened as fd:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise place_error(Answer.BROKEN, f"{place}: is no regular file", kind=DamagedObjectError)
             with open(fd, "rb", closefd=False) as file:
@@ -135,9 +138,6 @@ class LocalFolder:
 
     def write(self, name: str, data: bytes) -> None:
         replace_bytes(self._opened(make=True), name, data)
-
-    def flush(self) -> None:
-        """Do nothing: each write is complete when it returns."""
 
     def close(self) -> None:
         if self._folder is not None:
@@ -169,7 +169,7 @@ def made_folder(folder: Path) -> Descriptor:
             os.mkdir(folder.name, 0o700, dir_fd=parent)
         except FileExistsError:  # another process was first
             return open_descriptor(folder.name, _FOLDER, folder_fd=parent)
-        if os.stat(folder.name, dir_fd=parent, follow_symlinks=False).st_mode & 0o700 != 0o700:  # the umask's doing
+        if os.stat(folder.name, dir_fd=parent, follow_symlinks=False).st_mode & 0o700 != 0o700:  # because of the umask
             os.chmod(folder.name, 0o700, dir_fd=parent)
         made = open_descriptor(folder.name, _FOLDER, folder_fd=parent)
         os.fchmod(made.fd, 0o700)
@@ -177,7 +177,7 @@ def made_folder(folder: Path) -> Descriptor:
         return made
 
 
-class WebFolder:
+class WebFolder(ObjectFolder):
     """A web server that accepts objects by PUT. Requests run in a thread with an event loop, until `close`."""
 
     def __init__(self, url: str, options: dict[str, Any] | None) -> None:
@@ -192,9 +192,6 @@ class WebFolder:
     def write(self, name: str, data: bytes) -> None:
         self._call(self._client.put(name, data), len(data))
 
-    def flush(self) -> None:
-        """Do nothing: each write is complete when it returns."""
-
     def close(self) -> None:
         if self._loop.is_closed():
             return
@@ -205,33 +202,33 @@ class WebFolder:
             self._thread.join()
             self._loop.close()
 
-    def _call(self, what: Coroutine[Any, Any, Received], size: int) -> Received:
+    def _call(self, request: Coroutine[Any, Any, Received], size: int) -> Received:
         seconds = _SILENCE + size / _SLOWEST
 
         async def within() -> Received:
-            return await asyncio.wait_for(what, seconds)
+            return await asyncio.wait_for(request, seconds)
 
         future = asyncio.run_coroutine_threadsafe(within(), self._loop)
         try:
             return future.result(seconds + _GRACE)
         except TimeoutError as error:
-            raise place_error(Answer.LATER, f"nothing came of it within {seconds:g} s") from error
+            raise place_error(Answer.LATER, f"the request did not end within {seconds:g} s") from error
         finally:
             future.cancel()
 
 
-class RemoteFolder:
+class RemoteFolder(ObjectFolder):
     """A folder in any other fsspec file system. In a Hub repository objects wait for the next commit."""
 
     def __init__(self, system: Any, root: str) -> None:
         self._system, self._root = system, root
-        system.invalidate_cache()  # what others have changed since it was listed
+        system.invalidate_cache()  # others may have changed it since it was listed
         self._commits = HubCommits.of(system, root)
         self._made = False
 
     def read(self, name: str, most: int) -> bytes:
         place = join(self._root, name)
-        size = self._system.info(place).get("size")  # `exists` takes any trouble for a no
+        size = self._system.info(place).get("size")  # `exists` reports every error as False
         if size is not None and size > most:
             raise too_large(place, most)
         data: bytes = self._system.cat_file(place)
@@ -242,15 +239,12 @@ class RemoteFolder:
             self._commits.add(name, data)
             return
         self._make()
-        with self._whole(), self._system.open(join(self._root, name), "wb") as file:
+        with self._transaction(), self._system.open(join(self._root, name), "wb") as file:
             file.write(data)
 
     def flush(self) -> None:
         if self._commits is not None:
             self._commits.commit()
-
-    def close(self) -> None:
-        """Do nothing: fsspec keeps its connections."""
 
     def _make(self) -> None:
         if self._made:
@@ -258,32 +252,27 @@ class RemoteFolder:
         try:
             self._system.makedirs(self._root, exist_ok=True)
         except Exception as error:  # each file system has its own
-            if of_error(error) is not Answer.REFUSED:  # as for a bucket, which may be written to all the same
+            if of_error(error) is not Answer.REFUSED:  # a bucket may refuse this and still accept objects
                 raise
         self._made = True
 
-    def _whole(self) -> AbstractContextManager[object]:
-        """What is written in it is there whole, or not at all; a file system without such a thing stores objects."""
+    def _transaction(self) -> AbstractContextManager[object]:
+        """Makes a write complete or absent. A file system without transactions is an object store, which does so
+        itself."""
         try:
             return self._system.transaction
         except NotImplementedError:
             return nullcontext()
 
 
-_LONGEST_PAUSE = 30.0
-"""Seconds that a store may ask to wait; one that asks for more is not asked again."""
-Result = TypeVar("Result")
-
-
 class Objects:
-    """A folder of objects: a path, or a URL of a file system that fsspec knows ("s3://...", "hf://..."; http(s) by
-    PUT).
+    """A folder of named objects: a path, or a URL of an fsspec file system ("s3://...", "hf://..."; http(s) by PUT).
 
-    If the store answers "later", the request is retried. Use as a context manager, or `close` it.
+    If the store answers "later", the request is retried. Use it as a context manager, or `close` it.
 
     Args:
         options: options of the file system.
-        check: `check` reads back all that was written. Without it, write access to the store is enough.
+        check: whether `check` reads back everything that was written. Without that, write access is enough.
 
     Raises `ConfigError` for a URL without a known file system. All methods raise `ObjectError`, a `StoreError`.
     """
@@ -353,16 +342,16 @@ class Objects:
                 raise self.not_written(name, "it is missing" if data is None else "its bytes differ")
         self._written.clear()
 
-    def not_written(self, name: str, what: str) -> ObjectError:
+    def not_written(self, name: str, problem: str) -> ObjectError:
         """The error for a file that is not as it was written."""
-        text = f"{self.url}: {name} is not as it was written, {what}: publish the context again"
+        text = f"{self.url}: {name} is not as it was written, {problem}: publish the context again"
         return place_error(Answer.BROKEN, text, kind=DamagedObjectError)
 
     def _flush(self, name: str) -> None:
         self._tried("writing", name, self._folder.flush)
 
     def _advised(self, error: ObjectError) -> ObjectError:
-        """For what cannot be read back. A folder of this machine that cannot be read cannot be written to either."""
+        """The error with advice, if an object cannot be read back but the store may still accept writes."""
         if error.answer == Answer.LATER or isinstance(self._folder, LocalFolder):
             return error
         text = f"{error.strerror}; give check=False to publish without reading"

@@ -18,14 +18,14 @@ def join(place: str, name: str) -> str:
     """The place of `name` below a path or URL.
 
     In a web URL the name is added to the path, the query stays behind it, and a fragment is dropped. In an fsspec chain
-    ("simplecache::https://...") it is added to the first URL that has a path. All other places may have any character
-    in a name, "?" and "#" included.
+    ("simplecache::https://...") it is added to the first URL with a path. In all other places "?" and "#" are ordinary
+    characters.
     """
-    if is_web(place):  # "::" is of an address then
+    if is_web(place):  # "::" may belong to an IPv6 address
         return _below(place, name)
     links = place.split("::")
-    which = next((index for index, link in enumerate(links) if "://" in link), len(links) - 1)
-    links[which] = _below(links[which], name)
+    at = next((index for index, link in enumerate(links) if "://" in link), len(links) - 1)
+    links[at] = _below(links[at], name)
     return "::".join(links)
 
 
@@ -38,17 +38,17 @@ def _below(place: str, name: str) -> str:
 
 
 def file_system_of(url: str, options: dict[str, Any] | None) -> tuple[Any, str]:
-    """fsspec's file system of a path or URL, and the place in it. Raises `ConfigError`."""
+    """The fsspec file system of a path or URL, and the place in it. Raises `ConfigError`, `ObjectError`."""
     import fsspec
 
     try:
-        found: tuple[Any, str] = fsspec.core.url_to_fs(url, **(options or {}))
+        system, root = fsspec.core.url_to_fs(url, **(options or {}))
     except (ValueError, TypeError, ImportError) as error:
         text = f"url {url!r}: no file system of that kind can be used here: {error}"
         raise ConfigError(without_secrets(text)) from error
     except Exception as error:  # each file system has its own
         raise reported(f"{url}: reaching it", error) from error
-    return found
+    return system, root
 
 
 def is_local(system: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A context as objects that any static server can serve."""
+"""`publish_context`: a context as objects that any static server can serve."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ from .stream_manifest import (
     ids_digests,
 )
 
-# What publishing and streaming ask of their arguments, and of a context and a model
-
 _DAY = 86400.0
 
 
@@ -56,7 +54,7 @@ def check_arguments(
     into: Any, migrations: int | None, stage: float, silence: float, private: list[tuple[int, int]], path: Any,
     fields: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Of `stream_context`. Raises `ConfigError`."""
+    """Check the arguments of `stream_context`. Raises `ConfigError`."""
     if not (isinstance(into, OffloadCache) or (isinstance(into, type) and issubclass(into, OffloadCache))):
         raise ConfigError(f"into must be a class of this library, or an empty cache of one, got {into!r}")
     if isinstance(into, OffloadCache) and (path is not None or fields):
@@ -80,39 +78,39 @@ def as_ids(input_ids: Any) -> torch.Tensor:
 
 
 def check_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Token ranges (start, stop). Raises `ConfigError`: what is meant to be hidden is not to be published."""
+    """Token ranges (start, stop). Raises `ConfigError`, so that no text is published that was meant to be hidden."""
     try:
-        found = [(int(start), int(stop)) for start, stop in ranges]
+        pairs = [(int(start), int(stop)) for start, stop in ranges]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"private must be pairs (start, stop) of tokens, got {ranges!r}") from error
-    for start, stop in found:
+    for start, stop in pairs:
         if not 0 <= start < stop:
             raise ConfigError(f"private must be pairs 0 <= start < stop, got ({start}, {stop})")
-    return found
+    return pairs
 
 
 def check_text(cache: OffloadCache, ids: torch.Tensor) -> None:
-    """Raises `ConfigError` for ids (T,) that do not say all of what a model is given."""
+    """Raises `ConfigError` for ids (T,) with placeholders, which do not describe the model's complete input."""
     others = torch.tensor(placeholders(cache.model), device="cpu", dtype=torch.int64)
     if bool((ids < 0).any()) or bool(torch.isin(ids.cpu(), others).any()):
         raise ConfigError(
-            "input_ids stand for embeddings, images or sound, which they do not tell apart: such a context is not "
-            "streamed"
+            "input_ids has placeholders of embeddings, images or sound, which are equal for different contents: such a "
+            "context cannot be published or streamed; save and open it instead"
         )
 
 
 def check_shapes(manifest: StreamManifest, cache: OffloadCache) -> None:
-    """Raises `ContextMismatchError` for chunks whose keys and values are not what the model of `cache` makes."""
+    """Raises `ContextMismatchError` for chunks with other keys and values than the model of `cache` has."""
     if manifest.layers != len(cache.layers):
         raise ContextMismatchError(f"the context has {manifest.layers} layers, the model {len(cache.layers)}")
-    model, told = cache.model, (manifest.heads, manifest.key_dim, manifest.value_dim)
+    model, published = cache.model, (manifest.heads, manifest.key_dim, manifest.value_dim)
     stated = stated_shape(model.config.get_text_config(decoder=True))
-    if stated is None or _sizes(stated) != told:  # some configurations do not say it
-        found = {_sizes(shape) for shape in Geometry.of(model).layers}
-        if found != {told}:
+    if stated is None or _sizes(stated) != published:  # some configurations do not state it
+        shapes = {_sizes(shape) for shape in Geometry.of(model).layers}
+        if shapes != {published}:
             raise ContextMismatchError(
-                f"the context has keys and values of (heads, width of keys, of values) {told}, the model of "
-                f"{sorted(found)}: it was published from another one"
+                f"the context has keys and values of (heads, width of keys, of values) {published}, the model of "
+                f"{sorted(shapes)}: it was published from another model"
             )
     dtype = autocast_dtype(model.device) or model.dtype
     if manifest.dtype != (name := str(dtype).removeprefix("torch.")):
@@ -191,7 +189,7 @@ def publish_context(
                 active_mass=active_mass, overwrite=overwrite, check=check, options=options, on_progress=on_progress,
             )  # fmt: skip
     if context.storage.key is not None and key is None:
-        raise EncryptionKeyError("the cache is encrypted, and would be published as it is: give key=")
+        raise EncryptionKeyError("the cache is encrypted, and would be published in the clear: give key=")
     secret = None if key is None else load_key(key)
     with Objects(str(url), options, check=check) as objects:
         before = _before(objects, overwrite)
@@ -199,10 +197,10 @@ def publish_context(
             raise UnsupportedModelError(f"{type(context.model).__name__} cannot be streamed: {reason}")
         if context.sequences != 1 or not context.tokens:
             raise ConfigError(
-                f"context must hold one sequence, it holds {context.sequences} of {context.tokens} tokens"
+                f"context must have one sequence, got {context.sequences} of {context.tokens} tokens"
             )
         if not bool(torch.as_tensor(context.attention_mask, device="cpu").all()):
-            raise ConfigError("context has padding: publish what was prefilled without any")
+            raise ConfigError("context has padding: publish a context that was prefilled without padding")
         if any(stop > context.tokens for _, stop in hidden):
             raise ConfigError(f"private must lie within the {context.tokens} tokens of the context, got {hidden}")
         check_text(context, torch.as_tensor(context.input_ids, device="cpu")[0])
@@ -216,42 +214,42 @@ def publish_context(
 
 
 def _before(objects: Objects, overwrite: bool) -> bytes | None:
-    """The manifest that is there; None: there is none, or with `overwrite` it cannot be read. Raises `ObjectError`."""
+    """The earlier manifest; None: there is none, or with `overwrite`, it cannot be read. Raises `ObjectError`."""
     try:
-        found = objects.read(NAME, MOST_MANIFEST_BYTES)
+        earlier = objects.read(NAME, MOST_MANIFEST_BYTES)
     except ObjectError as error:
         if overwrite:
             return None
         text = f"{error.strerror}; nothing was written, give overwrite=True to publish whatever is there"
         raise place_error(Answer(error.answer), text, number=error.errno) from error
-    if found is not None and not overwrite:
+    if earlier is not None and not overwrite:
         raise FileExistsError(
             f"{without_secrets(objects.url)} has a published context: name another folder, or give overwrite=True"
         )
-    return found
+    return earlier
 
 
 def _check_manifest(objects: Objects, data: bytes, before: bytes | None, key: bytes | None) -> None:
-    """Raises `DamagedObjectError` when the manifest is not `data`, unless another process has published there since."""
-    found = objects.read(NAME, MOST_MANIFEST_BYTES)
-    if found == data:
+    """Raises `DamagedObjectError` if the manifest is not `data`, unless another process has published there since."""
+    stored = objects.read(NAME, MOST_MANIFEST_BYTES)
+    if stored == data:
         return
-    if found is None or found == before:
-        raise objects.not_written(NAME, "it is missing" if found is None else "the earlier one is still there")
+    if stored is None or stored == before:
+        raise objects.not_written(NAME, "it is missing" if stored is None else "the earlier one is still there")
     try:
-        StreamManifest.parse(found if key is None else decrypt(key, found, binding("", "manifest")), objects.url)
+        StreamManifest.parse(stored if key is None else decrypt(key, stored, binding("", "manifest")), objects.url)
     except (ContextError, CorruptRecordError) as error:
         raise objects.not_written(NAME, "its bytes differ") from error
 
 
 def _opened(place: str | Path, model: Any, tokenizer: Any, key: KeySource | None) -> OffloadCache:
     if model is None:
-        raise ConfigError(f"model is missing: the context in {str(place)!r} is opened with it; or give the cache")
+        raise ConfigError(f"model is missing: give the model of the context in {str(place)!r}, or the opened cache")
     manifest = reading(place, lambda folder_fd: manifest_in(folder_fd, str(place)))
     cls = class_named(manifest.cache)
     if cls is None:
         raise ConfigError(
-            f"{place}: its cache {manifest.cache} is none of this library's: open it, and publish the cache"
+            f"{place}: its cache {manifest.cache} is not one of this library: open it, and publish the cache"
         )
     if key is not None and manifest.key_check is None:
         raise EncryptionKeyError(
@@ -259,8 +257,8 @@ def _opened(place: str | Path, model: Any, tokenizer: Any, key: KeySource | None
             "one was; to publish it, give context_key=False (--plain-context)"
         )
     fields = {} if key is None else {"encryption_key": key}
-    opened: OffloadCache = cls.open(place, model, tokenizer=tokenizer, **fields)
-    return opened
+    cache: OffloadCache = cls.open(place, model, tokenizer=tokenizer, **fields)
+    return cache
 
 
 class _Publishing:
@@ -275,7 +273,7 @@ class _Publishing:
         self, tokenizer: Any, private: list[tuple[int, int]], active_mass: float | None,
         on_progress: Callable[[int, int], object] | None,
     ) -> tuple[StreamManifest, bytes]:  # fmt: skip
-        """Put the objects. Returns the manifest, and its bytes to write."""
+        """Write the objects. Returns the manifest, and its bytes to write."""
         cache, size = self._cache, self._chunk_tokens
         identity = full_fingerprint(cache.given_model, tokenizer)
         check_adapters(cache.adapters or {}, identity)
@@ -292,10 +290,11 @@ class _Publishing:
                 with cache.storage.audited():
                     keys, values = layer.whole()
                 for chunk in chunks:
-                    part = slice(chunk * size, (chunk + 1) * size)
-                    data = None if chunk in hidden else encode(keys[0, :, part], values[0, :, part], self._level)
-                    place = f"chunk {chunk} layer {done}"
-                    cells[chunk].append(None if data is None else self._put(data, place))
+                    part, cell = slice(chunk * size, (chunk + 1) * size), None
+                    if chunk not in hidden:
+                        data = encode(keys[0, :, part], values[0, :, part], self._level)
+                        cell = self._put(data, f"chunk {chunk} layer {done}")
+                    cells[chunk].append(cell)
             if on_progress is not None:
                 on_progress(done + 1, len(cache.offloaded))
         manifest = StreamManifest(
@@ -318,8 +317,8 @@ class _Publishing:
         )
         if len(data := manifest.dumped()) > MOST_MANIFEST_BYTES:
             raise ConfigError(
-                f"chunk_tokens {size} makes a manifest of {len(data):,} bytes, and {MOST_MANIFEST_BYTES:,} are read: "
-                "take larger"
+                f"chunk_tokens={size} makes a manifest of {len(data):,} bytes, but readers accept "
+                f"{MOST_MANIFEST_BYTES:,}: give a larger chunk_tokens"
             )
         return manifest, data if self._key is None else encrypt(self._key, data, binding("", "manifest"))
 
@@ -335,13 +334,14 @@ class _Publishing:
 
     def _active(self, ids: torch.Tensor, mass: float) -> StreamObject | None:
         cache = self._cache
-        found = measure_active_blocks(cache.given_model, ids, mass, path=cache.storage.directory)
-        return self._beside(pack(found.captured()), ACTIVE)
+        blocks = measure_active_blocks(cache.given_model, ids, mass, path=cache.storage.directory)
+        return self._beside(pack(blocks.captured()), ACTIVE)
 
     def _beside(self, data: bytes, name: str) -> StreamObject | None:
-        """What a context can do without; None: it is larger than is read."""
+        """Publish an optional object; None: it is too large for readers."""
         if len(data) > MOST_BYTES // 2:
-            self._cache.warn(f"{name} has {len(data):,} bytes: it is not published", stacklevel=4)
+            text = f"{name} has {len(data):,} bytes, more than {MOST_BYTES // 2:,}: it is not published"
+            self._cache.warn(text, stacklevel=4)
             return None
         return self._put(data, name)
 
@@ -352,11 +352,11 @@ class _Publishing:
 
 
 def form_of(cache: OffloadCache) -> dict[str, Any]:
-    """The fields that what a cache learns depends on, as JSON has them."""
+    """The configuration fields that fitted state depends on, as JSON values."""
     form: dict[str, Any] = json.loads(json.dumps(form_fields(cache.config_class, saved_fields(cache.config))))
     return form
 
 
 def overlaps(chunk: int, size: int, ranges: Iterable[tuple[int, int]]) -> bool:
-    """Whether a chunk of `size` tokens has some of token `ranges`."""
+    """Whether a chunk of `size` tokens contains tokens of `ranges`."""
     return any(start < (chunk + 1) * size and stop > chunk * size for start, stop in ranges)

@@ -1,4 +1,4 @@
-"""Attention of a prompt over its active blocks alone, instead of over everything. It is lossy."""
+"""Attention of a prompt over its active blocks only, those with most of the attention mass (SparKV, section IV-C)."""
 
 from __future__ import annotations
 
@@ -21,42 +21,40 @@ from ..methods.disk_swap.cache import DiskSwapCache
 from ..model.attention_call import AttentionCall
 from ..model.stream_attention import stream_attention
 
-# Which blocks of keys a prompt's queries attend to: those that together have most of the attention mass (SparKV,
-
 BLOCK = 128
-"""Tokens, of queries and of keys."""
+"""Tokens of a block, of queries and of keys."""
 _LEAST, _MOST = 16, 8192
-"""Of a block: a larger one says nothing, and of smaller ones there are so many that attending to all is faster."""
+"""Limits of a block's tokens that are accepted from others: with smaller blocks, attending to everything is faster."""
 
 
 @dataclass(frozen=True)
 class ActiveBlocks:
-    """Of one context. A layer that is not among `layers` is attended to whole.
+    """The active blocks of one context. In layers without an entry, queries attend to everything.
 
     Attributes:
         block: tokens of a block, of queries and of keys; the last one may be shorter.
-        layers: by index (key heads, blocks, blocks) bool: of a block of queries the blocks of keys, its own among them.
+        layers: by index, (key heads, blocks of queries, blocks of keys) bool; a block of queries includes its own keys.
     """
 
     block: int
     layers: dict[int, np.ndarray]
 
     def attended(self, layer_idx: int, start: int, stop: int) -> float:
-        """Tokens that a query of tokens `start` to `stop`, whole blocks, attends to: a mean over queries and heads."""
+        """Mean number of tokens that a query of the blocks from token `start` to `stop` attends to, over all heads."""
         active = self.layers.get(layer_idx)
         if active is None:
             return (start + stop) / 2
         own = active[:, start // self.block : -(-stop // self.block)]
-        return float(own.sum(2).mean()) * self.block - self.block / 2  # of its own block a query sees half
+        return float(own.sum(2).mean()) * self.block - self.block / 2  # a query sees half of its own block
 
     @property
     def share(self) -> float:
-        """Of all blocks of all layers that have some, up to the query's own, how many are active."""
+        """Share of active blocks among those that queries can see, in all layers with an entry."""
         blocks = [np.tril(np.ones(active.shape[1:])).sum() * len(active) for active in self.layers.values()]
         return float(sum(active.sum() for active in self.layers.values()) / sum(blocks)) if blocks else 1.0
 
     def captured(self) -> dict[str, Any]:
-        """As a tree for `contexts.state.pack`."""
+        """A tree for `contexts.state.pack`."""
         bits = {idx: torch.from_numpy(np.packbits(active, axis=-1)) for idx, active in self.layers.items()}
         return {"block": self.block, "layers": bits}
 
@@ -74,37 +72,37 @@ class ActiveBlocks:
                 raise ValueError(f"blocks of {shown(block)} tokens")
             blocks = -(-tokens // block)
             for idx, bits in packed.items():
-                right = type(idx) is int and 0 <= idx < layers
-                if not right or not is_tensor(bits, (heads, blocks, -(-blocks // 8)), torch.uint8):
+                known = type(idx) is int and 0 <= idx < layers
+                if not known or not is_tensor(bits, (heads, blocks, -(-blocks // 8)), torch.uint8):
                     raise ValueError(f"layer {shown(idx)} has {shown(bits)}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ContextError(f"active blocks are not of this context: {error}") from error
         taking(len(packed) * heads * blocks**2)
-        found, before = {}, np.tri(blocks, dtype=bool)
+        restored, before = {}, np.tri(blocks, dtype=bool)
         for idx in list(packed):
             active = np.unpackbits(packed.pop(idx).numpy(), axis=-1, count=blocks).view(bool)
             active[:, np.arange(blocks), np.arange(blocks)] = True
             active &= before
-            found[idx] = active
-        return cls(block, found)
+            restored[idx] = active
+        return cls(block, restored)
 
 
 def measure_active_blocks(
     model: Any, ids: torch.Tensor, mass: float, block: int = BLOCK, most: float = 0.7, path: str | Path | None = None
 ) -> ActiveBlocks:
-    """By one more prefill of ids (T,), with all weights of attention. A query's own block is always active.
+    """Measure active blocks by another prefill of ids (T,), from all attention weights. A query's own block is always
+    active.
 
     Args:
-        mass: of the attention of a block's queries and a key head, that its active blocks have at least.
-        most: a layer of which a larger share of blocks is active is left out: it is faster whole.
+        mass: least share of the attention mass of a block of queries and a key head that its active blocks have.
+        most: a layer with a larger share of active blocks gets no entry, because attending to everything is faster.
     """
-    found: dict[int, list[np.ndarray]] = {}
+    measured: dict[int, list[np.ndarray]] = {}
 
     def attend(layer: OffloadLayer, call: AttentionCall) -> Output:
         keys, values = layer.joined(call)
         if call.query.shape[0] == 1:
-            blocks = _active(call, keys, mass, block)
-            found.setdefault(layer.layer_idx, []).extend(blocks)
+            measured.setdefault(layer.layer_idx, []).extend(_active(call, keys, mass, block))
         return call.run(keys, values, call.mask)
 
     size = max(1, 2048 // block) * block
@@ -114,7 +112,7 @@ def measure_active_blocks(
             filling.compute(part, lambda layer: True, attend)
     blocks = -(-len(ids) // block)
     layers = {}
-    for idx, rows in found.items():
+    for idx, rows in measured.items():
         active = np.zeros((rows[0].shape[0], blocks, blocks), dtype=bool)
         for place, row in enumerate(rows):
             active[:, place, : row.shape[1]] = row
@@ -124,16 +122,16 @@ def measure_active_blocks(
 
 
 def _active(call: AttentionCall, keys: torch.Tensor, mass: float, block: int) -> list[np.ndarray]:
-    """(key heads, blocks up to its own) bool, of each block of queries."""
+    """For each block of queries, (key heads, blocks up to its own) bool."""
     query, heads = call.query[0].float(), keys.shape[1]
-    before, found = keys.shape[2] - query.shape[1], []
+    before, rows = keys.shape[2] - query.shape[1], []
     for begin in range(0, query.shape[1], block):
         part = query[:, begin : begin + block]
         last = before + begin + part.shape[1]
-        own = torch.arange(before + begin, last, device=keys.device)
+        positions = torch.arange(before + begin, last, device=keys.device)
         scores = part.reshape(heads, -1, part.shape[-1]) @ keys[0, :, :last].float().mT * call.scaling
         scores = scores.unflatten(1, (-1, part.shape[1]))
-        scores.masked_fill_(torch.arange(last, device=keys.device) > own[:, None], -torch.inf)
+        scores.masked_fill_(torch.arange(last, device=keys.device) > positions[:, None], -torch.inf)
         of_keys = scores.softmax(-1).sum((1, 2))  # (key heads, last)
         padded = torch.nn.functional.pad(of_keys, (0, -last % block))
         of_blocks = padded.unflatten(1, (-1, block)).sum(2).cpu().numpy()
@@ -144,15 +142,13 @@ def _active(call: AttentionCall, keys: torch.Tensor, mass: float, block: int) ->
         for head, count in enumerate(needed):
             active[head, order[head, :count]] = True
         active[:, -1] = True
-        found.append(active)
-    return found
+        rows.append(active)
+    return rows
 
-
-# Attention over active blocks by FlexAttention: one kernel for all heads and blocks, where there is one
 
 def has_kernel(device: torch.device) -> bool:
-    """There is a kernel that leaves blocks out, and it is worth being compiled: on a CPU that takes longer than many a
-    prefill."""
+    """Whether FlexAttention has a kernel for this device that skips blocks. On a CPU, compiling one takes longer than
+    many a prefill."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
@@ -160,12 +156,13 @@ def attend_blocks(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, active: torch.Tensor, before: int, block: int, *,
     scaling: float, softcap: float | None, compiled: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of query (1, H, q, D), whose tokens are the last q of keys (1, Hk, T, D) and values (1, Hk, T, Dv).
+    """FlexAttention over active blocks, in one kernel, of query (1, H, q, D): the last q tokens of keys (1, Hk, T, D)
+    and values (1, Hk, T, Dv).
 
     Args:
-        active: (Hk, blocks of queries, blocks of keys) bool, on the query's device: a query's own block among them.
-        before: tokens before the queries, whole blocks.
-        compiled: a kernel that skips the others; False: all scores, and a mask over them.
+        active: (Hk, blocks of queries, blocks of keys) bool, on the query's device, each query's own block included.
+        before: number of tokens before the queries, complete blocks.
+        compiled: a kernel that skips inactive blocks; False: all scores, and a mask.
 
     Returns (1, q, H, Dv), contiguous.
     """
@@ -174,20 +171,20 @@ def attend_blocks(
     groups = query.shape[1] // keys.shape[1]
     first = before // block
     of_heads = active.repeat_interleave(groups, 0)
-    behind = torch.tensor(before, device=query.device)  # as a number it would be compiled in
+    offset = torch.tensor(before, device=query.device)  # as a number it would be compiled in
 
-    def sees(batch: Any, head: Any, asked: Any, key: Any) -> Any:
-        return of_heads[head, asked // block, key // block] & (asked + behind >= key)
+    def visible(batch: Any, head: Any, row: Any, key: Any) -> Any:
+        return of_heads[head, row // block, key // block] & (row + offset >= key)
 
-    def capped(score: Any, batch: Any, head: Any, asked: Any, key: Any) -> Any:
+    def capped(score: Any, batch: Any, head: Any, row: Any, key: Any) -> Any:
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
     own = torch.zeros_like(of_heads)
     places = torch.arange(of_heads.shape[1], device=own.device)
     own[:, places, places + first] = True
-    partly, whole = _indices(own), _indices(of_heads & ~own)
+    partial, full = _indices(own), _indices(of_heads & ~own)
     mask = BlockMask.from_kv_blocks(
-        *partly, *whole, BLOCK_SIZE=block, mask_mod=sees, seq_lengths=(query.shape[2], keys.shape[2])
+        *partial, *full, BLOCK_SIZE=block, mask_mod=visible, seq_lengths=(query.shape[2], keys.shape[2])
     )
     attend = _compiled() if compiled else flex_attention
     output = attend(query, keys, values, capped, mask, scale=scaling, enable_gqa=groups > 1)
@@ -195,44 +192,38 @@ def attend_blocks(
 
 
 def _indices(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of (H, Q, K) bool how many there are in each row, (1, H, Q), and which come first, (1, H, Q, K)."""
+    """For (H, Q, K) bool, the number of true elements of each row, (1, H, Q), and their indices first, (1, H, Q, K)."""
     order = dense.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices
     return dense.sum(-1, dtype=torch.int32)[None], order.to(torch.int32)[None]
 
 
 @functools.cache
 def _compiled() -> Any:
-    """Compiled for the first length, and for any where another comes."""
+    """Compiled for the first length, and when another one occurs, for all."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)
 
 
 class SparsePrefill:
-    """For `Filling.compute`; in the thread that runs the model.
+    """Attention for `Filling.compute`, in the thread that runs the model.
 
-    On a GPU FlexAttention leaves out what is not active, in one kernel. Elsewhere blocks are gathered, a key head and a
-    block of queries at a time, and merged with the block's own tokens: on a CPU that is faster than compiling a kernel
-    for a mask. So it is done where the kernel cannot be made, too, after a warning. Calls that are more than a softmax,
-    or whose queries do not begin with a block, and layers without active blocks are attended to whole, as is what there
-    is no memory for.
+    On a GPU one FlexAttention kernel skips the inactive blocks. Elsewhere, and after a warning if the kernel fails,
+    blocks are gathered for each key head and block of queries, and merged with the block's own tokens: on a CPU that is
+    faster than compiling a kernel for a mask. Everything is attended to in calls with attention sinks, in calls that do
+    not begin with a block, in layers without active blocks, and if there is no memory for the blocks.
     """
 
     def __init__(self, blocks: ActiveBlocks, warn: Callable[[str], None] = warnings.warn) -> None:
-        """`warn`: the cache's method, which also adds the warning to its report."""
+        """`warn`: for example the cache's method, which also adds the warning to its report."""
         self._blocks, self._warn = blocks, warn
         self._gathered = self._visible = 0
         self._kernel = True
 
     @property
     def share(self) -> float:
-        """Of the blocks that queries could see in the calls so far, how many they attended to; 1.0: there were none."""
+        """Share of the visible blocks that queries have attended to so far; 1.0: there were none."""
         return self._gathered / self._visible if self._visible else 1.0
-
-    @property
-    def block(self) -> int:
-        """Tokens of a block."""
-        return self._blocks.block
 
     def attended(self, layer_idx: int, start: int, stop: int) -> float:
         """See `ActiveBlocks.attended`."""
@@ -253,19 +244,19 @@ class SparsePrefill:
             if self._kernel and has_kernel(call.query.device):
                 try:
                     return self._by_kernel(active[:, rows, : rows[-1] + 1], call, keys, values, before), None
-                except Exception as error:  # whatever a compiler has against this machine
+                except Exception as error:  # compilers fail in many ways
                     self._kernel = False
-                    self._warn(f"FlexAttention cannot be used here, blocks are gathered: {error}")
+                    self._warn(f"FlexAttention fails here, so blocks are gathered: {error}")
             return self._attend(active, call, keys, values, before), None
 
     def _by_kernel(
         self, active: np.ndarray, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, before: int
     ) -> torch.Tensor:
-        dtype, own = call.query.dtype, torch.from_numpy(active).to(keys.device)
-        keys, values, scaling = keys.to(dtype), values.to(dtype), call.scaling
         return attend_blocks(
-            call.query, keys, values, own, before, self._blocks.block, scaling=scaling, softcap=call.softcap
-        )
+            call.query, keys.to(call.query.dtype), values.to(call.query.dtype),
+            torch.from_numpy(active).to(keys.device), before, self._blocks.block,
+            scaling=call.scaling, softcap=call.softcap,
+        )  # fmt: skip
 
     def _attend(
         self, active: np.ndarray, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, before: int
@@ -279,14 +270,13 @@ class SparsePrefill:
             place = (before + begin) // block
             for head in range(heads):
                 chosen = torch.from_numpy(active[head, place, :place].nonzero()[0]).to(keys.device)
-                of_head = slice(head, head + 1)
-                history = []
+                of_head, history = slice(head, head + 1), []
                 if len(chosen):
                     at = (chosen[:, None] * block + inside).reshape(-1)
                     history = [(keys[:, of_head].index_select(2, at), values[:, of_head].index_select(2, at))]
-                asked = slice(head * groups, (head + 1) * groups)
-                output[:, begin : begin + block, asked] = stream_attention(
-                    query[:, asked, begin : begin + block], history, (keys[:, of_head, own], values[:, of_head, own]),
+                queries = slice(head * groups, (head + 1) * groups)
+                output[:, begin : begin + block, queries] = stream_attention(
+                    query[:, queries, begin : begin + block], history, (keys[:, of_head, own], values[:, of_head, own]),
                     None, scaling=call.scaling, softcap=call.softcap,
                 )  # fmt: skip
         return output

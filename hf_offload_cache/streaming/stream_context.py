@@ -33,18 +33,16 @@ from ..report.report import StreamReport
 from ..stores.encryption import KeySource, decrypt, load_key
 from .answers import Answer, place_error, reported, without_secrets
 from .cells import Cells
+from .extras import Extras
 from .loader import MOST_TOKENS, Loader
 from .publish import as_ids, check_arguments, check_shapes, check_text, overlaps
-from .stream_manifest import MOST_MANIFEST_BYTES, NAME, StreamManifest, binding
+from .stream_manifest import FORMAT, LEARNT, MOST_MANIFEST_BYTES, NAME, StreamManifest, binding
 from .streaming_lane import Spool, StreamingLane
-from .teacher import LEARNT, Teacher
 from .transport import Transport, fetch, transport_of
 
 Link = Callable[[], Transport]
-_MARK = b"hf_offload_cache stream"
-"""Begins every manifest that is not encrypted."""
 _SILENCES = 6
-"""Times `silence` that a manifest may take to come."""
+"""A manifest may take this many times `silence` to arrive."""
 
 
 class ForeignManifestError(ContextError):
@@ -104,9 +102,7 @@ def stream_context(
     check_arguments(into, migrations, stage, silence, hidden, path, fields)
     if expect is not None:
         check_digest(expect)
-    ids = as_ids(input_ids)
-    secret = None if key is None else load_key(key)
-    place = str(url)
+    ids, secret, place = as_ids(input_ids), None if key is None else load_key(key), str(url)
     link = functools.partial(transport_of, place, options, silence)
     manifest = _manifest(link, place, secret, silence)
     if expect is not None and manifest.digest != expect:
@@ -124,24 +120,21 @@ def stream_context(
         chunks = manifest.common(ids[:-1])
         tokens = sum(map(manifest.tokens_of, range(chunks)))
         prompt, ids = len(ids), ids[None, :tokens].to(cache.model.device)
-        reason = Filling.reason_against(cache)
+        reason, lanes = Filling.reason_against(cache), None
         if reason is None and not chunks:
-            reason = "prompt and context have no whole chunk in common"
-        cells, loader, lane = None, None, None
+            reason = "prompt and context have no complete chunk in common"
         if reason is None:
             check_shapes(manifest, cache)
             cells = Cells(_offered(manifest, chunks, hidden), migrations=migrations, stage=stage)
             try:
-                teacher = Teacher(manifest, cache, filling, secret, sparse=sparse, private=bool(hidden))
-                loader, lane = _load(manifest, cache, filling, ids, link, secret, cells, teacher, silence, on_progress)
+                extras = Extras(manifest, cache, filling, secret, sparse=sparse, private=bool(hidden))
+                lanes = _load(manifest, cache, filling, ids, link, cells, extras, silence, on_progress)
             except BudgetError as error:  # the budget was made for a prefill
                 cache.reset()
-                cells, reason = None, f"there is no room for what is streamed: {error}"
-        if reason is not None:
+                reason = f"there is no room for what is streamed: {error}"
+        if lanes is None:
             tokens = _computed(filling, ids, prompt)
-        cache.stream_report = _report(
-            tokens, reason, cells, loader, lane, time.perf_counter() - begun, manifest.level
-        )
+        cache.stream_report = _report(tokens, reason, lanes, time.perf_counter() - begun, manifest.level)
         cache.storage.counters.told = functools.partial(_first_token, cache, begun)
     except BaseException:
         cache.close()
@@ -179,7 +172,7 @@ def _manifest(link: Link, url: str, key: bytes | None, silence: float) -> Stream
         if isinstance(error, StoreError | ConfigError):
             raise
         raise reported(place, error) from error
-    if data and _is_text(data) and _MARK not in data[:4096]:
+    if data and _is_text(data) and FORMAT.encode() not in data[:4096]:
         raise ForeignManifestError(f"{place}: its {NAME} is no manifest of a published context: check the URL")
     plain = data.lstrip()[:1] == b"{"
     if key is not None:
@@ -194,7 +187,7 @@ def _manifest(link: Link, url: str, key: bytes | None, silence: float) -> Stream
 
 
 def _is_text(data: bytes) -> bool:
-    """Encrypted bytes are none."""
+    """Whether the data begin with UTF-8 text; encrypted bytes do not."""
     try:
         return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(data[:2048])
     except UnicodeDecodeError:
@@ -202,24 +195,22 @@ def _is_text(data: bytes) -> bool:
 
 
 def _offered(manifest: StreamManifest, chunks: int, private: list[tuple[int, int]]) -> np.ndarray:
-    """(chunks, layers) bool: what was published and may be asked for."""
+    """(chunks, layers) bool: the cells that were published and may be requested."""
     hidden = {chunk for chunk in range(chunks) if overlaps(chunk, manifest.chunk_tokens, private)}
     rows = manifest.cells[:chunks]
     return np.array([[cell is not None and chunk not in hidden for cell in row] for chunk, row in enumerate(rows)])
 
 
 def _load(
-    manifest: StreamManifest, cache: OffloadCache, filling: Filling, ids: torch.Tensor, link: Link,
-    key: bytes | None, cells: Cells, teacher: Teacher, silence: float, on_progress: Callable[[Cells], object] | None,
+    manifest: StreamManifest, cache: OffloadCache, filling: Filling, ids: torch.Tensor, link: Link, cells: Cells,
+    extras: Extras, silence: float, on_progress: Callable[[Cells], object] | None,
 ) -> tuple[Loader, StreamingLane]:  # fmt: skip
     spool = Spool(cache.storage.directory)
     together = 2 if cache.storage.account.limit is None else 1
-    lane = StreamingLane(manifest, cells, link, spool, cache.timeline, teacher.wanted, together, silence)
+    lane = StreamingLane(manifest, cells, link, spool, cache.timeline, extras.wanted, together, silence)
     cells.cancel = lane.cancel
-    told = on_progress or (lambda cells: None)
-    account = cache.storage.account
     loader = Loader(
-        manifest, filling, ids, cells, lane, spool, key, silence, told, account, cache.timeline, teacher
+        manifest, cache, filling, ids, cells, lane, extras, silence, on_progress or (lambda cells: None)
     )
     lane.start()
     try:
@@ -228,19 +219,19 @@ def _load(
         cells.stop()
         lane.stop()
         spool.close()
-    lane.trouble[:0] = [*teacher.trouble, *(f"{LEARNT}: {one}" for one in filling.refused)]
+    lane.trouble[:0] = [*extras.trouble, *(f"{LEARNT}: {one}" for one in filling.refused)]
     return loader, lane
 
 
 def _report(
-    tokens: int, reason: str | None, cells: Cells | None, loader: Loader | None, lane: StreamingLane | None,
-    seconds: float, level: str,
-) -> StreamReport:  # fmt: skip
-    if cells is None or loader is None or lane is None:
+    tokens: int, reason: str | None, lanes: tuple[Loader, StreamingLane] | None, seconds: float, level: str
+) -> StreamReport:
+    if lanes is None:
         return StreamReport(None, tokens, 0, 0, 0, 0, 0, 0, 0, 0, 0, None, seconds, seconds, 1.0, reason, ())
-    counts, took = cells.counts, None
+    loader, lane = lanes
+    cells, counts, bandwidth = loader.cells, loader.cells.counts, None
     if lane.began is not None and lane.ended is not None and lane.ended > lane.began:
-        took = lane.received_bytes / (lane.ended - lane.began)
+        bandwidth = lane.received_bytes / (lane.ended - lane.began)
     return StreamReport(
         level=level,
         tokens=tokens,
@@ -253,11 +244,11 @@ def _report(
         lost=counts.lost,
         recomputed_tokens=loader.recomputed_tokens,
         received_bytes=lane.received_bytes,
-        bandwidth=took,
+        bandwidth=bandwidth,
         seconds=seconds,
         computing_seconds=loader.computing_seconds,
         attended=loader.attended,
-        whole=reason,
+        whole=None,
         trouble=tuple(lane.trouble),
         unavailable=counts.unavailable,
     )

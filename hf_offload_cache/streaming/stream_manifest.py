@@ -1,16 +1,17 @@
-"""What a published context says of itself: what it is of, and the objects that its cells are.
+"""The manifest of a published context.
 
     stream.json              this
-    <40 hex>                 objects, named by a digest of their bytes: a chunk of tokens of one layer, and what the
-                             cache has fitted to the prompt
+    <40 hex>                 objects named by a digest of their bytes: a chunk of tokens in one layer, state that the
+                             cache has fitted to the prompt, active blocks
 
-Nothing in it leads out of its folder. It holds no token: those who load a context have its text, and each chunk has a
-digest of all ids up to its end, so that a text which goes on differently has what came before.
+No name in it leads out of its folder. It contains no tokens: readers have the text. For each chunk it has a digest of
+all ids up to its end, so that a text that continues differently can still use the common part.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import Annotated, Any, Final, Literal
 
 import torch
@@ -24,11 +25,11 @@ NAME: Final = "stream.json"
 FORMAT: Final = "hf_offload_cache stream"
 VERSION: Final = 1
 LEARNT, ACTIVE = "fitted state", "active blocks"
-"""Beside the cells."""
+"""Names of the objects besides the cells."""
 MOST_BYTES: Final = 64 * 2**20
-"""Of fitted state, and of active blocks; what is larger is not read."""
+"""Most bytes of fitted state, and of active blocks."""
 MOST_MANIFEST_BYTES: Final = 16 * 2**20
-"""Of a manifest, of which a cell takes some 75: parsing it takes up to thirty times as much memory."""
+"""Most bytes of a manifest. A cell takes some 75 bytes, and parsing up to thirty times the memory."""
 
 _Name = Annotated[str, Field(pattern=r"^\w[\w-]{0,199}$")]
 _Count = Annotated[int, Field(ge=0, lt=2**40)]
@@ -38,18 +39,17 @@ _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """The name of an object of these bytes: 40 hex digits."""
+    """The name of an object with these bytes: 40 hex digits."""
     return hashlib.blake2b(data, digest_size=20).hexdigest()
 
 
 def ids_digests(ids: torch.Tensor, chunk_tokens: int) -> list[str]:
-    """Of ids (T,), one for each chunk: of all ids up to its end."""
-    flat, found = ids.to("cpu", torch.int64), []
-    state = hashlib.blake2b(digest_size=20)
-    for part in flat.split(chunk_tokens):
+    """For each chunk of ids (T,), a digest of all ids up to its end."""
+    digests, state = [], hashlib.blake2b(digest_size=20)
+    for part in ids.to("cpu", torch.int64).split(chunk_tokens):
         state.update(part.numpy().astype("<i8").tobytes())
-        found.append(state.copy().hexdigest())
-    return found
+        digests.append(state.copy().hexdigest())
+    return digests
 
 
 class _Checked(BaseModel):
@@ -57,23 +57,23 @@ class _Checked(BaseModel):
 
 
 class StreamObject(_Checked):
-    """Bytes at rest: what they are named by, and how many they are."""
+    """An object's name and size."""
 
     name: _Digest
     bytes: _Count
 
 
 class StreamManifest(_Checked):
-    """Instances are valid: `parse` raises `ContextError` for everything else."""
+    """Instances are valid: `parse` raises `ContextError` for anything else."""
 
     format: Literal["hf_offload_cache stream"] = FORMAT
     version: Literal[1] = VERSION
     cache: _Name
-    """Class that it was published from."""
+    """Class of the cache that was published."""
     config: dict[str, Any]
-    """Fields that go with it."""
+    """Its fields, see `form_of`."""
     identity: dict[str, str]
-    """Of the model, as saved contexts have it."""
+    """The model's fingerprint, as in saved contexts."""
     level: _Name
     tokens: _Count
     chunk_tokens: Annotated[int, Field(ge=64, le=8192)]
@@ -85,19 +85,19 @@ class StreamManifest(_Checked):
     prefixes: tuple[_Digest, ...]
     """Digest of all ids up to the end of each chunk."""
     cells: tuple[Annotated[tuple[StreamObject | None, ...], Field(max_length=_MOST_LAYERS)], ...]
-    """By chunk and layer; None: it was not published, and is computed. The first layer's never are."""
+    """By chunk and layer; None: not published. The first layer's cells never are."""
     learnt: StreamObject | None = None
     active: StreamObject | None = None
-    """Which blocks of keys its queries attend to most, where that was measured."""
+    """The blocks of keys that its queries attend to most, if they were measured."""
     context: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    """Random: what is encrypted is bound to it."""
+    """Random: encrypted objects are bound to it."""
 
     @model_validator(mode="after")
     def _holds_together(self) -> StreamManifest:
         chunks = -(-self.tokens // self.chunk_tokens)
         if len(self.prefixes) != chunks or len(self.cells) != chunks:
             raise ValueError(f"{self.tokens} tokens are {chunks} chunks of {self.chunk_tokens}")
-        if any(one is not None and one.bytes > MOST_BYTES for one in (self.learnt, self.active)):
+        if any(item is not None and item.bytes > MOST_BYTES for item in (self.learnt, self.active)):
             raise ValueError(f"fitted state and active blocks may have at most {MOST_BYTES:,} bytes")
         most = 2 * self.shape(0).nbytes + 65536 if chunks else 0
         for row in self.cells:
@@ -116,18 +116,13 @@ class StreamManifest(_Checked):
         return min(self.chunk_tokens, self.tokens - chunk * self.chunk_tokens)
 
     def shape(self, chunk: int) -> ChunkShape:
-        """Of a cell of a chunk."""
+        """The shape of a chunk in one layer."""
         return ChunkShape(self.heads, self.tokens_of(chunk), self.key_dim, self.value_dim, getattr(torch, self.dtype))
 
     def common(self, ids: torch.Tensor) -> int:
-        """How many whole chunks ids (T,) begin with."""
-        found = ids_digests(ids[: self.tokens], self.chunk_tokens)
-        count = 0
-        for own, theirs in zip(found, self.prefixes, strict=False):
-            if own != theirs:
-                break
-            count += 1
-        return count
+        """Number of complete chunks that ids (T,) begin with."""
+        pairs = zip(ids_digests(ids[: self.tokens], self.chunk_tokens), self.prefixes, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def dumped(self) -> bytes:
         return self.model_dump_json().encode()
@@ -141,11 +136,11 @@ class StreamManifest(_Checked):
     def parse(cls, data: bytes, place: str) -> StreamManifest:
         """Raises `ContextError` that names `place`."""
         try:
-            found = parse_json(data, MOST_MANIFEST_BYTES)  # checks its size and depth
+            tree = parse_json(data, MOST_MANIFEST_BYTES)  # checks its size and depth
         except ValueError as error:
             raise ContextError(f"{place} is no manifest of a published context: {error}") from None
-        stated, version = (found.get("format"), found.get("version")) if isinstance(found, dict) else (None, None)
-        del found  # takes memory
+        stated, version = (tree.get("format"), tree.get("version")) if isinstance(tree, dict) else (None, None)
+        del tree  # takes memory
         if stated != FORMAT:
             raise ContextError(f"{place} is no manifest of a published context: its format is {shown(stated)}")
         if type(version) is not int or version != VERSION:
@@ -162,5 +157,5 @@ class StreamManifest(_Checked):
 
 
 def binding(manifest_context: str, what: str) -> bytes:
-    """What an encrypted object is bound to: its context, and its place in it."""
+    """The associated data of an encrypted object: its context, and its place in it."""
     return f"published {what}\0{manifest_context}".encode()

@@ -1,4 +1,4 @@
-"""The lane that streams: claims cells, brings them, checks them, and keeps them until they are used."""
+"""The streaming lane: a thread that claims cells, fetches and checks them, and keeps them in a file."""
 
 from __future__ import annotations
 
@@ -25,61 +25,60 @@ from .plan import Cell
 from .stream_manifest import StreamManifest, StreamObject, binding, digest
 from .transport import Transport, run
 
-# What has come over the network and is not used yet: as it came, in a file without a name
 
 class Spool:
-    """In the folder `directory`, on its disk; memory is taken for what is under way alone. Any thread."""
+    """Received objects that are not used yet, in a file without a name in `directory`. Any thread. Raises
+    `StoreError`."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        try:
-            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
-        except OSError as error:
-            raise StoreError(error.errno, f"a file for what is streamed: {error.strerror}") from error
+        with _store_errors("a file for streamed data"):
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         self._lock = threading.Lock()
         self._end = 0
-        self._places: dict[tuple[int, int], tuple[int, int]] = {}
+        self._places: dict[Cell, tuple[int, int]] = {}
 
-    def put(self, cell: tuple[int, int], data: bytes) -> None:
-        """Raises `StoreError`."""
+    def put(self, cell: Cell, data: bytes) -> None:
         with self._lock:
             place, self._end = self._end, self._end + len(data)
-        try:
-            written = 0
+        written = 0
+        with _store_errors("keeping streamed data"):
             while written < len(data):
                 written += os.pwrite(self._file.fileno(), data[written:], place + written)
-        except OSError as error:
-            raise StoreError(error.errno, f"keeping what is streamed: {error.strerror}") from error
         self._places[cell] = place, len(data)
 
-    def get(self, cell: tuple[int, int]) -> bytes:
-        """What was put there last. Raises `StoreError`."""
+    def get(self, cell: Cell) -> bytes:
+        """The bytes that were put there last."""
         place, size = self._places[cell]
         pieces, missing = [], size
-        try:
+        with _store_errors("reading streamed data"):
             while missing:
                 piece = os.pread(self._file.fileno(), missing, place + size - missing)
                 if not piece:
                     raise OSError(5, "the file is shorter than what was written")
                 pieces.append(piece)
                 missing -= len(piece)
-        except OSError as error:
-            raise StoreError(error.errno, f"reading what is streamed: {error.strerror}") from error
         return b"".join(pieces)
 
     def close(self) -> None:
         self._file.close()
 
 
-# Cells that have come, as keys and values: decoded by a thread of its own, ahead of the one that takes them in
+@contextlib.contextmanager
+def _store_errors(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(error.errno, f"{doing}: {error.strerror}") from error
+
 
 _AHEAD = 3
-"""Cells that are decoded ahead of the one that is added."""
+"""Cells decoded ahead of the one that is added."""
 FEW = 128
-"""Tokens of a cell that are decoded at a time within a limit of memory: whole groups."""
+"""Tokens of a cell that are decoded at a time under a memory limit: complete groups."""
 
 
 class UselessError(Exception):
-    """What has come of a cell cannot be used."""
+    """A received cell cannot be used; `__cause__` says why."""
 
     def __init__(self, cell: Cell) -> None:
         super().__init__(cell)
@@ -87,32 +86,33 @@ class UselessError(Exception):
 
 
 class Decoder:
-    """Used by one thread; `close` ends its own.
+    """Decodes received cells in a thread of its own, ahead of the one thread that uses it.
 
     Args:
-        sparing: within a limit of memory: a few tokens at a time, and nothing ahead but what is unpacked.
+        sparing: under a memory limit: decode a few tokens at a time, and only unpack ahead.
     """
 
     def __init__(self, manifest: StreamManifest, spool: Spool, key: bytes | None, *, sparing: bool) -> None:
         self._manifest, self._spool, self._key, self._sparing = manifest, spool, key, sparing
         self.seconds: list[float] = []
-        """Of each cell that was decoded."""
+        """Of each decoded cell."""
         self._thread = ThreadPoolExecutor(1, "hf_offload_cache decoding")
 
     @property
     def nbytes(self) -> int:
-        """Of a cell as it was unpacked, and of what is decoded of it, or ahead."""
+        """Bytes of an unpacked cell, and of the cells decoded from it or ahead."""
         shape = self._manifest.shape(0)
         decoded = (0.5 if self._sparing else _AHEAD + 1.5) * shape.nbytes
-        levels = (self._manifest.level, "lossless")  # what a level cannot keep is kept whole
+        levels = (self._manifest.level, "lossless")  # a chunk that the level cannot encode is lossless
         return max(unpacked_bytes(level, shape) for level in levels) + round(decoded)
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
     def decoded(self, cells: Iterable[Cell | None]) -> Iterator[tuple[Cell, tuple[torch.Tensor, torch.Tensor]]]:
-        """In their order, keys and values (heads, tokens, D) on the CPU. `cells` are asked for a few ahead, unless a
-        None says that the next one takes time, and what that raises is raised here. Raises `UselessError`."""
+        """In the order of `cells`, each one's keys and values (heads, tokens, D) on the CPU. A few cells are taken from
+        `cells` in advance; None stops that, because the next one will take time. Raises `UselessError`, and what
+        `cells` raises."""
         waiting: list[tuple[Cell, Future[Any]]] = []
         coming, ended = iter(cells), False
         try:
@@ -129,12 +129,12 @@ class Decoder:
                         break
                 if not waiting:
                     return
-                cell, found = waiting.pop(0)
+                cell, result = waiting.pop(0)
                 if not self._sparing:
-                    yield cell, found.result()
+                    yield cell, result.result()
                     continue
-                unpacked, tokens = found.result(), self._manifest.tokens_of(cell[0])
-                del found
+                unpacked, tokens = result.result(), self._manifest.tokens_of(cell[0])
+                del result
                 for start in range(0, tokens, FEW):
                     yield cell, unpacked.decode(start, min(start + FEW, tokens))
                 del unpacked
@@ -143,7 +143,7 @@ class Decoder:
                 left.cancel()
 
     def _decode(self, cell: Cell) -> Any:
-        """Keys and values; within a limit of memory what they are decoded from."""
+        """Keys and values; under a memory limit, the unpacked object."""
         chunk, layer = cell
         place, begun = f"chunk {chunk} layer {layer}", time.perf_counter()
         try:
@@ -151,20 +151,20 @@ class Decoder:
             if self._key is not None:
                 data = decrypt(self._key, data, binding(self._manifest.context, place))
             unpacked = unpack(data, self._manifest.shape(chunk), place, self._manifest.level)
-            found = unpacked if self._sparing else unpacked.decode()
+            result = unpacked if self._sparing else unpacked.decode()
         except (CorruptRecordError, StoreError) as error:
             raise UselessError(cell) from error
         self.seconds.append(time.perf_counter() - begun)
-        return found
+        return result
 
 
 _WINDOW = 2.0
 """Seconds that bandwidth is measured over."""
 _FAILURES, _TRIES = 4, 2
-"""Failures in a row after which the link counts as dead; tries after which a cell is computed."""
+"""Consecutive failures after which the link counts as dead; tries after which a cell is computed."""
 _IDLE = 0.02
 _SILENCES, _SLOWEST = 6, 32768
-"""An object may take so many times the silence, and as long as it takes at so many bytes a second."""
+"""An object's time limit: this many times `silence`, plus its transfer at this many bytes a second."""
 
 
 class StreamingLane:
@@ -172,65 +172,65 @@ class StreamingLane:
 
     Args:
         beside: objects fetched before all cells, by name: see `taken`.
-        together: number of objects requested at a time: one is on its way while the next is requested.
-        silence: seconds that a server may ask to wait; a link that asks for more counts as dead.
+        together: number of simultaneous requests.
+        silence: longest wait, in seconds, that a server may ask for; a link that asks for more counts as dead.
+
+    Attributes:
+        beside: names of the objects in `beside` that have neither arrived nor failed.
+        began: when the first bytes arrived, by `time.perf_counter`; `ended`: the last ones.
+        trouble: failures, a line each.
     """
 
     def __init__(
         self, manifest: StreamManifest, cells: Cells, transport: Callable[[], Transport], spool: Spool,
         timeline: Timeline, beside: dict[str, StreamObject], together: int = 2, silence: float = 10.0,
     ) -> None:  # fmt: skip
-        self._manifest, self.cells, self._make, self._spool = manifest, cells, transport, spool
+        self._manifest, self.cells, self._make, self.spool = manifest, cells, transport, spool
         self._timeline, self.together, self._silence = timeline, together, silence
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[Cell | str, asyncio.Future[bytes]] = {}
         self._workers: list[asyncio.Task[None]] = []
         self._tries = Counter[Cell]()
-        self._wanted, self._beside = beside, dict[str, bytes]()
+        self._wanted, self._received_beside = beside, dict[str, bytes]()
         self.beside = set(beside)
-        """Names of those objects beside the cells that have neither come nor failed."""
         self._stopping = threading.Event()
         self._recent: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
         self._failures = 0
-        self._not_before = 0.0
-        """When the server may be asked again, by `time.monotonic`."""
+        self._not_before = 0.0  # when the server may be asked again, by `time.monotonic`
         self.received_bytes = 0
         self.began: float | None = None
         self.ended: float | None = None
-        """Of what was streamed, when the first and the last bytes came, by `time.perf_counter`."""
         self.trouble: list[str] = []
-        """What went wrong, a line each."""
         self._thread = threading.Thread(target=self._run, name="hf_offload_cache streaming", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """What is under way is given up, connections are closed, and the thread ends."""
+        """Cancel all transfers, close connections, and wait for the thread to end."""
         self._stopping.set()
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # it has just ended
-                loop.call_soon_threadsafe(self._give_up)
+        self._in_loop(lambda: [worker.cancel() for worker in self._workers])
         if self._thread.ident is not None:
             self._thread.join()
 
     def cancel(self, cell: Cell) -> None:
-        """Nobody waits for a cell any more. Any thread."""
+        """Cancel a cell's transfer. Any thread."""
+        self._in_loop(lambda: self._tasks[cell].cancel() if cell in self._tasks else None)
+
+    def _in_loop(self, call: Callable[[], object]) -> None:
         loop = self._loop
-        if loop is None or loop.is_closed():
-            return
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._cancel, cell)
+        if loop is not None and not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                loop.call_soon_threadsafe(call)
 
     def taken(self, name: str) -> bytes | None:
-        """What has come of an object beside the cells; once. Any thread."""
-        return self._beside.pop(name, None)
+        """An arrived object of `beside`, once. Any thread."""
+        return self._received_beside.pop(name, None)
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes a second that have come in the last seconds; None: too little has to tell."""
+        """Bytes a second over the last seconds; None: not enough has arrived to tell."""
         with self._lock:
             now = time.perf_counter()
             while self._recent and self._recent[0][0] < now - _WINDOW:
@@ -244,7 +244,7 @@ class StreamingLane:
     def _run(self) -> None:
         try:
             run(self._stream())
-        except Exception as error:  # whatever it is: computing goes on without
+        except Exception as error:  # of any kind: computing continues without the network
             self.trouble.append(f"{type(error).__name__}: {error}")
         finally:
             self.beside.clear()
@@ -258,31 +258,31 @@ class StreamingLane:
         try:
             beside = [self._wanted, *[dict[str, StreamObject]()] * (self.together - 1)]
             self._workers = [asyncio.ensure_future(self._worker(transport, first)) for first in beside]
-            for found in await asyncio.gather(*self._workers, return_exceptions=True):
-                if isinstance(found, Exception):
-                    raise found
+            for result in await asyncio.gather(*self._workers, return_exceptions=True):
+                if isinstance(result, Exception):
+                    raise result
         finally:
             await transport.close()
 
     async def _worker(self, transport: Transport, beside: dict[str, StreamObject]) -> None:
-        for name, found in beside.items():
+        for name, item in beside.items():
             if self._stopping.is_set():
                 return
-            await self._bring_beside(transport, name, found)
+            await self._fetch_beside(transport, name, item)
         while not self._stopping.is_set() and self._failures < _FAILURES:
             if (wait := self._not_before - time.monotonic()) > 0:
                 await asyncio.sleep(wait)
             cell = self.cells.claim()
-            if cell is None:
-                if not self.cells.open:
-                    return
-                await asyncio.sleep(_IDLE)  # another's may come back
-                continue
-            await self._bring(transport, cell)
+            if cell is not None:
+                await self._fetch(transport, cell)
+            elif self.cells.open:
+                await asyncio.sleep(_IDLE)  # another worker's cell may become free again
+            else:
+                return
 
-    async def _bring_beside(self, transport: Transport, name: str, found: StreamObject) -> None:
+    async def _fetch_beside(self, transport: Transport, name: str, item: StreamObject) -> None:
         try:
-            self._beside[name] = await self._get(transport, found, name)
+            self._received_beside[name] = await self._get(transport, item, name)
         except asyncio.CancelledError:
             return
         except Exception as error:
@@ -290,30 +290,30 @@ class StreamingLane:
         finally:
             self.beside.discard(name)
 
-    async def _get(self, transport: Transport, found: StreamObject, key: Cell | str) -> bytes:
-        """Checked; can be cancelled by its `key`."""
-        seconds = _SILENCES * self._silence + found.bytes / _SLOWEST
-        task = asyncio.ensure_future(asyncio.wait_for(transport.get(found.name, found.bytes, self._came), seconds))
+    async def _get(self, transport: Transport, item: StreamObject, key: Cell | str) -> bytes:
+        """The object's bytes, checked against its digest. `_tasks[key]` cancels it."""
+        seconds = _SILENCES * self._silence + item.bytes / _SLOWEST
+        task = asyncio.ensure_future(asyncio.wait_for(transport.get(item.name, item.bytes, self._came), seconds))
         self._tasks[key] = task
         try:
             data = await task
         except TimeoutError as error:
-            raise place_error(Answer.LATER, f"{found.name} did not come within {seconds:g} s") from error
+            raise place_error(Answer.LATER, f"{item.name} did not arrive within {seconds:g} s") from error
         finally:
             if self._tasks.get(key) is task:
                 del self._tasks[key]
-        if len(data) != found.bytes or digest(data) != found.name:
-            text = f"{found.name} is not what it was when it was published"
+        if len(data) != item.bytes or digest(data) != item.name:
+            text = f"{item.name} is not what it was when it was published"
             raise place_error(Answer.BROKEN, text, kind=DamagedObjectError)
         return data
 
-    async def _bring(self, transport: Transport, cell: Cell) -> None:
+    async def _fetch(self, transport: Transport, cell: Cell) -> None:
         chunk, layer = cell
-        found, begun = self._manifest.cells[chunk][layer], time.perf_counter()
-        assert found is not None
+        item, begun = self._manifest.cells[chunk][layer], time.perf_counter()
+        assert item is not None
         try:
-            data = await self._get(transport, found, cell)
-            self._spool.put(cell, data)
+            data = await self._get(transport, item, cell)
+            self.spool.put(cell, data)
         except asyncio.CancelledError:
             self.cells.lose(cell)
         except Exception as error:
@@ -322,11 +322,11 @@ class StreamingLane:
         else:
             self._failures = 0
             self.cells.received(cell)
-            told = f"chunk {chunk} layer {layer}"
-            self._timeline.add("streaming", told, begun, time.perf_counter(), bytes=len(data))
+            name = f"chunk {chunk} layer {layer}"
+            self._timeline.add("streaming", name, begun, time.perf_counter(), bytes=len(data))
 
     async def _fail(self, cell: Cell, error: Exception) -> None:
-        """Ask for a cell once more, or leave it to computing, by what the store answered."""
+        """Free the cell for another try, or leave it to computing, depending on the store's answer."""
         answer = error.answer if isinstance(error, ObjectError) else Answer.LATER
         if answer is Answer.ABSENT or isinstance(error, DamagedObjectError):
             self.cells.lose(cell)
@@ -350,14 +350,6 @@ class StreamingLane:
             self._recent.append((now, count))
             self.received_bytes += count
         self.cells.heard = time.monotonic()
-
-    def _cancel(self, cell: Cell) -> None:
-        if (task := self._tasks.get(cell)) is not None:
-            task.cancel()
-
-    def _give_up(self) -> None:
-        for worker in self._workers:  # and with it what it waits for
-            worker.cancel()
 
     def _note(self, error: Exception) -> None:
         text = error.strerror if isinstance(error, StoreError) else None

@@ -1,4 +1,4 @@
-"""Objects on their way: asked for in one thread, several at once, and given up at once. Needs the extra `[stream]`."""
+"""Reading objects asynchronously, several at a time in one thread, so that requests can be cancelled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .web_client import WebClient, all_of
 
 _LARGE = 1 << 20
 _GRACE = 1.0
-"""Seconds that are left for what is given up to end."""
+"""Seconds that cancelled reads have to end."""
 Result = TypeVar("Result")
 
 
@@ -30,14 +30,12 @@ class Transport(Protocol):
         Raises `ObjectError`; for a larger object it does so before more bytes are accepted."""
 
     async def close(self) -> None:
-        """Give connections back."""
+        """Close connections."""
 
 
 def transport_of(url: str, options: dict[str, Any] | None, timeout: float) -> Transport:
-    """Of a URL: "http(s)://..." by aiohttp, all others by fsspec. `timeout`: seconds without a byte."""
-    if is_web(url):
-        return HttpTransport(url, timeout, options)
-    return FileTransport(url, timeout, options)
+    """A URL's transport: aiohttp for "http(s)://...", fsspec for all others. `timeout`: seconds without a byte."""
+    return WebClient(url, timeout, options) if is_web(url) else FileTransport(url, timeout, options)
 
 
 def fetch(transport: Callable[[], Transport], name: str, most: int, seconds: float) -> bytes:
@@ -45,18 +43,24 @@ def fetch(transport: Callable[[], Transport], name: str, most: int, seconds: flo
     "later", the request is retried. Raises the errors of `Transport.get`."""
 
     async def get() -> bytes:
-        own = transport()
+        opened = transport()
         try:
-            return await asyncio.wait_for(_tried(own, name, most, seconds), seconds)
+            return await asyncio.wait_for(_tried(opened, name, most, seconds), seconds)
         finally:
-            await own.close()
+            await opened.close()
 
-    found: Future[bytes] = Future()
-    threading.Thread(target=_let, args=(found, get), name="hf_offload_cache fetching", daemon=True).start()
+    def fetching() -> None:
+        try:
+            result.set_result(run(get()))
+        except BaseException as error:
+            result.set_exception(error)
+
+    result: Future[bytes] = Future()
+    threading.Thread(target=fetching, name="hf_offload_cache fetching", daemon=True).start()
     try:
-        return found.result(seconds + _GRACE)
+        return result.result(seconds + _GRACE)
     except TimeoutError as error:
-        raise place_error(Answer.LATER, f"{name} did not come within {seconds:g} s") from error
+        raise place_error(Answer.LATER, f"{name} did not arrive within {seconds:g} s") from error
 
 
 async def _tried(transport: Transport, name: str, most: int, seconds: float) -> bytes:
@@ -72,15 +76,8 @@ async def _tried(transport: Transport, name: str, most: int, seconds: float) -> 
     raise AssertionError("unreachable")
 
 
-def _let(found: Future[bytes], get: Callable[[], Coroutine[Any, Any, bytes]]) -> None:
-    try:
-        found.set_result(run(get()))
-    except BaseException as error:
-        found.set_exception(error)
-
-
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """As `asyncio.run`, but what the loop's threads still do (a name that is looked up, say) is not waited for."""
+    """As `asyncio.run`, but without waiting for the loop's threads, which may hang in a name lookup."""
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(main)
@@ -89,33 +86,20 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
         loop.close()
 
 
-class HttpTransport:
-    """Transport for any web server. `options`: arguments of aiohttp's `ClientSession`, e.g. headers."""
-
-    def __init__(self, url: str, timeout: float, options: dict[str, Any] | None = None) -> None:
-        self._client = WebClient(url, timeout, options)
-
-    async def get(self, name: str, most: int, came: Callable[[int], None] = lambda count: None) -> bytes:
-        return await self._client.get(name, most, came)
-
-    async def close(self) -> None:
-        await self._client.close()
-
-
 class FileTransport:
-    """Any file system of fsspec: each object in a thread of its own, which nobody waits for when it is given up."""
+    """Reads from any fsspec file system, each object in a thread of its own. Nobody waits for a cancelled thread."""
 
     def __init__(self, url: str, timeout: float, options: dict[str, Any] | None = None) -> None:
         self._system, self._root = file_system_of(url, options)
-        self._system.invalidate_cache()  # what others have published since it was listed is there
+        self._system.invalidate_cache()  # others may have published since it was listed
         self._url, self._timeout = url, timeout
         self._threads: list[threading.Thread] = []
 
     async def get(self, name: str, most: int, came: Callable[[int], None] = lambda count: None) -> bytes:
         pieces: asyncio.Queue[bytes | Exception] = asyncio.Queue()
-        given_up, loop = threading.Event(), asyncio.get_running_loop()
+        cancelled, loop = threading.Event(), asyncio.get_running_loop()
 
-        def tell(piece: bytes | Exception) -> None:
+        def send(piece: bytes | Exception) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
@@ -123,15 +107,15 @@ class FileTransport:
             left = most + 1
             try:
                 with self._system.open(join(self._root, name), "rb") as file:
-                    while left and not given_up.is_set() and (piece := file.read(min(left, _LARGE))):
+                    while left and not cancelled.is_set() and (piece := file.read(min(left, _LARGE))):
                         left -= len(piece)
-                        tell(piece)
-                tell(b"")
+                        send(piece)
+                send(b"")
             except Exception as error:  # each file system has its own
-                tell(error)
+                send(error)
 
         thread = threading.Thread(target=read, name="hf_offload_cache reading", daemon=True)
-        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
         thread.start()
         place = without_secrets(join(self._url, name))
         try:
@@ -139,11 +123,11 @@ class FileTransport:
         except ObjectError:
             raise
         except TimeoutError as error:
-            raise place_error(Answer.LATER, f"{place}: nothing came in time") from error
+            raise place_error(Answer.LATER, f"{place}: nothing arrived in time") from error
         except Exception as error:
             raise reported(f"{place}: {type(error).__name__}", error) from error
         finally:
-            given_up.set()
+            cancelled.set()
 
     async def _pieces(
         self, pieces: asyncio.Queue[bytes | Exception], came: Callable[[int], None]
@@ -155,7 +139,7 @@ class FileTransport:
             yield piece
 
     async def close(self) -> None:
-        """Threads that read end when they see that nobody wants it; one that hangs is left to itself."""
+        """Wait up to a second for reading threads; one that hangs is left to itself."""
         deadline = time.monotonic() + _GRACE
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

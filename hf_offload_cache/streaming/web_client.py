@@ -28,11 +28,11 @@ from .places import join
 _PIECE, _LARGE = 65536, 1 << 20
 _REDIRECTS = 10
 _SPARE = 65536
-"""Bytes that a compressed body may have beyond the size of what it unpacks to."""
+"""Bytes by which a compressed body may be larger than its content."""
 _ANYWHERE = (
     "connector", "timeout", "trust_env", "proxy", "proxy_auth", "read_bufsize", "max_line_size", "max_field_size",
 )  # fmt: skip
-"""Options that hold for every origin. All others may be secrets, and only the URL's own origin gets them."""
+"""Options for every origin. All others may be secrets, and only the URL's own origin gets them."""
 _LEGAL = re.compile(r"[!-~]*")
 _AUTHORITY = re.compile(r"([a-z]+://)([^/?#]*)@", re.IGNORECASE)
 
@@ -67,8 +67,7 @@ class WebClient:
         self._url, self._options = _without_user(url, {"timeout": timeout, **given})
         self._own: Any = None
         self._bare: Any = None
-        self._sized = False
-        """Bodies are sent with their length."""
+        self._sized = False  # whether bodies are sent with their length
 
     async def get(
         self, name: str, most: int, came: Callable[[int], None] = lambda count: None, *, fresh: bool = False
@@ -99,7 +98,7 @@ class WebClient:
             raise self._reported(place, error) from error
 
     async def close(self) -> None:
-        """Give connections back."""
+        """Close connections."""
         for session in (self._bare, self._own):
             if session is not None:
                 await session.close()
@@ -109,7 +108,7 @@ class WebClient:
     async def _asked(
         self, method: str, name: str, headers: dict[str, str], body: Callable[[], Any] = lambda: None
     ) -> Any:
-        """The first answer that is no redirect; whoever gets it closes it."""
+        """The first answer that is not a redirect. The caller closes it."""
         if self._own is None:
             self._own = self._opened(self._options)
         session, url = self._own, _parsed(join(self._url, name))
@@ -121,8 +120,8 @@ class WebClient:
                 return answer
             answer.close()
             target = _target(url, answer.headers.get("Location", ""))
-            if method != "GET" and answer.status < 307:  # to a page where one logs in, as a rule
-                raise place_error(Answer.REFUSED, f"{url}: {answer.status}, a redirect of what is put there")
+            if method != "GET" and answer.status < 307:  # usually to a login page
+                raise place_error(Answer.REFUSED, f"{url}: {answer.status}, a redirect of a PUT")
             if session is self._own and target.origin() != url.origin():
                 session = self._for_others()
             url = target
@@ -140,11 +139,11 @@ class WebClient:
         try:
             return self._aiohttp.ClientSession(**{**options, "auto_decompress": False})
         except TypeError as error:
-            raise ConfigError(f"options are not of aiohttp's ClientSession: {error}") from error
+            raise ConfigError(f"options must be those of aiohttp's ClientSession: {error}") from error
 
     def _proxy(self, url: Any) -> str | None:
-        """Of the environment, where "host:port" is one of http; None: there is none for this URL, or the options
-        decide. Raises `ConfigError` for a proxy of another kind."""
+        """The environment's proxy for this URL ("host:port" is an http proxy); None: there is none, or the options
+        decide. Raises `ConfigError` for another kind of proxy."""
         if self._options.get("proxy") or self._options.get("trust_env"):
             return None
         if urllib.request.proxy_bypass(f"{url.host}:{url.port}"):
@@ -154,7 +153,7 @@ class WebClient:
         kind, mark, _ = proxy.partition("://")
         if mark and kind.lower() not in ("http", "https"):
             raise ConfigError(
-                f"{url.scheme}_proxy names a {line_of(kind)} proxy, and only those of http can be used: unset it, or "
+                f"{url.scheme}_proxy names a {line_of(kind)} proxy, and only http proxies can be used: unset it, or "
                 f"name {url.host} in no_proxy"
             )
         return proxy if mark else f"http://{proxy.lstrip('/')}"
@@ -173,11 +172,11 @@ class WebClient:
         if isinstance(error, (ObjectError, ConfigError)):
             return error
         if isinstance(error, TimeoutError):
-            return place_error(Answer.LATER, f"{place}: nothing came in time")
+            return place_error(Answer.LATER, f"{place}: nothing arrived in time")
         text = f"{place}: {type(error).__name__}: {line_of(str(error))}"
         if isinstance(error, self._aiohttp.ClientHttpProxyError):
             return place_error(of_status(error.status), text)
-        if isinstance(error, self._aiohttp.ClientResponseError):  # what came is no HTTP; it has a status all the same
+        if isinstance(error, self._aiohttp.ClientResponseError):  # not HTTP, though it has a status
             return place_error(Answer.BROKEN, text)
         return place_error(of_error(error), text)
 
@@ -187,21 +186,21 @@ class WebClient:
 
 async def all_of(pieces: AsyncIterator[bytes], place: str, most: int) -> bytes:
     """The bytes of all pieces, until they exceed `most`. Raises the errors of `received`."""
-    found, total = list[bytes](), 0
+    kept, total = list[bytes](), 0
     async for piece in pieces:
         total += len(piece)
-        found.append(piece)
+        kept.append(piece)
         if total > most:
-            received(b"".join(found[:2])[:_SPARE], place, most)  # a page is told from an object
+            received(b"".join(kept[:2])[:_SPARE], place, most)  # an HTML page has its own error
             raise too_large(place, most)
-    return received(b"".join(found), place, most)
+    return received(b"".join(kept), place, most)
 
 
 async def _unpacked(answer: Any, place: str, most: int, came: Callable[[int], None]) -> AsyncIterator[bytes]:
-    """A body's pieces, unpacked as far as one byte more than `most`."""
+    """A body's pieces, decompressed up to one byte more than `most`."""
     coding, total, left = answer.headers.get("Content-Encoding", "identity").lower(), 0, most + 1
     if coding not in ("identity", "", "gzip", "x-gzip", "deflate"):
-        raise place_error(Answer.BROKEN, f"{place}: its content coding is {line_of(coding)}, which was not asked for")
+        raise place_error(Answer.BROKEN, f"{place}: its content coding is {line_of(coding)}, which was not requested")
     unpacker = None if coding in ("identity", "") else zlib.decompressobj(47)  # with the header of either
     async for piece in answer.content.iter_chunked(_PIECE):
         came(len(piece))
@@ -233,17 +232,17 @@ async def _pieces(data: bytes) -> AsyncIterator[bytes]:
 
 
 def _parsed(url: str) -> Any:
-    """A URL to the letter, since it may be signed. Raises `ObjectError`."""
+    """A URL, unchanged because it may be signed. Raises `ObjectError`."""
     import yarl
 
     try:
         return yarl.URL(url, encoded=_LEGAL.fullmatch(url) is not None)
     except ValueError as error:
-        raise place_error(Answer.BROKEN, f"{url}: is no URL: {error}") from error
+        raise place_error(Answer.BROKEN, f"{url}: is not a URL: {error}") from error
 
 
 def _target(url: Any, location: str) -> Any:
-    """Where a redirect leads. Raises `ObjectError`."""
+    """The URL that a redirect leads to. Raises `ObjectError`."""
     target = url.join(_parsed(location)) if location else None
     if target is None or target.scheme not in ("http", "https") or not target.host:
         raise place_error(Answer.BROKEN, f"{url}: redirects to {line_of(location) or 'no place'}, which is no web URL")
@@ -254,15 +253,15 @@ def _target(url: Any, location: str) -> Any:
 
 def _without_user(url: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """A URL without its user and password, and options that send them to its origin. Raises `ConfigError`."""
-    found = _AUTHORITY.match(url)
-    if found is None:
+    match = _AUTHORITY.match(url)
+    if match is None:
         return url, options
     from multidict import CIMultiDict
 
     headers = CIMultiDict(options.get("headers") or {})
     if "Authorization" in headers or options.get("auth") is not None:
-        raise ConfigError("url has a user and options have an authorization: give one of them")
-    user, _, password = found[2].partition(":")
+        raise ConfigError("both url and options have credentials: give one of them")
+    user, _, password = match[2].partition(":")
     token = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
     headers["Authorization"] = f"Basic {token}"
-    return found[1] + url[found.end() :], {**options, "headers": headers}
+    return match[1] + url[match.end() :], {**options, "headers": headers}

@@ -12,17 +12,17 @@ from .model_walk import as_table, maker, walk_model
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Walks over the model that is named and prints a table. 0: all is exact; 1: something is not; 2: no model, or
-    no such cache."""
+    """Walk over a model and print a table. Returns 0 if all is exact, 1 if something is not, 2 without a model or
+    cache."""
     parser = argparse.ArgumentParser(
         prog="python -m hf_offload_cache.testing",
         description="Compare an exact cache with DynamicCache on a model: greedy, beams, padding, chunked prefill; "
         "tokens and the logits of every step.",
     )
-    parser.add_argument("model", help="a folder, or a name of the hub")
+    parser.add_argument("model", help="a folder, or a Hub name")
     add_cache_argument(parser)
-    parser.add_argument("--dtype", default="float32", help="of the weights; only float32 judges streamed attention")
-    parser.add_argument("--device", help="by default CUDA where there is one")
+    parser.add_argument("--dtype", default="float32", help="of the weights; other types are not judged when streamed")
+    parser.add_argument("--device", help="default: CUDA if available")
     parser.add_argument("--prompt-tokens", type=int, default=56)
     parser.add_argument("--new-tokens", type=int, default=16)
     given = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Attention over a history in blocks, computed at once: what `stream_attention` is compared with."""
+"""Attention over a history in one softmax: the reference for `stream_attention`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def stream_attention_reference(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`stream_attention` as one softmax: every entry is put at its position, a row and a head at a time, and what no
-    entry was put at is hidden. Holds the whole history."""
+    """`stream_attention` as one softmax over the complete history. Each entry is copied to its position, one row and
+    head at a time, and positions without an entry are hidden."""
     blocks = [(block[0], block[1], block[2] if len(block) == 3 else None) for block in history]
     batch, num_heads, num_queries, dim = query.shape
     heads, value_dim, length = own[0].shape[1], own[1].shape[3], own[0].shape[2]

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_offload_cache.config import OffloadConfig
-from hf_offload_cache.fetch.areas import Areas
-from hf_offload_cache.fetch.choice import Choice
-from hf_offload_cache.fetch.fetcher import Fetcher
-from hf_offload_cache.fetch.storage import DryStorage, Storage
-from hf_offload_cache.history.base import History
-
+from ..config import OffloadConfig
+from ..fetch.areas import Areas
+from ..fetch.choice import Choice
+from ..fetch.fetcher import Fetcher
+from ..fetch.storage import DryStorage, Storage
+from ..history.base import History
 from ..history.records import RecordFormat
 
 FORM = RecordFormat(2, 8, 2, 4, torch.float32, 4)
@@ -31,8 +30,8 @@ def some_keys_and_values(rows: int, tokens: int, seed: int = 0) -> tuple[torch.T
 
 
 class HistoryTests:
-    """What every history must do. Subclass it as `class TestMyHistory(HistoryTests)`, implement `make_history`
-    and `restore_history`."""
+    """Tests for every history. Subclass it as `class TestMyHistory(HistoryTests)`, and implement `make_history` and
+    `restore_history`."""
 
     @abstractmethod
     def make_history(self, storage: Storage, form: RecordFormat, rows: int, config: OffloadConfig) -> History:
@@ -42,11 +41,11 @@ class HistoryTests:
     def restore_history(
         self, storage: Storage, tree: dict[str, Any], parts: Sequence[Any], config: OffloadConfig
     ) -> History:
-        """The history that `tree` was captured of, over the frozen `parts`."""
+        """The history that was captured as `tree`, over the frozen `parts`."""
 
     @contextmanager
     def filled(self, rows: int, pieces: Sequence[int]) -> Iterator[tuple[Storage, History, torch.Tensor, torch.Tensor]]:
-        """A storage, a history that was appended to in pieces, and what came in."""
+        """A storage, a history filled in pieces, and its keys and values."""
         storage = Storage(CONFIG, None)
         try:
             history = self.make_history(storage, FORM, rows, CONFIG)
@@ -58,8 +57,8 @@ class HistoryTests:
             storage.close()
 
     def assert_holds(self, storage: Storage, history: History, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Raises AssertionError unless the history holds exactly keys (rows, Hk, T, Dk) and values: whole, in part, in
-        blocks, and unit by unit."""
+        """Assert that the history holds exactly keys (rows, Hk, T, Dk) and values: complete, in part, in blocks, and
+        unit by unit."""
         length = keys.shape[2]
         assert (history.rows, history.length) == (len(keys), length)
         for stop in {None, 0, 1, length // 2, max(0, length - 1)}:
@@ -87,10 +86,10 @@ class HistoryTests:
                     np.add.at(seen[row], own[there], 1)
                     assert torch.equal(block.keys[row][:, there], keys[row][:, own[there]])
                     assert torch.equal(block.values[row][:, there], values[row][:, own[there]])
-            assert (seen == 1).all(), "every token before `stop` comes once, in some block"
+            assert (seen == 1).all(), "every token before `stop` is in exactly one block"
 
     def _assert_units(self, storage: Storage, history: History, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """A gather gives each sealed token once, where `positions` says; the latest ones follow."""
+        """A gather returns each sealed token once, at its position."""
         units = np.arange(history.units)[None].repeat(history.rows, 0)
         fetcher = Fetcher(storage, Areas(storage.account), [], max(1, history.units))
         try:
@@ -115,13 +114,13 @@ class HistoryTests:
             assert (places[:, : places.shape[1] - beside.shape[1]] == -1).all()
 
     def test_what_came_in_comes_out(self) -> None:
-        """To the bit, whatever the pieces; what `append` says was sealed is so."""
+        """Bitwise, for any pieces."""
         for rows, pieces in ((1, [3]), (2, [50]), (3, [1] * 30), (2, [7, 1, 33, 1, 1, 20, 4])):
             with self.filled(rows, pieces) as (storage, history, keys, values):
                 self.assert_holds(storage, history, keys, values)
 
     def test_what_is_sealed_is_told(self) -> None:
-        """Tokens and keys of new units; all that is sealed can be read back."""
+        """Tokens and keys of new units; everything sealed can be read back."""
         with self.filled(2, [5]) as (_, history, keys, values):
             told, seen = 0, 5
             for tokens in (1, 40, 1, 1, 1, 1, 9):
@@ -141,7 +140,7 @@ class HistoryTests:
                 told = sealed.tokens
 
     def test_truncate(self) -> None:
-        """In the tail, at its edge, and into what was sealed, from where it goes on; what is freed is told."""
+        """Within the tail, at its edge, and into sealed units; the history continues from there."""
         for length in (57, 53, 50, 31, 8, 3, 1):
             with self.filled(2, [40, 18]) as (storage, history, keys, values):
                 units = history.units
@@ -153,7 +152,7 @@ class HistoryTests:
                 self.assert_holds(storage, history, keys, values)
 
     def test_select_rows(self) -> None:
-        """Reordered, repeated and left out; rows that were one go apart; what nobody names can be swept."""
+        """Rows are reordered, repeated and dropped, then continue separately; unused records can be swept."""
         with self.filled(3, [45]) as (storage, history, keys, values):
             for step, rows in enumerate(([2, 0, 0], [1, 1, 2, 0, 0], [3], [0, 0])):
                 history.select_rows(torch.tensor(rows))
@@ -164,7 +163,7 @@ class HistoryTests:
                 self.assert_holds(storage, history, keys, values)
 
     def test_frozen_captured_and_restored(self) -> None:
-        """The twin holds the same and goes its own way; so does what was frozen."""
+        """The twin holds the same, and both then continue separately."""
         with self.filled(2, [40, 9]) as (storage, history, keys, values):
             parts = list(history.freeze())
             live = history.live(parts)
@@ -183,7 +182,7 @@ class HistoryTests:
                 other.close()
 
     def test_no_more_is_held_than_planned(self) -> None:
-        """In a prefill, in steps, and when rows move. And `close` gives all of it back."""
+        """In a prefill, in steps, and when rows move; and `close` frees everything."""
         for rows in (1, 3):
             dry: Any = DryStorage(CONFIG, "cpu")
             rehearsed = self.make_history(dry, FORM, rows, CONFIG)

@@ -1,4 +1,4 @@
-"""The walk on one model: is an exact cache `DynamicCache` with it, in every way that `generate` decodes?"""
+"""The walk on one model: does an exact cache equal `DynamicCache` in every way that `generate` decodes?"""
 
 from __future__ import annotations
 
@@ -13,10 +13,53 @@ import torch
 from ..methods.disk_swap.cache import DiskSwapCache
 from ..model.look_ahead import reason_against_pieces
 from ..model.plain_caches import dynamic_cache
-from .predictors import Comparison, Decoded, compare
+
+TOLERANCE = 2e-3
+"""Largest difference of a logit, in standard deviations of the reference's logits (float32, streamed blocks)."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A case's token ids (rows, length) and the logits of every step (steps, rows, vocabulary)."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Distance of a result from its reference; `deviation` in standard deviations of the reference's logits."""
+
+    same_tokens: bool
+    deviation: float
+    bitwise: bool
+
+    @property
+    def exact(self) -> bool:
+        """Same tokens, and logits within the tolerance."""
+        return self.same_tokens and self.deviation <= TOLERANCE
+
+
+def compare(reference: Decoded, result: Decoded) -> Comparison:
+    """Compare tokens and logits. The deviation is infinite if shapes or NaN differ.
+
+    Raises `ValueError` for a reference whose logits are not numbers.
+    """
+    same_tokens = torch.equal(reference.tokens, result.tokens)
+    expected, got = reference.logits, result.logits
+    if expected.shape != got.shape:
+        return Comparison(same_tokens, float("inf"), False)
+    finite = expected.isfinite()
+    if not finite.any() or expected.isnan().any():
+        raise ValueError("the reference's logits are not numbers: the comparison would prove nothing")
+    if not torch.equal(expected[~finite], got[~finite]) or not got[finite].isfinite().all():
+        return Comparison(same_tokens, float("inf"), False)
+    difference = (expected[finite] - got[finite]).abs().max() / expected[finite].std()
+    return Comparison(same_tokens, float(difference), same_tokens and torch.equal(expected, got))
+
 
 SMALL: dict[str, Any] = {"group_size": 4, "num_recent": 8, "block_tokens": 16}
-"""Fields that make a short history span many groups and several blocks."""
+"""Fields with which a short history spans many groups and several blocks."""
 
 MODES: dict[str, bool | str] = {"streamed": True, "bitwise": "bitwise"}
 """Name -> the field `exact`."""
@@ -41,7 +84,7 @@ class CaseResult:
     case: str
     mode: str
     comparison: Comparison | None
-    """None: there is nothing to compare, for `reason`."""
+    """None: there is nothing to compare, because of `reason`."""
     reason: str = ""
     failed: bool = False
 
@@ -52,19 +95,19 @@ class CaseResult:
 
 
 def maker(cache: Callable[..., Any]) -> MakeCache:
-    """What makes a cache of that class for the walk, without a disk."""
+    """A function that makes caches of a class for the walk, without a disk."""
     return functools.partial(cache, engine="memory", **SMALL)
 
 
 def walk_model(
     model: Any, prompt_tokens: int = 56, new_tokens: int = 16, make: MakeCache | None = None
 ) -> list[CaseResult]:
-    """Compares a cache with `DynamicCache` on `model` in every case: tokens, and the logits of every step. `make` None:
-    a `DiskSwapCache`.
+    """Compare a cache with `DynamicCache` on `model` in every case: tokens, and the logits of every step. `make` None:
+    `DiskSwapCache`.
 
-    "bitwise" must be bitwise equal. "streamed" must be exact within `comparison.TOLERANCE` where the model is float32;
-    narrower types round more than that, and a tie then decides a token: its deviation is told and not judged. A case
-    that `DynamicCache` does not run is not compared; an error of ours is a failure. The model is as before afterwards.
+    "bitwise" must be bitwise equal. "streamed" must be exact within `TOLERANCE` if the model is float32. Narrower types
+    round more than that, and a token may depend on a tie, so their deviation is reported and not judged. Cases that
+    `DynamicCache` cannot run are not compared; an error of the cache is a failure. The model is left unchanged.
     """
     found: list[CaseResult] = []
     make = maker(DiskSwapCache) if make is None else make
@@ -87,18 +130,12 @@ def walk_model(
 
 
 def _compare(
-    model: Any,
-    case: str,
-    mode: str,
-    reference: Decoded,
-    make: Callable[[], Any],
-    prompt_tokens: int,
-    new_tokens: int,
+    model: Any, case: str, mode: str, reference: Decoded, make: Callable[[], Any], prompt_tokens: int, new_tokens: int
 ) -> CaseResult:
     cache = None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what cannot be sparse is exact
+            warnings.simplefilter("ignore")  # of layers that cannot be sparse
             cache = make()
             result = decode(model, cache, prompt_tokens, new_tokens, **CASES[case])
         comparison = compare(reference, result)
@@ -117,7 +154,7 @@ def _compare(
 def decode(
     model: Any, cache: Any, prompt_tokens: int, new_tokens: int, *, rows: int, padding: int = 0, **options: Any
 ) -> Decoded:
-    """What `generate` gives for random ids, the same for every cache, with the logits of every step."""
+    """Run `generate` on random ids, the same for every cache."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(min(5, vocabulary - 1), vocabulary, (rows, prompt_tokens), generator=_seeded())
     mask = torch.ones_like(ids)
@@ -141,7 +178,7 @@ def decode(
 
 
 def as_table(findings: Iterable[CaseResult]) -> str:
-    """A line a finding; deviations are in standard deviations of the logits."""
+    """A line for each finding; deviations are in standard deviations of the logits."""
     return "\n".join([f"{'case':24} {'mode':10} {'':14} deviation", *map(str, findings)])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -17,68 +16,22 @@ from ..memory.account import MemoryAccount
 from ..memory.dry_run import DryRun
 from ..predictors.base import Predictor, Query
 
-# What two caches gave for the same input, compared by tokens and by the logits of every step
-
-TOLERANCE = 2e-3
-"""Largest difference of a logit, in standard deviations of the reference's logits (float32, streamed blocks)."""
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """What a case produced: token ids (rows, length) and the logits of every step (steps, rows, vocabulary)."""
-
-    tokens: torch.Tensor
-    logits: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How far a result is from its reference; `deviation` in standard deviations of the reference's logits."""
-
-    same_tokens: bool
-    deviation: float
-    bitwise: bool
-
-    @property
-    def exact(self) -> bool:
-        """Same tokens, and logits within the tolerance."""
-        return self.same_tokens and self.deviation <= TOLERANCE
-
-
-def compare(reference: Decoded, result: Decoded) -> Comparison:
-    """Tokens and logits of `result` against those of `reference`; infinitely far when shapes or NaN differ.
-
-    Raises `ValueError` for a reference whose logits are not numbers.
-    """
-    same_tokens = torch.equal(reference.tokens, result.tokens)
-    expected, got = reference.logits, result.logits
-    if expected.shape != got.shape:
-        return Comparison(same_tokens, float("inf"), False)
-    finite = expected.isfinite()
-    if not finite.any() or expected.isnan().any():
-        raise ValueError("the reference's logits are not numbers: the comparison would prove nothing")
-    if not torch.equal(expected[~finite], got[~finite]) or not got[finite].isfinite().all():
-        return Comparison(same_tokens, float("inf"), False)
-    difference = (expected[finite] - got[finite]).abs().max() / expected[finite].std()
-    return Comparison(same_tokens, float(difference), same_tokens and torch.equal(expected, got))
-
-
 _LATEST = 64
 """Tokens that may be in a tail, beside the sealed ones."""
 BUDGET = 9
-"""Units a row that are asked for."""
+"""Units per row that the tests ask for."""
 
 
 class PredictorTests:
-    """What every predictor of units in the order of the sequence must do, with rows of one sequence each.
+    """Tests for every predictor of units in the order of the sequence, with rows of one sequence each.
 
     Subclass it as `class TestMyPredictor(PredictorTests)` and implement `make_predictor`.
 
     Attributes:
         form: 2 key heads of 8 and units of 4 tokens, unless the predictor needs another.
         num_heads: query heads.
-        num_sinks: first tokens that `make_predictor` gives a predictor as always attended.
-        tokens: sealed tokens that are enough to learn from, whole units.
+        num_sinks: first tokens that are always selected, as `make_predictor` tells the predictor.
+        tokens: sealed tokens that suffice to fit the predictor, complete units.
         takes_padding: rows may have padding.
     """
 
@@ -90,12 +43,11 @@ class PredictorTests:
 
     @abstractmethod
     def make_predictor(self, rows: int, account: MemoryAccount) -> Predictor:
-        """A new one."""
+        """A new predictor."""
 
-    # --- what the tests drive it with --------------------------------------------------------------------------
 
     def keys(self, rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
-        """(rows, Hk, tokens, Dk), of low rank for the most part, as keys are."""
+        """Keys (rows, Hk, tokens, Dk), mostly of low rank, as real ones."""
         generator = torch.Generator().manual_seed(seed)
         low = torch.randn(rows, self.form.num_key_heads, tokens, 3, generator=generator)
         basis = torch.randn(3, self.form.key_dim, generator=torch.Generator().manual_seed(99))
@@ -103,7 +55,7 @@ class PredictorTests:
         return (low @ basis + 0.1 * noise).to(self.form.dtype)
 
     def query(self, rows: int, keys: torch.Tensor, visible: torch.Tensor | None = None, seed: int = 1) -> Query:
-        """A query; `keys` are all that are sealed, the latest ones of which stand for the tail too."""
+        """A query; `keys` are all sealed ones, and the latest of them also stand for the tail."""
         states = torch.randn(rows, self.num_heads, self.form.key_dim, generator=torch.Generator().manual_seed(seed))
         return Query(states.to(self.form.dtype), self.form.key_dim**-0.5, visible, lambda: keys[:, :, -8:])
 
@@ -111,8 +63,8 @@ class PredictorTests:
         self, predictor: Predictor, keys: torch.Tensor, start: int = 0, visible: torch.Tensor | None = None,
         queries: int = 40,
     ) -> list[int]:  # fmt: skip
-        """Tell it that all these tokens from `start` on were sealed, by a call of so many `queries`; an entry each time
-        it reads stored ones."""
+        """Pass the tokens from `start` on to the predictor as sealed by a call of so many `queries`. Returns an entry
+        for each time that it reads stored keys."""
         asked: list[int] = []
         whole, latest = keys.clone(), keys.clone()
 
@@ -126,12 +78,12 @@ class PredictorTests:
         shape = (len(keys), self.num_heads, queries, self.form.key_dim)
         states = torch.randn(shape, generator=torch.Generator().manual_seed(5))
         predictor.learn(sealed, states.to(self.form.dtype), visible)
-        whole.fill_(torch.nan)  # neither is the predictor's to keep
+        whole.fill_(torch.nan)  # the predictor may keep neither
         latest.fill_(torch.nan)
         return asked
 
     def chosen(self, predictor: Predictor, query: Query, budget: int = BUDGET, guess: bool = False) -> np.ndarray:
-        """The units chosen, checked: in bounds, ascending, within the budget."""
+        """The selected units, checked: ascending, and within the budget."""
         decision = predictor.select(query, budget, guess)
         if not isinstance(decision, Choice):
             decision = self._looked(decision)
@@ -142,7 +94,7 @@ class PredictorTests:
         return units
 
     def _looked(self, decision: Generator[Extents | Choice, torch.Tensor, Choice]) -> Choice:
-        """What it decides once it has seen what it asks for, here zeros."""
+        """Its choice after it has read the extents that it asks for, here zeros."""
         try:
             asked = next(decision)
             while True:
@@ -157,10 +109,8 @@ class PredictorTests:
         self.learn(predictor, keys)
         return predictor, keys
 
-    # --- tests -------------------------------------------------------------------------------------------------
-
     def test_it_is_ready_when_it_has_learned(self) -> None:
-        """Of exactly what was sealed; what comes in one piece at first needs no reading back."""
+        """For exactly the sealed units; a first piece needs no reading back."""
         predictor, keys = self.make_predictor(2, MemoryAccount()), self.keys(2, self.tokens + 32)
         assert not predictor.ready(self.tokens // self.form.group_size)
         assert self.learn(predictor, keys[:, :, : self.tokens]) == []
@@ -171,7 +121,7 @@ class PredictorTests:
             assert predictor.ready(units)
 
     def test_what_was_missed_is_learned_later(self) -> None:
-        """From what is stored: then the choice is as if nothing had been missed."""
+        """From stored keys: then it chooses as if it had missed nothing."""
         predictor, keys = self.learnt(2)
         more = torch.cat([keys, self.keys(2, 40, seed=2)], 2)
         assert self.learn(predictor, more, start=self.tokens + 20) and predictor.ready(more.shape[2] // 4)
@@ -181,7 +131,7 @@ class PredictorTests:
         assert np.array_equal(self.chosen(predictor, query), self.chosen(fresh, query))
 
     def test_choices(self) -> None:
-        """Within bounds and budget, the sinks among them, a guess too; and it decides by the query."""
+        """Within bounds and budget, with the sinks, also for a guess; and they depend on the query."""
         predictor, keys = self.learnt(3)
         count, sinks = self.tokens // self.form.group_size, -(-self.num_sinks // self.form.group_size)
         seen = set()
@@ -197,7 +147,7 @@ class PredictorTests:
         assert self.chosen(predictor, self.query(3, keys), budget=count).shape == (3, count)
 
     def test_padding_is_never_chosen(self) -> None:
-        """Units of padding alone are out; the sinks are those where the row begins."""
+        """No units of padding only; the sinks are at the row's first token."""
         if not self.takes_padding:
             return
         keys = self.keys(2, self.tokens)
@@ -210,7 +160,7 @@ class PredictorTests:
         assert units[1].min() == 50 and set(sinks) <= set(units[1].tolist()) and units[0].min() == 0
 
     def test_truncate(self) -> None:
-        """As if the later units had never been learned; it learns on from there."""
+        """As if it had never seen the later units; it continues from there."""
         predictor, keys = self.learnt(2)
         left, units = keys[:, :, : self.tokens - 80], (self.tokens - 80) // self.form.group_size
         predictor.truncate(units)
@@ -221,7 +171,7 @@ class PredictorTests:
         assert predictor.ready(units + 10)
 
     def test_select_rows(self) -> None:
-        """Row i chooses what row `rows[i]` chose, and learns on by itself."""
+        """Row i chooses as row `rows[i]` did, and then continues separately."""
         predictor, keys = self.learnt(3)
         before = self.chosen(predictor, self.query(3, keys))
         rows = [2, 0, 0, 1]
@@ -233,7 +183,7 @@ class PredictorTests:
         assert self.learn(predictor, more, start=self.tokens) == [] and predictor.ready(more.shape[2] // 4)
 
     def test_captured_and_restored(self) -> None:
-        """The twin chooses the same without having learned; neither sees what the other learns later."""
+        """The twin chooses the same at once; neither sees what the other one is given later."""
         predictor, keys = self.learnt(2)
         tree = predictor.capture()
         twin = self.make_predictor(2, MemoryAccount())
@@ -254,7 +204,7 @@ class PredictorTests:
             assert np.array_equal(units, self.chosen(fresh, query))
 
     def test_a_lesson_makes_up_for_queries(self) -> None:
-        """Keys that come without any are judged as they were where they came with some."""
+        """Keys without queries are ranked as with the queries that the prior was fitted to."""
         predictor, keys = self.learnt(2)
         lesson, twin = predictor.lesson(), self.make_predictor(2, MemoryAccount())
         if lesson is not None:
@@ -270,7 +220,7 @@ class PredictorTests:
         return predictor
 
     def test_no_more_is_held_than_planned(self) -> None:
-        """At its peak, while it learns, chooses and moves rows; and all of it is given back."""
+        """At its peak, while it is fitted, chooses and moves rows; and `close` frees everything."""
         for rows in (1, 3):
             account = MemoryAccount()
             predictor, keys = self.learnt(rows, account)

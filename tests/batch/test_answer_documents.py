@@ -275,7 +275,7 @@ def test_what_is_wrong_with_the_job_is_raised(tmp_path: Path, monkeypatch: pytes
         worker(tmp_path, contexts=str(tmp_path / "contexts"))
     for wrong in (long_model(), (long_model(), words()), 3):
         for asks in (AnswerDocuments, functools.partial(answer_documents, None)):
-            with pytest.raises(ConfigError, match="model must be a hub name, a folder, or a function"):
+            with pytest.raises(ConfigError, match="model must be a Hub name, a folder, or a function"):
                 asks(wrong)
     with pytest.raises(ConfigError, match="no column 'questions' among document, question: name it"):
         worker(tmp_path)({"document": ["w5"], "question": ["w5"]})
@@ -384,15 +384,15 @@ def test_a_published_context_that_is_damaged_is_not_trusted(tmp_path: Path, monk
     cells = [cell.name for row in other.cells for cell in row if cell is not None]
     for name in cells:
         system.pipe(f"{folder}/{name}", b"another size")
-    again("streamed", "could not be had")
+    again("streamed", "could not be fetched")
     again("streamed")
     whole = system.cat(f"{folder}/{cells[0]}")
     system.pipe(f"{folder}/{cells[0]}", whole[:-1] + bytes([whole[-1] ^ 1]))
-    again("streamed", "could not be had")
+    again("streamed", "could not be fetched")
     again("streamed")
     for name in cells:
         system.rm(f"{folder}/{name}")
-    again("streamed", "could not be had")
+    again("streamed", "could not be fetched")
     again("streamed")
 
 
@@ -449,4 +449,4 @@ def test_a_place_that_fails_costs_a_prefill(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(MemoryFileSystem, method, fails)
     row = only(answers(asked(1, 5)))
     assert row["context"] == "prefilled" and row["answers"] == first["answers"] and row["error"] is None
-    assert "could not be had" in row["context_note"] and "not shared" in row["context_note"]
+    assert "could not be fetched" in row["context_note"] and "not shared" in row["context_note"]

@@ -91,7 +91,7 @@ def test_objects_that_are_refused_are_not_rewritten(
     store.asked.clear()
     row = answered(answers)
     assert (row["context"], row["answers"]) == ("streamed", first["answers"])
-    assert "could not be had" in row["context_note"] and SAID.get(what, what) in row["context_note"]
+    assert "could not be fetched" in row["context_note"] and SAID.get(what, what) in row["context_note"]
     assert not store.of("PUT") and store.files == before
     store.reply = lambda asked: None
     for path in [path for path in before if NAME not in path]:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, SpecCache, offload_cache
 from hf_offload_cache.errors import ReadOnlyError, UnsupportedModelError
 from hf_offload_cache.model import Geometry, may_crop
-from hf_offload_cache.testing.predictors import TOLERANCE
+from hf_offload_cache.testing.model_walk import TOLERANCE
 
 LENGTH, NEW = 70, 5
 MORE_THAN_KEYS = ["indexer", "indexer of glm", "blocks of keys", "compressed"]

@@ -39,6 +39,7 @@ SMALL = {
     "speed_chunks": "",
     "speed_compress": "--tokens 1100 --steps 20 --memory none",
     "speed_growth": "--steps 1 --repetitions 1 --memory 1/2",
+    "stream_costs": "--tokens 512 --chunk 256",
     "stream_quality": "--tokens 300 --steps 4 --facts 0",
     "stream_speed": "--tokens 640 --chunk 128",
 }

@@ -125,7 +125,7 @@ class _Shifted(WrapperStore):
         return self.inner.parts  # type: ignore[attr-defined]
 
     def share(self) -> FreezableStore:
-        return _Shifted(self._freezable.share(), self.base)  # type: ignore[arg-type]
+        return _Shifted(self.freezable.share(), self.base)  # type: ignore[arg-type]
 
     def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
         if len(self.parts) == 1:

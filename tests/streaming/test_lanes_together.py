@@ -17,7 +17,7 @@ from static_server import served
 
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.methods.disk_swap import learnt_keys
-from hf_offload_cache.streaming import NAME, Cells, ComputingSpeed, Loader, State, StreamManifest, Teacher
+from hf_offload_cache.streaming import NAME, Cells, ComputingSpeed, Extras, Loader, State, StreamManifest
 
 
 @pytest.fixture(autouse=True)
@@ -115,24 +115,24 @@ def test_what_is_to_come_is_not_found_out(
     """Each layer's keys are made compact by what was learnt where the context was published; only where that has not
     come by the last column each finds it out, once."""
     manifest, go, fitted = StreamManifest.parse((place / NAME).read_bytes(), ""), threading.Event(), list[int]()
-    fit, look = learnt_keys.fit_coding, Teacher.look
+    fit, look = learnt_keys.fit_coding, Extras.look
     compute_all(monkeypatch)
 
     def counted(keys: Any, tokens: int, *more: Any) -> Any:
         fitted.append(tokens)
         return fit(keys, tokens, *more)
 
-    def look_late(teacher: Teacher, lane: Any) -> None:
+    def look_late(extras: Extras, lane: Any) -> None:
         if comes != "never" and lane.cells.of_state()[State.COMPUTED] >= lane.cells.layers:
             go.set()
             for _ in range(1000):
                 if not lane.beside:
                     break
                 time.sleep(0.01)
-        look(teacher, lane)
+        look(extras, lane)
 
     monkeypatch.setattr(learnt_keys, "fit_coding", counted)
-    monkeypatch.setattr(Teacher, "look", look_late)
+    monkeypatch.setattr(Extras, "look", look_late)
     with served(place) as server:
         server.fault = lambda name, data: (go.wait(60), data)[1] if name == manifest.learnt.name else data
         with stream_context(server.url, long_model(), ids(), path=tmp_path) as cache:

@@ -146,7 +146,7 @@ def test_a_text_that_goes_on_differently_has_what_came_before(tmp_path: Path) ->
         assert cache.get_seq_length() == CONTEXT - SIZE  # one id is left to go on from
     other[0, 0] = (other[0, 0] + 1) % 50
     with stream_context(str(place), long_model(), other, path=tmp_path) as cache:
-        assert cache.get_seq_length() == 0 and "no whole chunk in common" in cache.stream_report.whole
+        assert cache.get_seq_length() == 0 and "no complete chunk in common" in cache.stream_report.whole
 
 
 def test_private_ranges_are_neither_published_nor_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eval.baselines.greedy import attended_by_all, potential_aware
-from hf_offload_cache.streaming import Costs, Line, Plan, bound, meet, staircase
+from eval.baselines.greedy import Schedule, attended_by_all, bound, potential_aware
+from hf_offload_cache.streaming import Costs, Line, meet, staircase
 
 
 def dense(chunks: int, layers: int, balance: float, slope: float = 2e-8) -> Costs:
@@ -22,7 +22,7 @@ def dense(chunks: int, layers: int, balance: float, slope: float = 2e-8) -> Cost
 @pytest.mark.parametrize("chunks", [1, 2, 7, 20])
 def test_meeting_is_near_the_bound(chunks: int, balance: float) -> None:
     costs = dense(chunks, 16, balance)
-    plan = meet(costs)
+    plan = Schedule.from_the_end(meet(costs), costs)
     assert plan.seconds(costs) <= 1.05 * bound(costs)
     assert max(plan.lanes(costs)) == pytest.approx(plan.seconds(costs))  # computing waits for nothing
 
@@ -33,9 +33,9 @@ def test_uneven_costs_have_a_staircase() -> None:
     streamed = costs.streamed.copy()
     streamed[:, :6] *= 20
     uneven = Costs(costs.computed, costs.projected, streamed)
-    plan = staircase(uneven)
+    plan, meeting = (Schedule.from_the_end(make(uneven), uneven) for make in (staircase, meet))
     assert plan.seconds(uneven) <= 1.05 * bound(uneven)
-    assert plan.seconds(uneven) < 0.9 * meet(uneven).seconds(uneven)
+    assert plan.seconds(uneven) < 0.9 * meeting.seconds(uneven)
     assert list(plan.depths) == sorted(plan.depths, reverse=True)
 
 
@@ -45,7 +45,8 @@ def test_every_plan_brings_every_cell_once(seed: int) -> None:
     shape = int(generator.integers(1, 6)), int(generator.integers(2, 7))
     computed = generator.random(shape) + 0.1
     costs = Costs(computed, computed * 0.2, generator.random(shape) + 0.1)
-    for plan in (meet(costs), staircase(costs), potential_aware(costs, 1.0)):
+    ours = (Schedule.from_the_end(make(costs), costs) for make in (meet, staircase))
+    for plan in (*ours, potential_aware(costs, 1.0)):
         cells = {(chunk, layer) for chunk, depth in enumerate(plan.depths) for layer in range(depth)}
         assert all(1 <= depth <= shape[1] for depth in plan.depths)
         assert not cells & set(plan.order) and len(set(plan.order)) == len(plan.order)
@@ -57,17 +58,17 @@ def test_the_greedy_plan_of_the_paper_strands_computing() -> None:
     """It streams what is cheap, low layers as well, and what lies above them cannot be computed any more."""
     costs = dense(4, 30, 3.0)
     stage = float(costs.columns[:, -1].sum()) / 20
-    assert potential_aware(costs, stage).seconds(costs) > 1.3 * meet(costs).seconds(costs)
+    assert potential_aware(costs, stage).seconds(costs) > 1.3 * Schedule.from_the_end(meet(costs), costs).seconds(costs)
 
 
 def test_computing_waits_for_what_it_needs() -> None:
     """Two chunks of three layers: the second can go through layer 1 only when the first one's is there."""
     ones = np.ones((2, 3))
     costs = Costs(ones, ones * 0.5, ones * 10)
-    plan = Plan((1, 3), ((0, 1), (0, 2)))
+    plan = Schedule((1, 3), ((0, 1), (0, 2)))
     # 0.5 for the first layer of the first; 1 for that of the second; layer 1 of the first comes at 10; 1 more, and 0.5
     assert plan.seconds(costs) == pytest.approx(20)
-    assert Plan((1, 3), ((0, 2), (0, 1))).seconds(costs) == pytest.approx(21.5)
+    assert Schedule((1, 3), ((0, 2), (0, 1))).seconds(costs) == pytest.approx(21.5)
 
 
 def test_a_line_is_fitted() -> None:
