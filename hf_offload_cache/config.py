@@ -224,7 +224,7 @@ class OffloadConfig:
         except (OSError, ValueError) as error:
             raise ConfigError(f"config: cannot read {str(path)!r} as JSON: {error}") from error
         if not isinstance(values, dict):
-            raise ConfigError(f"config: {str(path)!r} must hold a JSON object of fields")
+            raise ConfigError(f"config: {str(path)!r} must contain a JSON object of fields")
         return values
 
     def _number(self, name: str) -> float:

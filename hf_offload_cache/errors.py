@@ -24,7 +24,7 @@ class UnsupportedModelError(ValueError):
 
 
 class PromptError(ValueError):
-    """The tokens given to the model do not continue what the cache holds; nothing was appended."""
+    """The tokens given to the model do not continue the stored ones; nothing was appended."""
 
 
 class ReadOnlyError(ValueError):

@@ -147,14 +147,14 @@ def generate_answer(
     pause: tuple[int, Callable[[], object]] | None = None,
     started: float | None = None,
 ) -> Answer:
-    """The greedy answer to the prompt (1, T). The cache may hold the prompt's first tokens; afterwards it holds the
-    prompt and the answer.
+    """The greedy answer to the prompt (1, T). The cache may already have the prompt's first tokens; afterwards it has
+    the prompt and the answer.
 
     All of the prompt but its last tokens is prefilled in pieces of `prefill_chunk` tokens (None: 1,024), and `generate`
     continues from there. If the model's keys depend on a forward's length and `prefill_chunk` is None, `generate`
     prefills the complete prompt. Then `prefill_seconds` is nearly 0 and `first_token_seconds` includes the prefill.
     `on_text` gets the answer in this thread, in pieces, as complete words are ready. `pause`: a number of tokens, and a
-    function to call when the cache holds exactly that many; its time does not count. `started`: the `time.perf_counter`
+    function to call when the cache has exactly that many; its time does not count. `started`: the `time.perf_counter`
     value when the work for this prompt began (None: now). Raises `PromptTooLongError` and `ConfigError` before anything
     runs.
     """
@@ -165,18 +165,18 @@ def generate_answer(
     streamer = _streamer(tokenizer, on_text or (lambda text: None))
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     start = time.perf_counter() if started is None else started
-    first = held = getattr(cache, "tokens", 0)
-    turn = held if pause is None else pause[0]  # the tokens up to the pause are a separate turn
+    first = stored = getattr(cache, "tokens", 0)
+    turn = stored if pause is None else pause[0]  # the tokens up to the pause are a separate turn
     last = prefilled_tokens(input_ids.shape[1])
     size = piece_size(model, turn, input_ids.shape[1], prefill_chunk, until=last)
 
     def prefill_to(stop: int) -> None:
-        nonlocal held
-        done, report = held, on_progress or (lambda tokens: None)
+        nonlocal stored
+        done, report = stored, on_progress or (lambda tokens: None)
         if stop > done:
             part = input_ids[:, done:stop]
             prefill(model, part, cache, prefill_chunk, lambda tokens: report(done - first + tokens))
-            held = stop
+            stored = stop
         if input_ids.is_cuda:
             torch.cuda.synchronize(input_ids.device)
 

@@ -10,16 +10,17 @@ import re
 import select
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ContextError, StoreError
 from ..registry import CACHES, cache_class
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
 
@@ -216,6 +217,17 @@ def cell(value: Any) -> Text:
     return Text(printable(str(value)))
 
 
+def new_table(*columns: str, right: Collection[str] = (), **options: Any) -> Table:
+    """A rich table whose unnamed columns are bold, and whose columns in `right` are aligned to the right."""
+    from rich.table import Table
+
+    table = Table(**options)
+    for name in columns:
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        table.add_column(name, style=None if name else "bold", justify=justify, overflow="fold")
+    return table
+
+
 def new_console(**options: Any) -> Console:
     """A rich console in which a pipe without a reader raises an error and does not end the process."""
     from rich.console import Console
@@ -275,7 +287,7 @@ def nobody_reads() -> bool:
             poll.register(stream.fileno(), 0)
             if any(event & select.POLLERR for _, event in poll.poll(0)):
                 gone.append(stream)
-        except (AttributeError, OSError, ValueError):  # there is none, or it is no file
+        except (AttributeError, OSError, ValueError):  # it is None, or not a file
             continue
     for stream in gone:
         _drop(stream)
@@ -284,11 +296,11 @@ def nobody_reads() -> bool:
 
 def _drop(stream: Any) -> None:
     """Discard what `stream` has buffered and what is written to it from now on."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    null = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, stream.fileno())
+        os.dup2(null, stream.fileno())
     finally:
-        os.close(nowhere)
+        os.close(null)
 
 
 def age(seconds: float) -> str:

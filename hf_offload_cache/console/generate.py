@@ -21,6 +21,7 @@ from .arguments import (
     add_verb,
     check_writable,
     new_console,
+    new_table,
     positive,
     printable,
     read_text,
@@ -208,12 +209,7 @@ def _print_text(text: str, bar: Progress) -> None:
 
 def _comparison(answers: Sequence[Answer]) -> Any:
     """A table with a column for each answer to the same question."""
-    from rich.table import Table
-
-    table = Table(title=f"prompt of {answers[0].prompt_tokens:,} tokens", show_lines=False)
-    table.add_column("", style="bold")
-    for answer in answers:
-        table.add_column(answer.cache, overflow="fold")
+    table = new_table("", *(answer.cache for answer in answers), title=f"prompt of {answers[0].prompt_tokens:,} tokens")
     reports = [answer.report for answer in answers]
     peaks = [answer.report.peak_memory_bytes if answer.report else answer.memory_bytes for answer in answers]
     rates = [answer.tokens_per_second for answer in answers]

@@ -18,6 +18,7 @@ from .arguments import (
     add_verb,
     check_writable,
     new_console,
+    new_table,
     positive,
     write_json,
 )
@@ -127,12 +128,8 @@ def _plan(
 def _print(
     arguments: argparse.Namespace, plan: MemoryPlan, config: OffloadConfig, room: dict[str, int | None]
 ) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{arguments.batch} x {arguments.context:,} tokens")
-    table.add_column("", style="bold")
-    table.add_column("prefill", justify="right")
-    table.add_column("decode", justify="right")
+    columns = ("prefill", "decode")
+    table = new_table("", *columns, right=columns, title=f"{arguments.batch} x {arguments.context:,} tokens")
     table.add_row("weights", *[size_text(plan.weight_bytes)] * 2)
     table.add_row("full KV (DynamicCache)", *[size_text(plan.full_kv_bytes)] * 2, end_section=True)
     for owner in dict.fromkeys((*plan.prefill, *plan.decode)):
@@ -201,13 +198,9 @@ def _compare(
 
 def _side_by_side(plans: list[ComparedPlan], title: str) -> Any:
     """A table with a column for each plan."""
-    from rich.table import Table
-
-    table = Table(title=title)
-    table.add_column("", style="bold")
-    for one in plans:
-        wider = "" if one.num_selected is None else f"\n{one.num_selected:,} tokens"
-        table.add_column(f"{one.name}{wider}", justify="right")
+    wider = ["" if one.num_selected is None else f"\n{one.num_selected:,} tokens" for one in plans]
+    columns = [f"{one.name}{tokens}" for one, tokens in zip(plans, wider, strict=True)]
+    table = new_table("", *columns, right=columns, title=title)
 
     def sizes(name: str) -> list[str]:
         return ["-" if one.plan is None else size_text(getattr(one.plan, name)) for one in plans]

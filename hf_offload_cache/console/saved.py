@@ -15,7 +15,7 @@ from ..config import parse_size
 from ..errors import ContextError, StoreError
 from ..report.progress import Progress
 from ..report.report import size_text
-from .arguments import add_verb, age, cell, complain, printable, stdout_console
+from .arguments import add_verb, age, cell, complain, new_table, printable, stdout_console
 
 if TYPE_CHECKING:
     from ..contexts.listing import Entry
@@ -144,8 +144,6 @@ def _contents(entry: Entry) -> dict[str, Any]:
 
 
 def _print_contents(values: dict[str, Any]) -> None:
-    from rich.table import Table
-
     def model(name: str) -> str:
         return values["identity"].get(name, "?")
 
@@ -163,9 +161,7 @@ def _print_contents(values: dict[str, Any]) -> None:
         "last used": values["last_used"],
         "fields": " ".join(f"{name}={value}" for name, value in values["config"].items()),
     }
-    table = Table(title=cell(values["path"]), show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+    table = new_table("", "value", title=cell(values["path"]), show_header=False)
     for name, value in rows.items():
         if value is not None:
             table.add_row(name, cell(value))
@@ -240,12 +236,8 @@ def _summary(entry: Entry) -> dict[str, Any]:
 
 
 def _print_list(entries: list[Entry], total: int) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("context", "cache", "model", "tokens", "on disk", "freed by rm", "used", ""):
-        right = name in ("tokens", "on disk", "freed by rm", "used")
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    figures = ("tokens", "on disk", "freed by rm", "used")
+    table = new_table("context", "cache", "model", *figures, "state", right=figures, box=None, pad_edge=False)
     for entry in entries:
         manifest, contents = entry.manifest, ("?", "?", "?")
         if manifest is not None:
@@ -318,12 +310,8 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def _print_findings(result: VerifyResult) -> None:
-    from rich.table import Table
-
     if result.findings:
-        table = Table(box=None, pad_edge=False)
-        for name in ("", "part", "file", "records", "problem"):
-            table.add_column(name, overflow="fold")
+        table = new_table("", "part", "file", "records", "problem", box=None, pad_edge=False)
         for finding in result.findings:
             numbers = ", ".join(map(str, finding.records[:_SHOWN]))
             if (more := len(finding.records) - _SHOWN) > 0:

@@ -141,7 +141,7 @@ def _is_context(path: str) -> bool:
 
 
 def _manifest(file_system: FileSystem, fd: int) -> tuple[int, ...] | None:
-    """Numbers that distinguish the present manifest from any other; None: there is none."""
+    """Numbers that distinguish the present manifest from any other; None without a manifest."""
     try:
         status = file_system.stat(MANIFEST_NAME, fd)
     except FileNotFoundError:

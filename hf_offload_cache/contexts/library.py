@@ -43,7 +43,7 @@ _KEPT_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Known:
-    """What a look-up needs of a context. `model` is its `model_digest`, `config` has the saved fields."""
+    """A context's values for look-ups. `model` is its `model_digest`, `config` has the saved fields."""
 
     path: Path
     cache: str
@@ -66,7 +66,7 @@ class Known:
 
 
 _SAME = ("cache", "config", "batch", "tokens", "key_check", "state", "binding", "digest", "mark_name")
-"""What `Known` has from a manifest."""
+"""Fields of `Known` that a manifest has too."""
 
 
 class PrefixIndex:

@@ -106,7 +106,7 @@ class Eviction:
 
 
 def look(path: str | os.PathLike[str], *, sizes_only: bool = False) -> Entry | None:
-    """The context at `path`, also a damaged one; None: there is none. `sizes_only`: do not read the manifest, so that
+    """The context at `path`, also a damaged one; None without one. `sizes_only`: do not read the manifest, so that
     `manifest` and `damage` are None."""
     path = Path(path)
     try:
@@ -168,9 +168,9 @@ def marked(folder_fd: int, name: str) -> str:
     return f"a read found damage: {' '.join(text.split()) or 'no details were recorded'}"
 
 
-def total_bytes(held: Iterable[Entry]) -> int:
+def total_bytes(contexts: Iterable[Entry]) -> int:
     """Disk space of the contexts, with shared files counted once."""
-    return sum({inode: file.disk_bytes for entry in held for inode, file in entry.files.items()}.values())
+    return sum({inode: file.disk_bytes for entry in contexts for inode, file in entry.files.items()}.values())
 
 
 def evict(
@@ -185,27 +185,27 @@ def evict(
     Files shared with a remaining context are not freed. Several processes may do this at once, and remove the same
     contexts. One that cannot be removed is reported. Raises `ContextError`, `StoreError` if `folder` cannot be read.
     """
-    held = [entry for entry in listing(folder, sizes_only=True) if among(entry)]
-    links = Counter(inode for entry in held for inode in entry.files)
-    total = total_bytes(held)
+    remaining = [entry for entry in listing(folder, sizes_only=True) if among(entry)]
+    links = Counter(inode for entry in remaining for inode in entry.files)
+    total = total_bytes(remaining)
     removed: list[tuple[Entry, int]] = []
     refused: list[tuple[Entry, Exception]] = []
-    while held and total > most_bytes:
-        oldest = held.pop()
-        gone = look(oldest.path) or oldest
-        if gone.last_used_ns > oldest.last_used_ns:  # used by another process since it was listed
-            held.append(dataclasses.replace(oldest, last_used_ns=gone.last_used_ns))
-            held.sort(key=_by_use, reverse=True)
+    while remaining and total > most_bytes:
+        oldest = remaining.pop()
+        latest = look(oldest.path) or oldest
+        if latest.last_used_ns > oldest.last_used_ns:  # used by another process since it was listed
+            remaining.append(dataclasses.replace(oldest, last_used_ns=latest.last_used_ns))
+            remaining.sort(key=_by_use, reverse=True)
             continue
         try:
             freed = remove(oldest.path, wipe=wipe)
         except (ContextError, StoreError) as error:
             # after a StoreError it may have lost its name, and still take space
             if isinstance(error, StoreError) or look(oldest.path) is not None:
-                refused.append((gone, error))
+                refused.append((latest, error))
                 continue
         else:
-            removed.append((gone, freed))
+            removed.append((latest, freed))
         for inode, file in oldest.files.items():
             links[inode] -= 1
             total -= file.disk_bytes if links[inode] == 0 else 0

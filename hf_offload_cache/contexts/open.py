@@ -244,7 +244,7 @@ def restore_kept(
     *,
     known: bool = False,
 ) -> None:
-    """Make `layer`, a new layer of the same kind, hold the state captured in `tree`. Tensors are copied.
+    """Restore `layer`, a new layer of the same kind, from the state in `tree`. Tensors are copied.
 
     Args:
         place: name for errors.

@@ -157,7 +157,7 @@ class Saver:
         """Raise `ContextError` unless the temporary directory contains a context."""
         ours, foreign = survey(self._file_system, self.fd)
         if foreign or MANIFEST_NAME not in ours:
-            wrong = f"holds {foreign[0]!r}, which no context may hold" if foreign else f"has no {MANIFEST_NAME!r}"
+            wrong = f"contains {foreign[0]!r}, not a context's file" if foreign else f"has no {MANIFEST_NAME!r}"
             raise ContextError(f"what was to be saved to {str(self._target)!r} {wrong}: nothing was saved")
 
     def check_target(self) -> bool:
@@ -179,11 +179,11 @@ class Saver:
                 if leads_to(self._file_system, name, self._parent_fd, fd):
                     break  # else it was being removed, and half empty
         if foreign:
-            raise self._refusal(f"holds {foreign[0]!r}, which is not of a context: move it, or choose another name")
+            raise self._refusal(f"contains {foreign[0]!r}, not a context's file: move it, or choose another name")
         if ours and MANIFEST_NAME not in ours:
             raise self._refusal(f"has no {MANIFEST_NAME!r}, so it is not a context: remove it, or choose another name")
         if ours and not self._overwrite:
-            raise self._refusal("holds a context: give overwrite=True to replace it, or choose another name")
+            raise self._refusal("contains a context: give overwrite=True to replace it, or choose another name")
         return bool(ours)
 
     def _refusal(self, why: str) -> FileExistsError:

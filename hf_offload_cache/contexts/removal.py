@@ -39,7 +39,7 @@ def remove(path: str | os.PathLike[str], *, wipe: bool = False, file_system: Fil
             try_lock(file_system, folder_fd)  # so that no sweeper takes it for a killed saver's
             name = temporary_name(wiping=wipe)
             file_system.rename(path.name, name, parent_fd)
-            with reported(f"{str(path)!r} is {name!r} until the next save beside it removes that; removing it now"):
+            with reported(f"{str(path)!r} is {name!r} until the next save to its folder removes that; removing it now"):
                 sync_folder(file_system, parent_fd)
                 discard(file_system, parent_fd, name)
                 sync_folder(file_system, parent_fd)
@@ -141,7 +141,7 @@ def _check_removable(file_system: FileSystem, folder_fd: int, path: Path) -> int
     ours, foreign = survey(file_system, folder_fd)
     if foreign:
         raise ContextError(
-            f"{str(path)!r} holds {foreign[0]!r}, which is not of a context: nothing was removed; move that away first"
+            f"{str(path)!r} contains {foreign[0]!r}, not a context's file: nothing was removed; move it away first"
         )
     if not ours:
         raise ContextError(f"{str(path)!r} is an empty folder, not a context: nothing was removed")

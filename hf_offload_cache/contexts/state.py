@@ -75,7 +75,7 @@ def _without_tensors(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return {"tensor": name}
     if isinstance(tree, dict):
         if not all(type(key) in (str, int) for key in tree):
-            raise TypeError(f"a context cannot hold a dictionary with keys {list(tree)!r}")
+            raise TypeError(f"a context cannot store a dictionary with keys {list(tree)!r}")
         return {"dict": [[key, _without_tensors(value, tensors)] for key, value in tree.items()]}
     if isinstance(tree, list | tuple):
         kind = "list" if isinstance(tree, list) else "tuple"
@@ -86,7 +86,7 @@ def _without_tensors(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return {"device": tree.type}
     if isinstance(tree, _PLAIN):
         return tree
-    raise TypeError(f"a context cannot hold a {type(tree).__name__}: {tree!r}")
+    raise TypeError(f"a context cannot store a {type(tree).__name__}: {tree!r}")
 
 
 def _with_tensors(tree: Any, tensors: dict[str, torch.Tensor], device: torch.device) -> Any:
@@ -116,7 +116,7 @@ def _with_tensors(tree: Any, tensors: dict[str, torch.Tensor], device: torch.dev
 
 @runtime_checkable
 class StoredLayer(Protocol):
-    """What contexts need of a layer whose history is in a store: its records as frozen stores, and all else as a tree.
+    """A layer whose history is in a store, as contexts need it: its records as frozen stores, and all else as a tree.
     Other layers are transformers' own, whose attributes are kept."""
 
     @property

@@ -51,7 +51,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What `verify` read, and its findings in the order of the manifest, then by name."""
+    """Totals and findings of `verify`, in the order of the manifest, then by name."""
 
     path: str
     findings: tuple[Finding, ...]

@@ -123,7 +123,7 @@ class Offloading:
     requests: int = 0
     """Finished requests with an offloading cache."""
     requests_at_floor: int = 0
-    """Those of them whose share was too small, and that used `floor` per sequence."""
+    """Requests among them whose share was too small, and that used `floor` per sequence."""
     requests_left_plain: int = 0
     """Requests with transformers' own cache, because an offloading one was of no use or not used: short ones (see
     `request_cache`), those of models with nothing to offload (in `offload_all`), and generations that made their own

@@ -22,7 +22,7 @@ class Counters:
     records_read: int = 0
     """Records read by layers that have 4-bit copies."""
     records_compressed: int = 0
-    """Those of them that were read as copies."""
+    """Records among `records_read` that were read as copies."""
     unpack_seconds: float = 0.0
     look_bytes: int = 0
     """Bytes that predictors read before they selected."""
@@ -41,9 +41,9 @@ class Counters:
         default_factory=lambda: defaultdict(list)
     )
 
-    def attend(self, queries: int, held: int, entries: int) -> None:
-        """Count queries that attended to `entries` stored tokens each, of `held` visible ones."""
-        self.tokens_visible += queries * held
+    def attend(self, queries: int, visible: int, entries: int) -> None:
+        """Count queries that attended to `entries` stored tokens each, of `visible` ones."""
+        self.tokens_visible += queries * visible
         self.tokens_attended += queries * entries
 
     def later(self, **numbers: torch.Tensor) -> None:

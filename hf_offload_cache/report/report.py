@@ -13,7 +13,7 @@ from .counters import Counters
 
 @dataclass(frozen=True)
 class StreamReport:
-    """What `stream_context` did. A cell is a chunk of tokens in one layer; the first layer, which is always computed,
+    """Figures of `stream_context`. A cell is a chunk of tokens in one layer; the first layer, which is always computed,
     is not counted."""
 
     level: str | None
