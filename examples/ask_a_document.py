@@ -1,4 +1,4 @@
-"""Ask the default model about a document, with the KV cache on disk. The change to a usual script is one argument.
+"""Ask the default model about a document, with the KV cache on disk. One argument of a usual script changes.
 
     python examples/ask_a_document.py [FILE] ["QUESTION"]
 """
@@ -12,7 +12,7 @@ from hf_offload_cache.console import build_prompt, load
 document = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("document.txt")
 question = sys.argv[2] if len(sys.argv) > 2 else "What is the access code of the north greenhouse?"
 
-model, tokenizer = load()  # any causal language model of transformers does
+model, tokenizer = load()  # or any other causal language model of transformers
 input_ids = build_prompt(tokenizer, document.read_text(encoding="utf-8"), question)
 
 with DiskSwapCache(model, num_selected=400) as cache:

@@ -1,4 +1,4 @@
-"""A cache method of one's own, complete: pages of 16 tokens, judged by the least and the largest of their keys.
+"""A complete cache method: pages of 16 tokens, scored by the minimum and the maximum of their keys.
 
 The idea is Quest's (Tang et al. 2024, section 3): for each component of a key, a page keeps the minimum and the maximum
 over its tokens. No key in the page can score higher against a query than the sum, over components, of the larger of

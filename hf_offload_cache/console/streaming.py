@@ -9,76 +9,75 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import generate as documents
-from .arguments import add_cache_argument, add_field_argument, add_model_arguments, new_console, port, positive
+from ..report.progress import Progress
+from ..report.report import size_text
+from .arguments import add_cache_arguments, add_model_arguments, add_verb, port, positive
+from .generate import read_document
 
 if TYPE_CHECKING:
-    from ..report.progress import Progress
     from ..streaming.cells import Cells
 
 _LEVELS = ("lossless", "fine", "default", "small", "smallest")
 
 
 def add(verbs: Any) -> None:
-    """Declare the verbs among the console's `verbs`."""
-    parser = verbs.add_parser("publish", help="put a saved context where others can stream it from")
-    parser.description = (
-        "Write a saved context as objects and a manifest, which any static web server or object store can serve."
-    )
+    parser = add_verb(
+        verbs, "publish", publish, "publish a saved context, so that others can stream it",
+        "Write a saved context as objects and a manifest, which any static web server or object store can serve.",
+        encryption_key="--key",
+    )  # fmt: skip
     add_model_arguments(parser)
     add = parser.add_argument
     add("directory", metavar="DIR", type=Path, help="a context that `generate --save` made")
-    add("url", metavar="URL", help="a folder, or a URL of fsspec's: s3://..., hf://..., http(s) by PUT")
-    add("--level", choices=_LEVELS, default="default", help="how much is kept (default: %(default)s)")
-    add("--chunk-tokens", metavar="N", type=positive, default=1024, help="of an object (default: %(default)s)")
-    add("--private", metavar="A:B", type=_range, action="append", default=[], help="token range to leave out")
-    add("--key", metavar="FILE", type=Path, help="encryption key of the context, and of what is published")
-    add("--plain-context", action="store_true", help="the context is not encrypted: --key is of what is published")
-    add("--active-mass", metavar="X", type=float, help="measure which blocks have so much of the attention, e.g. .98")
-    add("--overwrite", action="store_true", help="replace the manifest that is there")
-    add("--no-check", action="store_true", help="do not read back and compare what was written")
-    parser.set_defaults(run=publish, parser=parser, argument_names={"encryption_key": "--key"})
+    add("url", metavar="URL", help="a folder, or a URL that fsspec supports: s3://..., hf://..., http(s) by PUT")
+    add("--level", choices=_LEVELS, default="default", help="compression of keys and values (default: %(default)s)")
+    add("--chunk-tokens", metavar="N", type=positive, default=1024, help="tokens per object (default: %(default)s)")
+    add("--private", metavar="A:B", type=_range, action="append", default=[],
+        help="token range to leave out; may be repeated")  # fmt: skip
+    add("--key", metavar="FILE", type=Path, help="encryption key of the context and of the publication")
+    add("--plain-context", action="store_true", help="the context is not encrypted: --key is for the publication")
+    add("--active-mass", metavar="X", type=float, help="measure which blocks get this share of attention, e.g. .98")
+    add("--overwrite", action="store_true", help="replace an existing manifest")
+    add("--no-check", action="store_true", help="do not read back and compare the written objects")
 
-    parser = verbs.add_parser("stream", help="answer a question about a document whose context is streamed")
-    parser.description = "As generate, but the document's context comes from a URL, as far as that is faster."
+    parser = add_verb(
+        verbs, "stream", stream, "answer a question about a document whose context is streamed",
+        "As generate, but load the document's context from a URL, as far as that is faster.", encryption_key="--key",
+    )  # fmt: skip
     add_model_arguments(parser)
-    add_cache_argument(parser)
-    add_field_argument(parser)
+    add_cache_arguments(parser)
     add = parser.add_argument
     add("url", metavar="URL")
     add("--prompt-file", metavar="FILE", type=Path, required=True, help="the document, UTF-8 text")
     add("--question", metavar="TEXT", required=True)
     add("--max-new-tokens", metavar="N", type=positive, default=64, help="default: %(default)s")
-    add("--private", metavar="A:B", type=_range, action="append", default=[], help="token range not to ask for")
-    add("--sparse", action="store_true", help="compute with the active blocks alone, if they were published (lossy)")
-    add("--key", metavar="FILE", type=Path, help="encryption key of what is published")
-    parser.set_defaults(run=stream, parser=parser, argument_names={"encryption_key": "--key"})
+    add("--private", metavar="A:B", type=_range, action="append", default=[],
+        help="token range not to request; may be repeated")  # fmt: skip
+    add("--sparse", action="store_true", help="compute only with the active blocks, if they were published (lossy)")
+    add("--key", metavar="FILE", type=Path, help="encryption key of the publication")
 
-    parser = verbs.add_parser("serve", help="serve published contexts, for trying")
-    parser.description = (
-        "A static web server of the contexts that were published to FOLDER, or to folders below it. It gives their "
-        "files only, to 32 clients at a time. For more than trying take a real one: nothing of it is special."
-    )
+    parser = add_verb(
+        verbs, "serve", serve, "serve published contexts, for local testing",
+        "A static web server for the contexts published to FOLDER or its subfolders. It serves only their files, to 32 "
+        "clients at a time. For anything beyond testing, use a production web server; any static one works.",
+    )  # fmt: skip
     parser.add_argument("folder", metavar="FOLDER", type=Path)
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
-    parser.add_argument("--port", type=port, default=8000, help="default: %(default)s; 0: any that is free")
-    parser.set_defaults(run=serve, parser=parser)
+    parser.add_argument("--port", type=port, default=8000, help="default: %(default)s; 0: any free port")
 
 
 def _range(text: str) -> tuple[int, int]:
     start, _, stop = text.partition(":")
     if not (start.isdigit() and stop.isdigit() and int(start) < int(stop)):
-        raise argparse.ArgumentTypeError(f"a range of tokens is A:B, from A up to before B, got {text!r}")
+        raise argparse.ArgumentTypeError(f"a range of tokens is A:B, from A up to but not including B, got {text!r}")
     return int(start), int(stop)
 
 
 def publish(arguments: argparse.Namespace) -> int:
-    from ..report.progress import Progress
-    from ..report.report import size_text
     from ..streaming.publish import publish_context
     from . import named_cache
 
-    model, tokenizer = named_cache.load(arguments.model, arguments.dtype, arguments.device)
+    model, tokenizer = named_cache.load_for(arguments)
     try:
         with Progress("publish", unit="layers") as bar:
             manifest = publish_context(
@@ -89,29 +88,29 @@ def publish(arguments: argparse.Namespace) -> int:
                 on_progress=bar.update,
             )  # fmt: skip
     except FileExistsError:
-        arguments.parser.error(f"{arguments.url} has a published context: name another, or give --overwrite")
+        arguments.parser.error(
+            f"{arguments.url} already contains a published context; choose another folder or pass --overwrite"
+        )
     nbytes = sum(cell.bytes for row in manifest.cells for cell in row if cell is not None)
-    whole = sum(manifest.shape(chunk).nbytes for chunk in range(manifest.chunks)) * (manifest.layers - 1)
-    told = f"{manifest.tokens:,} tokens in {manifest.chunks} chunks: {size_text(nbytes)}"
-    print(f"{told}, {nbytes / max(1, whole):.3f} of what they take in a cache ({manifest.level})")
+    full = sum(manifest.shape(chunk).nbytes for chunk in range(manifest.chunks)) * (manifest.layers - 1)
+    size = f"{manifest.tokens:,} tokens in {manifest.chunks} chunks: {size_text(nbytes)}"
+    print(f"{size}, {nbytes / max(1, full):.3f} of their size in a cache ({manifest.level})")
     return 0
 
 
 def stream(arguments: argparse.Namespace) -> int:
-    text = documents.read_document(arguments.prompt_file)
+    text = read_document(arguments.prompt_file)
 
     import torch
 
-    from ..report.progress import Progress
     from ..streaming.stream_context import stream_context
     from . import named_cache
     from .answer import check_length, document_part, generate_answer, question_part
 
     name, fields = arguments.cache or named_cache.default_for(None), dict(arguments.fields)
     named_cache.check_fields(name, fields, arguments.path)
-    cls, console = named_cache.offloading_class(name), new_console(stderr=True)
-    console.print(f"loading {arguments.model or 'the default model'} ...", highlight=False)
-    model, tokenizer = named_cache.load(arguments.model, arguments.dtype, arguments.device)
+    cls = named_cache.offloading_class(name)
+    model, tokenizer = named_cache.load_for(arguments)
     ids = torch.cat([document_part(tokenizer, text), question_part(tokenizer, arguments.question)], 1)
     check_length(model, ids.shape[1], arguments.max_new_tokens)
     started = time.perf_counter()
@@ -134,12 +133,12 @@ def stream(arguments: argparse.Namespace) -> int:
 
 def serve(arguments: argparse.Namespace) -> int:
     if not arguments.folder.is_dir():
-        arguments.parser.error(f"{arguments.folder} is no folder: publish a context to it first")
+        arguments.parser.error(f"{arguments.folder} is not a folder: publish a context to it first")
     from ..streaming.context_server import ContextServer
 
     try:
         made = ContextServer(arguments.folder, (arguments.host, arguments.port))
-    except (OSError, UnicodeError) as error:  # a port that is taken, or not for everybody; no such host
+    except (OSError, UnicodeError) as error:  # a port in use or privileged; no such host
         why = getattr(error, "strerror", None) or error
         arguments.parser.error(f"--host {arguments.host} --port {arguments.port}: {why}; name others, or --port 0")
     with made as server:
@@ -150,10 +149,10 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _show(bar: Progress, cells: Cells) -> None:
-    """How many cells are filled, and in which way."""
+    """Show how many cells were computed and how many streamed."""
     from ..streaming.cells import State
 
-    found = cells.of_state()
-    computed, streamed = found[State.COMPUTED], found[State.RECEIVED]
+    counts = cells.of_state()
+    computed, streamed = counts[State.COMPUTED], counts[State.RECEIVED]
     total, name = cells.chunks * (cells.layers - 1), f"{computed:,} cells computed, {streamed:,} streamed"
     bar.update(computed + streamed, total, name)

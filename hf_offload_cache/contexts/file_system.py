@@ -1,4 +1,4 @@
-"""The system calls that contexts are made of, one method each: the place where tests count, fail and kill."""
+"""The system calls of contexts, one method each, where tests count calls, inject failures and kill the process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..errors import StoreError, StoreFullError
 from ..stores.atomic_file import Descriptor, open_descriptor
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-"""Flags that open a directory; with `os.O_NOFOLLOW` not through a link."""
+"""Flags that open a directory; add `os.O_NOFOLLOW` to refuse a link."""
 
 NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EMLINK)
-"""What opening with these flags fails with where there is no directory: nothing, a file, a link (on BSD too)."""
+"""Errors of opening with these flags if there is no directory: nothing, a file, a link (EMLINK on BSD)."""
 
 ATTEMPTS = 1000
-"""Times that another process may come between two steps before a loop counts as one that would not end."""
+"""Times that another process may interfere before a loop gives up."""
 
 _EXCHANGE = 2
 
@@ -48,7 +48,7 @@ class FileSystem:
         os.fchmod(fd, mode)
 
     def lock(self, fd: int, *, wait: bool = False) -> None:
-        """Take the lock of an open directory until it is closed. `BlockingIOError`: another process has it."""
+        """Lock an open directory until it is closed. `BlockingIOError`: another process has the lock."""
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
     def names(self, folder_fd: int) -> list[str]:
@@ -77,7 +77,7 @@ class FileSystem:
         os.rename(old, new, src_dir_fd=folder_fd, dst_dir_fd=folder_fd if new_folder_fd is None else new_folder_fd)
 
     def exchange(self, one: str, other: str, folder_fd: int) -> None:
-        """Each of two names gets what the other had, in one step. ENOSYS, EINVAL...: not possible here."""
+        """Exchange two names in one step. ENOSYS, EINVAL...: not possible here."""
         call = _renameat2()
         if call is None:
             raise OSError(errno.ENOSYS, "the kernel or the C library cannot exchange names")
@@ -105,27 +105,26 @@ def _renameat2() -> Any:
 
 
 def try_lock(file_system: FileSystem, fd: int, *, wait: bool = False) -> bool | None:
-    """Take the lock of an open directory: True; False: another process has it; None: there are no locks here."""
+    """Lock an open directory. False: another process has the lock; None: the file system has no locks."""
     try:
         file_system.lock(fd, wait=wait)
     except BlockingIOError:
         return False
     except OSError:
-        return None  # whatever the reason: what is locked is right without locks too
+        return None  # for any reason: callers are correct without locks too
     return True
 
 
 def leads_to(file_system: FileSystem, name: str, folder_fd: int | None, fd: int) -> bool:
-    """Whether `name` in the open directory `folder_fd` (None: a path) is what `fd` was opened on."""
+    """Whether `name` in the open directory `folder_fd` (None: a path) is still what `fd` was opened on."""
     try:
-        there = file_system.stat(name, folder_fd)
+        return os.path.samestat(file_system.stat(name, folder_fd), file_system.fstat(fd))
     except FileNotFoundError:
         return False
-    return os.path.samestat(there, file_system.fstat(fd))
 
 
 def sync_folder(file_system: FileSystem, folder_fd: int) -> None:
-    """Force the names in an open directory to the disk, where its file system has that step."""
+    """Force an open directory's names to the disk, if its file system supports that."""
     try:
         file_system.fsync(folder_fd)
     except OSError as error:
@@ -134,7 +133,7 @@ def sync_folder(file_system: FileSystem, folder_fd: int) -> None:
 
 
 def failure(doing: str, error: OSError) -> StoreError:
-    """The error to raise from `error`: it says what was being done, and its notes; `StoreFullError` for no space."""
+    """The error to raise from `error`, with what was being done and its notes; `StoreFullError` for a full disk."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     kind = StoreFullError if full else StoreError
     advice = "; make room or choose another folder" if full else ""
@@ -144,7 +143,7 @@ def failure(doing: str, error: OSError) -> StoreError:
 
 @contextmanager
 def reported(doing: str) -> Iterator[None]:
-    """Errors of the system become `failure`s; `StoreError`s and `FileExistsError`s stay as they are."""
+    """Turn system errors into `failure`s; `StoreError`s and `FileExistsError`s pass unchanged."""
     try:
         yield
     except (StoreError, FileExistsError):

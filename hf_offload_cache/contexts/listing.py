@@ -1,4 +1,4 @@
-"""Contexts in a folder: what they take on the disk, when they were used last, and taking the oldest away. No torch."""
+"""Contexts in a folder: their disk space, last use and damage, and evicting the oldest. Does not load torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..errors import ContextError, CorruptRecordError, StoreError
-from .data_files import MANIFEST_NAME, open_file, read_small, survey, write_file
 from .file_system import FILE_SYSTEM, sync_folder
-from .folder import entries, open_folder, reading
-from .manifest import MOST_MANIFEST_BYTES, Manifest
+from .folder import MANIFEST_NAME, entries, open_file, open_folder, read_small, reading, survey, write_file
+from .manifest import Manifest, manifest_in
 from .removal import remove
 
 Inode = tuple[int, int]
@@ -27,7 +26,7 @@ _MOST_MARK_BYTES = 4096
 
 @dataclass(frozen=True)
 class File:
-    """A file of a context: bytes of disk, and names that it has anywhere."""
+    """A context's file: its disk space, and its number of names (hard links)."""
 
     disk_bytes: int
     links: int
@@ -35,11 +34,11 @@ class File:
 
 @dataclass(frozen=True)
 class Entry:
-    """A context in a folder, as of when it was looked at.
+    """A context in a folder, at the time of the look.
 
     `damage` describes damage as far as manifest, sizes and earlier reads show it; None: none. `manifest` is None if it
-    cannot be read, or was not read. `files` lists the context's files; a file shared by two contexts is in both lists.
-    `note` says why a library never opens it although it is not damaged.
+    cannot be read, or was not read. A file that two contexts share is in the `files` of both. `note` says why a library
+    never opens it although it is not damaged.
     """
 
     path: Path
@@ -55,22 +54,22 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Bytes of disk that its files take, those that other contexts share included."""
+        """Disk space of its files, including those that other contexts share."""
         return sum(file.disk_bytes for file in self.files.values())
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of disk that removing it frees: those of files that have no other name."""
+        """Disk space that removing it frees: that of files without another name."""
         return sum(file.disk_bytes for file in self.files.values() if file.links == 1)
 
     @property
     def cache(self) -> str | None:
-        """Name of the class."""
+        """Name of the cache class."""
         return None if self.manifest is None else self.manifest.cache
 
     @property
     def tokens(self) -> int | None:
-        """Tokens a sequence."""
+        """Tokens per sequence."""
         return None if self.manifest is None else self.manifest.tokens
 
     @property
@@ -83,8 +82,7 @@ class Entry:
 
     @property
     def digest(self) -> str | None:
-        """The digest that `save` returned: 64 hex digits that distinguish this context from any other, older ones
-        included."""
+        """The digest that `save` returned: 64 hex digits that differ from any other context's, even an older one's."""
         return None if self.manifest is None else self.manifest.digest
 
     @property
@@ -99,19 +97,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Eviction:
-    """What `evict` did: what is gone, with the bytes of disk that each freed, and what would not go."""
+    """The result of `evict`: the removed contexts, with the disk space that each freed, and the errors of others."""
 
     removed: list[tuple[Entry, int]]
     refused: list[tuple[Entry, Exception]]
     held_bytes: int
-    """What the contexts that stay take together."""
+    """Disk space of the remaining contexts."""
 
 
 def look(path: str | os.PathLike[str], *, sizes_only: bool = False) -> Entry | None:
-    """What there is at `path`; None when there is no context, or no longer. Never raises for a damaged one.
-
-    `sizes_only`: the manifest is not read, so that `manifest` and `damage` are None whatever it is like.
-    """
+    """The context at `path`, also a damaged one; None without one. `sizes_only`: do not read the manifest, so that
+    `manifest` and `damage` are None."""
     path = Path(path)
     try:
         return reading(path, functools.partial(_measure if sizes_only else _look, path))
@@ -125,17 +121,14 @@ def look(path: str | os.PathLike[str], *, sizes_only: bool = False) -> Entry | N
 
 
 def listing(folder: str | os.PathLike[str], *, sizes_only: bool = False) -> list[Entry]:
-    """The contexts that lie directly in `folder`, those used last first; each as `look` has it.
-
-    Raises `ContextError`, `StoreError` for the folder.
-    """
-    found = [entry for path in entries(folder) if (entry := look(path, sizes_only=sizes_only)) is not None]
-    return sorted(found, key=_by_use, reverse=True)
+    """`look` at the contexts directly in `folder`, the most recently used first. Raises `ContextError`, `StoreError`
+    for the folder."""
+    looks = [look(path, sizes_only=sizes_only) for path in entries(folder)]
+    return sorted((entry for entry in looks if entry is not None), key=_by_use, reverse=True)
 
 
 def touch(path: str | os.PathLike[str], when_ns: int | None = None) -> bool:
-    """Note that the context at `path` is used, now or at `when_ns`; False where this user may not write that down, or
-    there is no context any more."""
+    """Record a use of the context at `path`, now or at `when_ns`; False if this user may not, or it was removed."""
     now = time.time_ns() if when_ns is None else when_ns
     try:
         with open_folder(path) as folder_fd, open_file(folder_fd, MANIFEST_NAME) as fd:
@@ -150,37 +143,34 @@ def touch(path: str | os.PathLike[str], when_ns: int | None = None) -> bool:
 
 
 def mark(path: str | os.PathLike[str], digest: str, why: str) -> bool:
-    """Mark the context at `path`, for all processes, as found damaged by a read; `look` reports this from then on.
-
-    Does so only if the context still has that `digest`, because another has no damage. Returns False if this user
-    cannot write the mark, or the context no longer exists.
-    """
+    """Mark the context at `path` as damaged for all processes, if it still has that `digest`; `look` reports this from
+    then on. False if this user cannot write the mark, or the context no longer exists."""
     try:
         with open_folder(path) as folder_fd:
-            manifest = Manifest.parse(read_small(folder_fd, MANIFEST_NAME, MOST_MANIFEST_BYTES), str(path))
+            manifest = manifest_in(folder_fd, str(path))
             if manifest.digest != digest:
                 return False
             write_file(folder_fd, manifest.mark_name, [why.encode()[:_MOST_MARK_BYTES]])
             sync_folder(FILE_SYSTEM, folder_fd)
     except FileExistsError:
         return True
-    except (ContextError, OSError):  # whatever the disk has against it: the context is damaged
+    except (ContextError, OSError):  # the caller knows of the damage anyway
         return False
     return True
 
 
 def marked(folder_fd: int, name: str) -> str:
-    """The text of the mark `name` in an open context; it may be half written."""
+    """The text of the mark `name` in an open context, which may be half written."""
     try:
-        told = read_small(folder_fd, name, _MOST_MARK_BYTES).decode(errors="replace")
+        text = read_small(folder_fd, name, _MOST_MARK_BYTES).decode(errors="replace")
     except (ContextError, OSError):
-        told = ""
-    return f"a read found damage: {' '.join(told.split()) or 'it was not noted which'}"
+        text = ""
+    return f"a read found damage: {' '.join(text.split()) or 'no details were recorded'}"
 
 
-def total_bytes(held: Iterable[Entry]) -> int:
-    """Bytes of disk that the contexts take together: what several of them share counts once."""
-    return sum({inode: file.disk_bytes for entry in held for inode, file in entry.files.items()}.values())
+def total_bytes(contexts: Iterable[Entry]) -> int:
+    """Disk space of the contexts, with shared files counted once."""
+    return sum({inode: file.disk_bytes for entry in contexts for inode, file in entry.files.items()}.values())
 
 
 def evict(
@@ -190,32 +180,32 @@ def evict(
     *,
     wipe: bool = False,
 ) -> Eviction:
-    """Remove least recently used contexts (of those that `among` takes) until these take `most_bytes` at most.
+    """Remove least recently used contexts (of those that `among` accepts) until the others take at most `most_bytes`.
 
-    What is shared with a context that stays is not freed, and does not count as such. Of several processes that do this
-    at once each removes the same ones; the one used last goes last, for all of them. One that cannot be removed stays,
-    and is reported. Raises `ContextError`, `StoreError` when `folder` cannot be read.
+    Files shared with a remaining context are not freed. Several processes may do this at once, and remove the same
+    contexts. One that cannot be removed is reported. Raises `ContextError`, `StoreError` if `folder` cannot be read.
     """
-    held = [entry for entry in listing(folder, sizes_only=True) if among(entry)]
-    links = Counter(inode for entry in held for inode in entry.files)
-    total = total_bytes(held)
+    remaining = [entry for entry in listing(folder, sizes_only=True) if among(entry)]
+    links = Counter(inode for entry in remaining for inode in entry.files)
+    total = total_bytes(remaining)
     removed: list[tuple[Entry, int]] = []
     refused: list[tuple[Entry, Exception]] = []
-    while held and total > most_bytes:
-        oldest = held.pop()
-        gone = look(oldest.path) or oldest
-        if gone.last_used_ns > oldest.last_used_ns:  # by another process, since it was listed
-            held.append(dataclasses.replace(oldest, last_used_ns=gone.last_used_ns))
-            held.sort(key=_by_use, reverse=True)
+    while remaining and total > most_bytes:
+        oldest = remaining.pop()
+        latest = look(oldest.path) or oldest
+        if latest.last_used_ns > oldest.last_used_ns:  # used by another process since it was listed
+            remaining.append(dataclasses.replace(oldest, last_used_ns=latest.last_used_ns))
+            remaining.sort(key=_by_use, reverse=True)
             continue
         try:
             freed = remove(oldest.path, wipe=wipe)
         except (ContextError, StoreError) as error:
-            if isinstance(error, StoreError) or look(oldest.path) is not None:  # what lost its name still takes room
-                refused.append((gone, error))
+            # after a StoreError it may have lost its name, and still take space
+            if isinstance(error, StoreError) or look(oldest.path) is not None:
+                refused.append((latest, error))
                 continue
         else:
-            removed.append((gone, freed))
+            removed.append((latest, freed))
         for inode, file in oldest.files.items():
             links[inode] -= 1
             total -= file.disk_bytes if links[inode] == 0 else 0
@@ -227,8 +217,8 @@ def _by_use(entry: Entry) -> tuple[int, str]:
 
 
 def _look(path: Path, folder_fd: int) -> Entry:
-    manifest = Manifest.parse(read_small(folder_fd, MANIFEST_NAME, MOST_MANIFEST_BYTES), str(path))
-    files, foreign = survey(FILE_SYSTEM, folder_fd)
+    manifest = manifest_in(folder_fd, str(path))
+    files, _ = survey(FILE_SYSTEM, folder_fd)
     sizes = expected_sizes(manifest)
     for name in sorted(sizes):
         if name not in files:
@@ -246,7 +236,7 @@ def _measure(path: Path, folder_fd: int) -> Entry:
 
 def _look_at_damaged(path: Path, damage: str, folder_fd: int) -> Entry:
     try:
-        manifest = Manifest.parse(read_small(folder_fd, MANIFEST_NAME, MOST_MANIFEST_BYTES), str(path))
+        manifest = manifest_in(folder_fd, str(path))
     except ContextError:
         manifest = None
     return _entry(path, manifest, survey(FILE_SYSTEM, folder_fd)[0], damage)
@@ -254,8 +244,8 @@ def _look_at_damaged(path: Path, damage: str, folder_fd: int) -> Entry:
 
 def _entry(path: Path, manifest: Manifest | None, files: Mapping[str, os.stat_result], damage: str | None) -> Entry:
     if MANIFEST_NAME not in files:
-        raise FileNotFoundError(errno.ENOENT, f"{MANIFEST_NAME} is gone")
-    inodes = {(found.st_dev, found.st_ino): File(found.st_blocks * 512, found.st_nlink) for found in files.values()}
+        raise FileNotFoundError(errno.ENOENT, f"{MANIFEST_NAME} was removed")
+    inodes = {(stat.st_dev, stat.st_ino): File(stat.st_blocks * 512, stat.st_nlink) for stat in files.values()}
     return Entry(path, manifest, files[MANIFEST_NAME].st_mtime_ns, damage, inodes)
 
 

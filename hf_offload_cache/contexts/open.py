@@ -1,5 +1,5 @@
-"""A saved context as a cache: nothing is computed, and no keys and values are read before a step asks for them, but
-where host memory is to have them all."""
+"""Opening a saved context as a cache. Computes nothing, and reads no keys and values unless host memory is to store
+them all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,24 +29,24 @@ from ..stores.engines import open_named
 from ..stores.memory import MemoryStore
 from .configuration import opened_config
 from .folder import reading
-from .manifest import LayerEntry, Manifest, records_name
-from .protocol import ContextCache, StoredLayer
-from .reader import ContextReader, NoRoomError, check_digest, check_key, manifest_in, most_of_cache
+from .manifest import LayerEntry, Manifest, check_digest, manifest_in, records_name
+from .state import ContextReader, NoRoomError, StoredLayer, check_key, most_of_cache
 
-# Whether the trees of a context are what was captured of a cache: their kinds and the manifest's numbers
+# ----------------------------------------------------------------- checks of a context's trees against its manifest
+
 
 def token_ids(tree: Any, batch: int, tokens: int) -> torch.Tensor:
-    """The token ids (batch, tokens), int64, in the state of a cache as a whole. Raises `ContextError`."""
+    """The token ids (batch, tokens), int64, in a cache's state. Raises `ContextError`."""
     ids: Any = tree.get("ids") if isinstance(tree, dict) else None
     if not tokens or not is_tensor(ids, (batch, tokens), torch.int64):
         raise not_whole("cache", f"its token ids are {shown(ids)}, the manifest says {(batch, tokens)} torch.int64")
-    found: torch.Tensor = ids
-    return found
+    checked: torch.Tensor = ids
+    return checked
 
 
 class LayersOf:
-    """The contents of a model's layers: keys and values as its configuration says, and otherwise the state that one
-    token leaves in a twin without data."""
+    """Shapes of a model's layers: of keys and values according to its configuration, and of other state according to
+    what one token leaves in a twin without data."""
 
     def __init__(self, model: Any) -> None:
         self._model, stated = model, stated_shape(model.config.get_text_config(decoder=True))
@@ -57,7 +57,7 @@ class LayersOf:
         return seen_layers(self._model)
 
     def have_sizes(self, sizes: tuple[int, int, int, int]) -> bool:
-        """Whether some layer has keys and values of (Hk, Dk, Hv, Dv); also true if that is unknown."""
+        """Whether a layer has keys and values of (Hk, Dk, Hv, Dv); also true if that is unknown."""
         if sizes == self._stated or self._seen is None:
             return True
         both = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in self._seen]
@@ -68,8 +68,8 @@ class LayersOf:
         ]
 
     def check_kept(self, tree: Any, layer_idx: int, rows: int, name: str) -> None:
-        """Raise `ContextError` unless a transformers layer's keys, values and linear states are as the model makes them
-        for `rows` sequences."""
+        """Raise `ContextError` unless a transformers layer's keys, values and linear states have the model's shapes for
+        `rows` sequences."""
         keys, values = tree.get("keys"), tree.get("values")
         if isinstance(keys, torch.Tensor) or isinstance(values, torch.Tensor):
             fit = isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor)
@@ -78,33 +78,32 @@ class LayersOf:
                 raise not_whole(name, f"its keys and values are {shortened(keys)} and {shortened(values)}")
             if not self.have_sizes((keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])):
                 raise not_whole(name, f"its keys and values are {shortened(keys)}, and the model's have other sizes")
-        states = {part: held for part, held in tree.items() if isinstance(held, dict) and held}
-        if not any(isinstance(one, torch.Tensor) for held in states.values() for one in held.values()):
+        states = {part: values for part, values in tree.items() if isinstance(values, dict) and values}
+        if not any(isinstance(value, torch.Tensor) for values in states.values() for value in values.values()):
             return
         twin = None if self._seen is None or layer_idx >= len(self._seen) else self._seen[layer_idx]
-        growing = not type(twin).__module__.startswith("transformers.cache_utils")  # a model's own: entries a token
-        for part, held in states.items():
+        growing = not type(twin).__module__.startswith("transformers.cache_utils")  # a model's own: grows with tokens
+        for part, values in states.items():
             usual: Any = getattr(twin, part, None)
-            for place, one in held.items() if isinstance(usual, dict) else ():
+            for place, value in values.items() if isinstance(usual, dict) else ():
                 other = usual.get(place)
-                if part == "conv_kernel_size":  # that of one token may be shorter
+                both = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
+                if part == "conv_kernel_size":  # one token's may be shorter
                     width = states.get("conv_states", {}).get(place)
-                    fits = isinstance(width, torch.Tensor) and width.ndim > 1 and one == width.shape[-1]
-                    fits = fits or (width is None and one == other)
+                    fits = isinstance(width, torch.Tensor) and width.ndim > 1 and value == width.shape[-1]
+                    fits = fits or (width is None and value == other)
                 elif growing:
-                    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-                    fits = not isinstance(one, torch.Tensor) or (one.ndim > 1 and len(one) == rows)
-                    fits = fits and (not both or (one.ndim == other.ndim and one.shape[2:] == other.shape[2:]))
-                elif isinstance(other, torch.Tensor) or isinstance(one, torch.Tensor):
-                    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+                    fits = not isinstance(value, torch.Tensor) or (value.ndim > 1 and len(value) == rows)
+                    fits = fits and (not both or (value.ndim == other.ndim and value.shape[2:] == other.shape[2:]))
+                elif isinstance(other, torch.Tensor) or isinstance(value, torch.Tensor):
                     last = -1 if part == "conv_states" else None
-                    fits = both and one.ndim == other.ndim > 1 and one.dtype in DTYPES and len(one) == rows
-                    fits = fits and one.shape[1:last] == other.shape[1:last]
+                    fits = both and value.ndim == other.ndim > 1 and value.dtype in DTYPES and len(value) == rows
+                    fits = fits and value.shape[1:last] == other.shape[1:last]
                 else:
-                    fits = type(one) is type(other) and (isinstance(one, bool) or one == other)
+                    fits = type(value) is type(other) and (isinstance(value, bool) or value == other)
                 if not fits:
-                    what = f"{part} {shown(place)} is {shortened(one)}, and the model's {shortened(other)}"
-                    raise not_whole(name, what)
+                    message = f"{part} {shown(place)} is {shortened(value)}, and the model's {shortened(other)}"
+                    raise not_whole(name, message)
 
 
 def _sizes_of(shape: LayerShape) -> tuple[int, int, int, int]:
@@ -112,11 +111,9 @@ def _sizes_of(shape: LayerShape) -> tuple[int, int, int, int]:
 
 
 def check_history(tree: Any, entry: LayerEntry, batch: int, tokens: int, layers: LayersOf, name: str) -> None:
-    """Raise `ContextError` unless a captured layer holds keys and values as the model makes them, in the number and
-    record size that the manifest states. The check comes before any of them is opened and before memory is allocated.
-
-    A layer that holds nothing, or that captures something else as "history", is left to the code that restores it.
-    """
+    """Raise `ContextError` unless a captured layer has keys and values of the model's shapes, and the tokens and record
+    size in the manifest. Comes before any file is opened or memory is allocated. An empty layer, or one that captures
+    something else as "history", is left to the code that restores it."""
     history = tree.get("history")
     if not isinstance(history, dict) or not isinstance(history.get("form"), dict):
         return
@@ -124,9 +121,9 @@ def check_history(tree: Any, entry: LayerEntry, batch: int, tokens: int, layers:
     check_form(form, name)
     if type(heads) is not int or not 1 <= heads < 2**20:
         raise not_whole(name, f"each sequence has {shown(heads)} rows")
-    own = (heads * form.num_key_heads, form.key_dim, heads * form.num_value_heads, form.value_dim)
-    if not layers.have_sizes(own):
-        raise not_whole(name, f"its keys and values have (heads, width, heads, width) {own}, and the model's have not")
+    sizes = (heads * form.num_key_heads, form.key_dim, heads * form.num_value_heads, form.value_dim)
+    if not layers.have_sizes(sizes):
+        raise not_whole(name, f"its keys and values have (heads, width, heads, width) {sizes}, the model's do not")
     if any(entry.size_of(part) > form.record_bytes for part in entry.parts) or (
         entry.parts and entry.record_bytes != form.record_bytes
     ):
@@ -134,29 +131,27 @@ def check_history(tree: Any, entry: LayerEntry, batch: int, tokens: int, layers:
     if not isinstance(tail, torch.Tensor) or tail.ndim != 3 or len(tail) != batch * heads:
         raise not_whole(name, f"its latest tokens are {shown(tail)}, of {batch} sequences of {heads} rows each")
     if history.get("length") != tokens or isinstance(history["length"], bool):
-        raise not_whole(name, f"it holds {shown(history.get('length'))} tokens, the manifest says {tokens}")
+        raise not_whole(name, f"it has {shown(history.get('length'))} tokens, the manifest says {tokens}")
 
 
 def check_layer(tree: Any, entry: LayerEntry, name: str) -> None:
-    """Raises `ContextError` unless `tree` is the state of a layer, with the tags of the records that it has."""
+    """Raise `ContextError` unless `tree` is the state of a layer, with the tags of its records."""
     if not isinstance(tree, dict) or not isinstance(tree.get("tags"), list) or not isinstance(tree.get("layer"), dict):
-        raise not_whole(name, "its state is none of a layer")
+        raise not_whole(name, "its state is not a layer's")
     tags = tree["tags"]
     if len(tags) != len(entry.parts):
-        raise not_whole(name, f"there are tags of {len(tags)} files of records, the manifest names {len(entry.parts)}")
+        raise not_whole(name, f"it has tags of {len(tags)} files of records, the manifest names {len(entry.parts)}")
     for tag, part in zip(tags, entry.parts, strict=True):
         if not isinstance(tag, torch.Tensor) or tag.ndim != 2 or len(tag) != part.records:
             raise not_whole(name, f"the tags of {part.file} are {shown(tag)}, and it has {part.records} records")
 
 
 def check_kinds(tree: Any, like: dict[str, Any], name: str) -> None:
-    """Raises `ContextError` unless `tree` has the entries of `like`, what a new layer captures, each of its kind.
-
-    What is in a dictionary is left to whoever restores that part.
-    """
+    """Raise `ContextError` unless `tree` has the entries of `like`, which a new layer captured, each of its kind. The
+    contents of dictionaries are left to the code that restores them."""
     if not isinstance(tree, dict) or like.keys() != tree.keys():
         differ = sorted(map(str, like.keys() ^ tree.keys())) if isinstance(tree, dict) else "all"
-        raise not_whole(name, f"entries are missing, or are none of such a layer: {differ}")
+        raise not_whole(name, f"entries are missing, or not those of such a layer: {differ}")
     for field, value in tree.items():
         expected = like[field]
         if not (isinstance(expected, dict) and isinstance(value, dict)) and not is_of_kind(value, expected, (dict,)):
@@ -164,7 +159,7 @@ def check_kinds(tree: Any, like: dict[str, Any], name: str) -> None:
 
 
 def is_of_kind(value: Any, expected: Any, late: tuple[type, ...]) -> bool:
-    """Whether `value` may stand where a new layer has `expected`; for None also a tensor, or something of `late`."""
+    """Whether a layer may have `value` if a new one has `expected`; for None also a tensor, or a type in `late`."""
     if isinstance(value, float) and not math.isfinite(value):
         return False
     if isinstance(expected, torch.Tensor):
@@ -179,24 +174,24 @@ def is_of_kind(value: Any, expected: Any, late: tuple[type, ...]) -> bool:
 
 
 def shortened(value: Any) -> str:
-    """What an error shows of a value."""
+    """`shown`, with quotes around a text."""
     return shown(repr(value) if isinstance(value, str) else value)
 
 
-# Capture, check, restore and row selection for the state of transformers' own cache layers: sliding windows, linear
+# ------------------------------------------------------- transformers' own layers, such as sliding windows and linear
 
 _LATE = (torch.dtype, torch.device)
-"""Kinds of what a new layer has not yet and one that holds something has; beside tensors."""
+"""Types of values, besides tensors, that a layer gets with the first token."""
 
 
 def capture_kept(layer: Any, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """The attributes of `layer` (those in `names`; None: all) as a tree: no copies, not to be changed."""
+    """The attributes of `layer` (those in `names`; None: all) as a tree, without copies; do not change it."""
     return {name: getattr(layer, name) for name in (vars(layer) if names is None else names)}
 
 
 def select_kept_rows(layer: Any, rows: torch.Tensor, batch: int, change: str, argument: Any) -> dict[str, Any]:
-    """Attributes of `layer`, which holds `batch` sequences, after sequence i becomes the current sequence `rows[i]`;
-    `layer` itself is unchanged.
+    """Attributes of `layer`, of `batch` sequences, after sequence i becomes the current sequence `rows[i]`; `layer`
+    itself is unchanged.
 
     Calls its own method `change` with `argument`, if it has one. Attributes that the method leaves unchanged are
     selected here, because some layers' methods skip state other than keys and values. Raises `UnsupportedModelError`
@@ -220,7 +215,7 @@ def select_kept_rows(layer: Any, rows: torch.Tensor, batch: int, change: str, ar
 
 
 def _containers(value: Any) -> Any:
-    """A copy of dictionaries and lists, at all depths, with what they have in them."""
+    """A copy of dictionaries and lists, at all depths, with the same items."""
     if isinstance(value, dict | list):
         value = copy.copy(value)
         for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
@@ -229,8 +224,7 @@ def _containers(value: Any) -> Any:
 
 
 def _tensors(layer: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    """Every tensor in the attributes of `layer`, with the mapping or sequence that has it,
-    and its key or index there."""
+    """Every tensor in the attributes of `layer`, with the mapping or sequence that has it, and its key or index."""
     places: list[Any] = [vars(layer)]
     while places:
         place = places.pop()
@@ -250,7 +244,7 @@ def restore_kept(
     *,
     known: bool = False,
 ) -> None:
-    """Make `layer`, a new layer of the same kind, hold the state captured in `tree`. Tensors are copied.
+    """Restore `layer`, a new layer of the same kind, from the state in `tree`. Tensors are copied.
 
     Args:
         place: name for errors.
@@ -264,34 +258,34 @@ def restore_kept(
     """
     if not known:
         like = capture_kept(layer, names)
-        # a layer of a model's own may count what it holds, and have nothing in a part of it
+        # a model's own layer may count its tokens, and have empty parts
         foreign = not type(layer).__module__.startswith(("transformers.cache_utils", __package__.split(".")[0]))
         _check(tree, like, place, dir(type(layer)), rows, foreign=foreign)
         if tree.get("is_initialized") and not like.get("is_initialized"):
             for part in ("keys", "values"):
-                held = tree.get(part, torch.empty(0, dtype=torch.float32, device="cpu"))
-                if not isinstance(held, torch.Tensor) or not held.is_floating_point():
-                    raise not_whole(place, f"its {part} are {shortened(held)}")
+                tensor = tree.get(part, torch.empty(0, dtype=torch.float32, device="cpu"))
+                if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+                    raise not_whole(place, f"its {part} are {shortened(tensor)}")
     for name, value in tree.items():
-        setattr(layer, name, _own(value))
+        setattr(layer, name, _copied(value))
 
 
 def _check(
     tree: Any, like: dict[Any, Any], place: str, taken: Collection[str], rows: int | None, *, foreign: bool
 ) -> None:
-    """`taken`: names that an entry may have only where a new layer has it. `foreign`: numbers and empty tensors may be
-    where a new layer has None."""
+    """`taken`: names that only entries of a new layer may have. `foreign`: numbers and empty tensors are allowed if a
+    new layer has None."""
     if not isinstance(tree, dict) or like.keys() - tree.keys():
         missing = sorted(map(str, like.keys() - tree.keys())) if isinstance(tree, dict) else "all"
         raise not_whole(place, f"entries are missing: {missing}")
     for field, value in tree.items():
         if field not in like and (not isinstance(field, str) or field in taken):
-            raise not_whole(place, f"it has the entry {field!r}, which a layer has not")
+            raise not_whole(place, f"it has the entry {field!r}, which such a layer does not have")
         expected = like.get(field)
         if isinstance(expected, dict) and expected and isinstance(value, dict):
             _check(value, expected, f"{place}, {field}", (), rows, foreign=foreign)
             continue
-        # an int is one of several of its kind, such as sizes of states
+        # entries numbered by an int, such as sizes of states, may be ints
         late = (*_LATE, int) if isinstance(field, int) or foreign else _LATE
         of_kind = is_of_kind(value, expected, late)
         if foreign and isinstance(value, int) and expected is None:
@@ -304,28 +298,28 @@ def _check(
             raise not_whole(place, f"{field} is {shortened(value)}, and a new layer has {shortened(expected)}")
 
 
-def _own(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
-        return {key: _own(item) for key, item in value.items()}
+        return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_own(item) for item in value)
+        return type(value)(_copied(item) for item in value)
     return value
 
 
-Opened = TypeVar("Opened", bound=ContextCache)
+# ------------------------------------------------------------------------------------------------------------- open
 
 _DOES_NOT_FIT = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)
-"""What a value that nobody could have captured makes of the code that takes it, where no check was made for it."""
+"""Errors of restoring a value that no layer could have captured, if no check refused it."""
 _NO_MEMORY = "can't allocate memory"
-"""In the RuntimeError of torch's allocator for the CPU. It says nothing about the context."""
+"""In the RuntimeError of torch's allocator for the CPU, which says nothing about the context."""
 _OPENING = "opening"
-"""The owner in the account of what one layer's state takes until it is taken over."""
+"""Owner in the account of the memory of one layer's state, until the layer books it."""
 
 
 @contextlib.contextmanager
-def closed_on_error(cache: ContextCache) -> Iterator[None]:
+def closed_on_error(cache: Any) -> Iterator[None]:
     """Close `cache` on any exception inside, including Ctrl-C. The exception is unchanged, with a note if closing fails
     too."""
     try:
@@ -339,7 +333,7 @@ def closed_on_error(cache: ContextCache) -> Iterator[None]:
 
 
 def open_context(
-    cls: type[Opened],
+    cls: type[Any],
     directory: str | os.PathLike[str],
     model: Any,
     memory: int | str | None,
@@ -347,13 +341,13 @@ def open_context(
     tokenizer: Any,
     fields: dict[str, Any],
     expect: str | None = None,
-) -> Opened:
+) -> Any:
     """See `OffloadCache.open`."""
     place = os.fspath(directory)
     if expect is not None:
         check_digest(expect)
 
-    def read(folder_fd: int) -> Opened:
+    def read(folder_fd: int) -> Any:
         manifest = manifest_in(folder_fd, place)
         if expect is not None and manifest.digest != expect:
             raise ContextMismatchError(
@@ -378,8 +372,8 @@ def open_context(
     return reading(directory, read)
 
 
-def _fill(cache: ContextCache, reader: ContextReader, manifest: Manifest) -> None:
-    """Let `cache`, a new one, hold what the context holds."""
+def _fill(cache: Any, reader: ContextReader, manifest: Manifest) -> None:
+    """Fill a new cache from the context."""
     if len(manifest.layers) != len(cache.layers):
         raise ContextMismatchError(f"the context has {len(manifest.layers)} layers and the model {len(cache.layers)}")
     stored = sum(layer.num_stores for layer in cache.layers if isinstance(layer, StoredLayer))
@@ -387,13 +381,13 @@ def _fill(cache: ContextCache, reader: ContextReader, manifest: Manifest) -> Non
     devices, layers = attention_devices(cache.model), LayersOf(cache.model)
     batch, tokens = manifest.batch, manifest.tokens
     try:
-        whole = reader.state(manifest.state, "cache", binding=manifest.binding, most=most_of_cache(batch, tokens))
-        token_ids(whole, batch, tokens)
-        cache.restore(whole)
+        state = reader.state(manifest.state, "cache", binding=manifest.binding, most=most_of_cache(batch, tokens))
+        token_ids(state, batch, tokens)
+        cache.restore(state)
         for layer_idx, (entry, layer) in enumerate(zip(manifest.layers, cache.layers, strict=True)):
             name = f"layer {layer_idx}"
             if (entry.kind == "offloaded") != isinstance(layer, StoredLayer):
-                raise ContextMismatchError(f"{name}: the context has it {entry.kind}, the model's is {layer!r}")
+                raise ContextMismatchError(f"{name}: it is {entry.kind} in the context, the model's is {layer!r}")
             device = devices.get(layer_idx, cache.model.device)
             tree = reader.state(entry.state, name, device)
             check_layer(tree, entry, name)
@@ -417,9 +411,9 @@ def _fill(cache: ContextCache, reader: ContextReader, manifest: Manifest) -> Non
 
 
 def _open_stores(
-    cache: ContextCache, reader: ContextReader, entry: LayerEntry, tags: list[torch.Tensor], name: str
+    cache: Any, reader: ContextReader, entry: LayerEntry, tags: list[torch.Tensor], name: str
 ) -> list[FreezableStore]:
-    """The stores of a layer's records, the caller's. Raises `ContextError`, `StoreError`."""
+    """The stores of a layer's records; the caller owns them. Raises `ContextError`, `StoreError`."""
     storage = cache.storage
     with contextlib.ExitStack() as undo:
         stores: list[FreezableStore] = []
@@ -440,7 +434,7 @@ def _open_stores(
 
 
 def _check_room(nbytes: int, name: str) -> None:
-    """Raises `BudgetError` where records of so many bytes do not fit into host memory."""
+    """Raise `BudgetError` unless records of `nbytes` fit into host memory."""
     free = free_memory()
     if free is not None and nbytes > free:
         raise BudgetError(
@@ -450,7 +444,7 @@ def _check_room(nbytes: int, name: str) -> None:
 
 
 def _fill_layer(layer: StoredLayer, tree: dict[str, Any], stores: list[FreezableStore], device: torch.device) -> None:
-    """Let a new layer hold its state over `stores`, which are closed if that fails."""
+    """Restore a new layer over `stores`, which are closed if that fails."""
     with contextlib.ExitStack() as undo:
         for store in stores:
             undo.callback(store.close)
@@ -459,19 +453,18 @@ def _fill_layer(layer: StoredLayer, tree: dict[str, Any], stores: list[Freezable
 
 
 def _check_held(layer: Any, manifest: Manifest, name: str) -> None:
-    """Raises `ContextError` unless what a layer holds now is as much as the manifest says."""
-    if isinstance(layer, StoredLayer) and not layer.batch:
-        return  # no token ever came to it
-    if isinstance(layer, StoredLayer) and layer.batch != manifest.batch:
-        raise not_whole(name, f"it holds {layer.batch} sequences, the manifest says {manifest.batch}")
-    if isinstance(layer, StoredLayer):
-        length = layer.length
-    else:
-        length = getattr(layer, "get_seq_length", lambda: manifest.tokens)()  # linear states tell none
+    """Raise `ContextError` unless a restored layer has the manifest's sequences and tokens."""
+    stored = isinstance(layer, StoredLayer)
+    if stored and not layer.batch:
+        return  # it never had a token
+    if stored and layer.batch != manifest.batch:
+        raise not_whole(name, f"it has {layer.batch} sequences, the manifest says {manifest.batch}")
+    # linear states have no length
+    length = layer.length if stored else getattr(layer, "get_seq_length", lambda: manifest.tokens)()
     if length != manifest.tokens or isinstance(length, bool):
-        raise not_whole(name, f"it holds {shown(length)} tokens, the manifest says {manifest.tokens}")
-    keys = None if isinstance(layer, StoredLayer) else getattr(layer, "keys", None)
+        raise not_whole(name, f"it has {shown(length)} tokens, the manifest says {manifest.tokens}")
+    keys = None if stored else getattr(layer, "keys", None)
     if isinstance(keys, torch.Tensor):
         visible, keeps_more = layer.get_mask_sizes(1)[0] - 1, getattr(layer, "record_past", False)
         if keys.shape[2] < visible or (keys.shape[2] > visible and not keeps_more):
-            raise not_whole(name, f"it has keys of {keys.shape[2]} tokens, and its window shows {visible}")
+            raise not_whole(name, f"it has keys of {keys.shape[2]} tokens, and its window has {visible}")

@@ -1,4 +1,4 @@
-"""A directory gets its name when it is complete, in one step: whoever looks sees all of the old or all of the new."""
+"""Publishing a context in one atomic step: others see the complete old directory or the complete new one."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from ..errors import ContextError
 from ..stores.atomic_file import Descriptor
-from .data_files import MANIFEST_NAME, survey
 from .file_system import ATTEMPTS, FILE_SYSTEM, FOLDER, NO_FOLDER, FileSystem, leads_to, reported, sync_folder, try_lock
-from .removal import discard, is_temporary, sweep_open, temporary_name, twice
+from .folder import MANIFEST_NAME, is_temporary, survey, temporary_name
+from .removal import discard, sweep_open, twice
 
-# Replacing a context where two directories cannot exchange names: the old one takes the new one's files in
 
 class Replacement:
-    """The steps, in order: `move_data`, `move_manifest`, `remove_old`. The manifest decides which context it is.
+    """Replaces a context if two directories cannot exchange names: the new one's files move into the old one.
 
-    Data files are named by digests: one that both contexts have is the same file, and replaced by its twin. The
-    manifest moves last, and a sweeper removes it first: what has it has all the data files.
+    The steps are `move_data`, `move_manifest`, `remove_old`. The manifest decides which context it is. Data files are
+    named by digests, so a file that both contexts have is replaced by an equal one. The manifest moves last, and a
+    sweeper removes it first, so a directory with a manifest has all its data files.
 
     Args:
         new_fd, old_fd: the new context's directory, complete, and the old one's. The caller closes them.
@@ -35,7 +35,7 @@ class Replacement:
         self._new = survey(file_system, new_fd)[0]
 
     def move_data(self) -> None:
-        """Let the old directory hold the data files of both contexts. After any error it is as before."""
+        """Move the data files into the old directory. After any error it is as before."""
         try:
             for name in self._new:
                 if name != MANIFEST_NAME:
@@ -46,7 +46,7 @@ class Replacement:
             raise
 
     def move_manifest(self, note: str) -> None:
-        """From here on it is the new context. `note` goes to an error that comes after that; before, all is undone."""
+        """Make it the new context. Errors before that undo everything; a later error gets `note`."""
         try:
             self._move(MANIFEST_NAME)
             sync_folder(self._file_system, self._old_fd)
@@ -58,7 +58,7 @@ class Replacement:
             raise
 
     def remove_old(self) -> OSError | None:
-        """Remove what the new manifest does not name, unless another saver has come since. The error if that fails."""
+        """Remove files that only the old manifest named, unless another saver came since. Returns the error, if any."""
         try:
             twice(self._remove_old)
         except OSError as error:
@@ -74,16 +74,16 @@ class Replacement:
 
     def _is_new(self) -> bool:
         try:
-            there = self._file_system.stat(MANIFEST_NAME, self._old_fd)
+            status = self._file_system.stat(MANIFEST_NAME, self._old_fd)
         except FileNotFoundError:  # being removed
             return False
-        return MANIFEST_NAME in self._new and os.path.samestat(there, self._new[MANIFEST_NAME])
+        return MANIFEST_NAME in self._new and os.path.samestat(status, self._new[MANIFEST_NAME])
 
     def _take_back(self, error: BaseException) -> None:
         try:
             twice(lambda: self._unlink([name for name in self._new if name not in self._before]))
         except OSError as left:
-            error.add_note(f"data files that no manifest names were left in the old context: {left}")
+            error.add_note(f"data files that no manifest names remain in the old context: {left}")
 
     def _unlink(self, names: list[str]) -> None:
         for name in names:
@@ -91,12 +91,10 @@ class Replacement:
                 self._file_system.unlink(name, self._old_fd)
 
 
-# The steps by which a directory that was filled takes the place of a context, and the ways back from each
-
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.EXDEV)
-"""What exchanging fails with where the kernel, the file system or a sandbox has no such call."""
+"""Errors of exchanging if the kernel, the file system or a sandbox does not support it."""
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
-"""What giving a directory a name fails with when that belongs to anything but an empty directory."""
+"""Errors of renaming a directory to a name of anything but an empty directory."""
 
 
 class Saver:
@@ -108,8 +106,8 @@ class Saver:
         parent_fd: open descriptor of the directory that contains `target`; the caller closes it.
 
     Attributes:
-        fd: its descriptor, which has the lock that keeps sweepers away; -1: none yet.
-        left: files that could not be removed, and the reasons.
+        fd: its descriptor, whose lock keeps sweepers away; -1: none yet.
+        left: what could not be removed, and the reasons.
     """
 
     def __init__(self, target: Path, parent_fd: int, overwrite: bool, file_system: FileSystem) -> None:
@@ -137,18 +135,18 @@ class Saver:
                 self._name = None
                 continue
             try:
-                self._new = self._open_made(self._name)
+                self._new = self._open_new(self._name)
             except FileNotFoundError:  # swept since
                 continue
             self._file_system.fchmod(self.fd, 0o700)
             locked = try_lock(self._file_system, self.fd)
             if locked is not False and self._leads_to(self._name):
                 return
-            self._new.close()  # a sweeper was faster than the lock: it removes this one
+            self._new.close()  # a sweeper locked it first, and removes it
             self._new = None
         raise OSError(errno.EBUSY, "other processes keep removing the temporary folder")
 
-    def _open_made(self, name: str) -> Descriptor:
+    def _open_new(self, name: str) -> Descriptor:
         try:
             return self._open(name)
         except PermissionError:  # the umask took the owner's rights
@@ -156,10 +154,10 @@ class Saver:
             return self._open(name)
 
     def check_filled(self) -> None:
-        """Raise `ContextError` when the temporary directory does not hold a context."""
+        """Raise `ContextError` unless the temporary directory contains a context."""
         ours, foreign = survey(self._file_system, self.fd)
         if foreign or MANIFEST_NAME not in ours:
-            wrong = f"holds {foreign[0]!r}, which no context may hold" if foreign else f"has no {MANIFEST_NAME!r}"
+            wrong = f"contains {foreign[0]!r}, not a context's file" if foreign else f"has no {MANIFEST_NAME!r}"
             raise ContextError(f"what was to be saved to {str(self._target)!r} {wrong}: nothing was saved")
 
     def check_target(self) -> bool:
@@ -169,30 +167,30 @@ class Saver:
     def _is_context(self, name: str) -> bool:
         for _ in range(ATTEMPTS):
             try:
-                found = self._open(name)
+                folder = self._open(name)
             except FileNotFoundError:
                 return False
             except OSError as error:
                 if error.errno in NO_FOLDER:
                     raise self._refusal("is a file or a link, not a folder: choose another name") from error
                 raise
-            with found as fd:
+            with folder as fd:
                 ours, foreign = survey(self._file_system, fd)
                 if leads_to(self._file_system, name, self._parent_fd, fd):
-                    break  # else it was on its way out, and half empty
+                    break  # else it was being removed, and half empty
         if foreign:
-            raise self._refusal(f"holds {foreign[0]!r}, which is not of a context: move it, or choose another name")
+            raise self._refusal(f"contains {foreign[0]!r}, not a context's file: move it, or choose another name")
         if ours and MANIFEST_NAME not in ours:
             raise self._refusal(f"has no {MANIFEST_NAME!r}, so it is not a context: remove it, or choose another name")
         if ours and not self._overwrite:
-            raise self._refusal("holds a context: give overwrite=True to replace it, or choose another name")
+            raise self._refusal("contains a context: give overwrite=True to replace it, or choose another name")
         return bool(ours)
 
     def _refusal(self, why: str) -> FileExistsError:
         return FileExistsError(errno.EEXIST, f"{str(self._target)!r} {why}")
 
     def switch(self) -> None:
-        """Let `target` be what was filled, and make sure of that on the disk. Raises `OSError`."""
+        """Make the filled directory `target`, and confirm that on the disk. Raises `OSError`."""
         for _ in range(ATTEMPTS):
             if self._switch_now():
                 return
@@ -223,19 +221,19 @@ class Saver:
                 if error.errno == errno.ENOENT and self._leads_to(self._name):
                     return False
                 raise
-            self._is_context(self._name)  # what came out: if it is not what was there before, back with it
+            self._is_context(self._name)  # raises, which goes back, if it was replaced by something else meanwhile
         sync_folder(self._file_system, self._parent_fd)
         return True
 
     def _keep_old(self, old: Descriptor) -> None:
-        """Keep sweepers from the old context: it has a temporary name while there may be a way back."""
+        """Lock the old context against sweepers, because it has a temporary name until going back is ruled out."""
         if self._old is not None:
             self._old.close()
         self._old = old
         try_lock(self._file_system, old.fd)
 
     def _move_in(self) -> bool:
-        """Let the old directory hold the new context, where names cannot be exchanged. False as for `_switch_now`."""
+        """Move the new context into the old directory, if names cannot be exchanged. False as for `_switch_now`."""
         assert self._old is not None
         try_lock(self._file_system, self._old.fd, wait=True)
         if not leads_to(self._file_system, self._target.name, self._parent_fd, self._old.fd):
@@ -249,7 +247,7 @@ class Saver:
         return True
 
     def go_back(self, error: BaseException) -> None:
-        """Undo the switch if it was made; a note in `error` says when that is not possible."""
+        """Undo the switch if it was made; if that fails, `error` gets a note."""
         try:
             if self.fd < 0 or not self._leads_to(self._target.name):
                 return
@@ -262,7 +260,7 @@ class Saver:
             error.add_note(f"{str(self._target)!r} is the new context nevertheless: going back failed, {failed}")
 
     def clean_up(self) -> None:
-        """Remove what has the temporary name, the new context or the old one, and let go of it."""
+        """Remove the directory with the temporary name, the new context or the old one, and close both."""
         try:
             if self._name is not None:
                 discard(self._file_system, self._parent_fd, self._name)
@@ -280,13 +278,17 @@ class Saver:
         return leads_to(self._file_system, name, self._parent_fd, self.fd)
 
 
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=3)
+
+
 def publish(
     target: str | os.PathLike[str],
     fill: Callable[[int], None],
     *,
     overwrite: bool = False,
     file_system: FileSystem = FILE_SYSTEM,
-    warn: Callable[[str], None] | None = None,
+    warn: Callable[[str], object] = _warn,
 ) -> None:
     """Make the context `target`; with `overwrite`, replace an existing one.
 
@@ -318,14 +320,14 @@ def publish(
     target = Path(target)
     if not target.name or target.name == ".." or is_temporary(target.name):
         raise ContextError(f"a context needs a folder name of its own, got {str(target)!r}: give one such as 'context'")
-    with reported(f"saving to {str(target)!r}: the folder that it is to lie in"):
+    with reported(f"saving to {str(target)!r}: opening its folder"):
         parent = file_system.open(str(target.parent), FOLDER)
     with parent as parent_fd:
         saver = Saver(target, parent_fd, overwrite, file_system)
         try:
             with reported(f"saving to {str(target)!r}"):
                 sweep_open(file_system, parent_fd)
-                saver.check_target()  # refuse before the work is done
+                saver.check_target()  # refuse before the work
                 saver.make()
             fill(saver.fd)
             with reported(f"saving to {str(target)!r}"):
@@ -338,14 +340,8 @@ def publish(
         finally:
             try:
                 saver.clean_up()
-            except BaseException:  # a signal's: once more
+            except BaseException:  # of a signal: once more
                 saver.clean_up()
                 raise
             for left in saver.left:
-                message = (
-                    f"saving to {str(target)!r}: this could not be removed, the next save there tries again: {left}"
-                )
-                if warn is None:
-                    warnings.warn(message, UserWarning, stacklevel=2)
-                else:
-                    warn(message)
+                warn(f"saving to {str(target)!r}: this could not be removed, the next save there tries again: {left}")

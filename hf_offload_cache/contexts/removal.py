@@ -1,9 +1,8 @@
-"""Taking contexts away, and what killed savers left: file by file, only files of ours, never through a link."""
+"""Removing contexts, and leftovers of killed savers: file by file, only a context's files, never through a link."""
 
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import stat
 import time
@@ -12,47 +11,35 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import ContextError
-from ..stores.atomic_file import Descriptor
-from .data_files import MANIFEST_NAME, survey
-from .file_system import FILE_SYSTEM, FOLDER, NO_FOLDER, FileSystem, reported, sync_folder, try_lock
+from .file_system import FILE_SYSTEM, FOLDER, FileSystem, reported, sync_folder, try_lock
+from .folder import MANIFEST_NAME, is_temporary, open_existing, survey, temporary_name
 
-_TEMPORARY = re.compile(r"\.hf_offload_cache-[0-9a-f]{32}\.(partial|wiping)")
 _STALE_SECONDS = 24 * 3600
-"""Age at which a temporary folder counts as left behind where there are no locks to tell."""
+"""Age at which a temporary folder counts as a leftover on a file system without locks."""
 _WIPE_BYTES = 2**20
 
 
-def temporary_name(*, wiping: bool = False) -> str:
-    """A name for a folder that is on its way in or out. `wiping`: what lies in it is overwritten before it goes."""
-    return f".hf_offload_cache-{secrets.token_hex(16)}.{'wiping' if wiping else 'partial'}"
-
-
-def is_temporary(name: str) -> bool:
-    """Whether `temporary_name` gives such names."""
-    return _TEMPORARY.fullmatch(name) is not None
-
-
 def remove(path: str | os.PathLike[str], *, wipe: bool = False, file_system: FileSystem = FILE_SYSTEM) -> int:
-    """Remove the context at `path`: it leaves its name in one atomic step. Returns the bytes of disk that this frees.
+    """Remove the context at `path`, which loses its name in one atomic step. Returns the bytes of disk that this frees.
 
-    Files whose blocks another context shares (hard links) free nothing and are never overwritten. `wipe` overwrites the
-    others with random bytes first; a cache that has the context open then reads errors, else it keeps what it opened.
-    Killed: the context is there in full, or gone from its name and taken away (overwritten, with `wipe`) by the next
-    `sweep` of its folder.
+    Files that another context shares (hard links) free nothing and are never overwritten. `wipe` overwrites the others
+    with random bytes first, so that a cache that has the context open gets read errors; otherwise it keeps the files
+    that it opened. If the process is killed, the context is intact, or it has lost its name and is removed (and
+    overwritten, with `wipe`) by the next `sweep` of its folder.
 
-    Raises `ContextError` when there is no context (or the remains of one) at `path`, or when something else lies in it,
-    which is named: nothing is removed then. `StoreError` when the device fails: the message says what became of it.
+    Raises `ContextError`, with nothing removed, if there is no context at `path` (or the remains of one), or if it
+    contains another file, which is named; `StoreError` if the device fails, saying what became of the context.
     """
     path = Path(path)
     with reported(f"removing the context {str(path)!r}"):
         parent = file_system.open(str(path.parent), FOLDER)
-        with parent as parent_fd, _open_existing(file_system, path, parent_fd) as folder_fd:
+        with parent as parent_fd, open_existing(file_system, path.name, parent_fd, str(path)) as folder_fd:
             freed = _check_removable(file_system, folder_fd, path)
-            file_system.fchmod(folder_fd, 0o700)  # a user may have made it read-only: told before it loses its name
-            try_lock(file_system, folder_fd)  # so that no sweeper takes it for a dead saver's
+            file_system.fchmod(folder_fd, 0o700)  # a user may have made it read-only; fail before it loses its name
+            try_lock(file_system, folder_fd)  # so that no sweeper takes it for a killed saver's
             name = temporary_name(wiping=wipe)
             file_system.rename(path.name, name, parent_fd)
-            with reported(f"{str(path)!r} is {name!r} until the next save beside it removes that; removing it now"):
+            with reported(f"{str(path)!r} is {name!r} until the next save to its folder removes that; removing it now"):
                 sync_folder(file_system, parent_fd)
                 discard(file_system, parent_fd, name)
                 sync_folder(file_system, parent_fd)
@@ -60,14 +47,13 @@ def remove(path: str | os.PathLike[str], *, wipe: bool = False, file_system: Fil
 
 
 def sweep(parent: str | os.PathLike[str], *, file_system: FileSystem = FILE_SYSTEM) -> int:
-    """Remove what killed savers and removers of this user left in the folder `parent`; returns how many they were.
+    """Remove leftovers of this user's killed savers and removers from the folder `parent`; returns their number.
 
-    A living one holds a lock on its temporary folder; where there are no locks, only what is older than a day goes. If
-    that is wrong, the saver fails and its target stays as it was. What cannot be removed stays. `StoreError`: `parent`
-    cannot be read.
+    A living process has a lock on its temporary folder. Without locks, only folders older than a day are removed; if
+    that is wrong, the saver fails and its target stays as it was. Raises `StoreError` if `parent` cannot be read.
     """
-    looking = f"looking for what killed savers left in {os.fspath(parent)!r}"
-    with reported(looking), file_system.open(os.fspath(parent), FOLDER) as parent_fd:
+    place = os.fspath(parent)
+    with reported(f"removing leftovers in {place!r}"), file_system.open(place, FOLDER) as parent_fd:
         return sweep_open(file_system, parent_fd)
 
 
@@ -79,19 +65,18 @@ def sweep_open(file_system: FileSystem, parent_fd: int) -> int:
             try:
                 removed += _sweep_one(file_system, parent_fd, name)
             except (OSError, ContextError):
-                continue  # another user's, another sweeper's, or a device that fails: a leftover stays a leftover
+                continue  # of another user, taken by another sweeper, or the device fails: it stays a leftover
     return removed
 
 
 def _sweep_one(file_system: FileSystem, parent_fd: int, name: str) -> bool:
     with file_system.open(name, FOLDER | os.O_NOFOLLOW, parent_fd) as fd:
-        here = file_system.fstat(fd)
+        status = file_system.fstat(fd)
         locked = try_lock(file_system, fd)
-        stale = time.time() - here.st_mtime > _STALE_SECONDS if locked is None else locked
-        if not stale or here.st_uid != os.geteuid() or survey(file_system, fd)[1]:
+        stale = time.time() - status.st_mtime > _STALE_SECONDS if locked is None else locked
+        if not stale or status.st_uid != os.geteuid() or survey(file_system, fd)[1]:
             return False
-        # Under its own name no more, which fails when a saver has just published it; and a saver that lives after all
-        # cannot publish a folder that is half gone.
+        # Renaming fails if a saver has just published it, and keeps a saver that is alive from publishing half of it.
         taken = temporary_name(wiping=name.endswith(".wiping"))
         file_system.rename(name, taken, parent_fd)
         discard(file_system, parent_fd, taken)
@@ -99,15 +84,13 @@ def _sweep_one(file_system: FileSystem, parent_fd: int, name: str) -> bool:
 
 
 def discard(file_system: FileSystem, parent_fd: int, name: str) -> None:
-    """Remove the temporary folder `name`, if it is there. `OSError`: some of it stays, also after a second try.
-
-    `ContextError`: something that is not ours lies in it; nothing was removed.
-    """
+    """Remove the temporary folder `name`, if it exists. `OSError`: some of it remains after a second attempt.
+    `ContextError`: it contains another file; nothing was removed."""
     twice(lambda: _discard(file_system, parent_fd, name))
 
 
 def twice(clean_up: Callable[[], None]) -> None:
-    """Clean up; once more from its start when an `OSError` comes, and raise what comes then."""
+    """Call `clean_up`, and again after an `OSError`, whose second one is raised."""
     try:
         clean_up()
     except OSError:
@@ -120,12 +103,12 @@ def _discard(file_system: FileSystem, parent_fd: int, name: str) -> None:
     except FileNotFoundError:
         return
     except PermissionError:
-        _unless_missing(file_system.rmdir, name, parent_fd)  # made under a umask that forbids all, and empty still
+        _unless_missing(file_system.rmdir, name, parent_fd)  # made under a umask that forbids all, still empty
         return
     with folder as folder_fd:
         ours, foreign = survey(file_system, folder_fd)
         if foreign:
-            raise ContextError(f"the temporary folder {name!r} holds what is not of a context: {foreign[0]!r}")
+            raise ContextError(f"the temporary folder {name!r} contains a file that is not a context's: {foreign[0]!r}")
         for file in sorted(ours, key=lambda file: file != MANIFEST_NAME):  # the manifest first
             if name.endswith(".wiping"):
                 _wipe(file_system, folder_fd, file)
@@ -140,9 +123,9 @@ def _wipe(file_system: FileSystem, folder_fd: int, name: str) -> None:
     except FileNotFoundError:
         return
     with file as fd:
-        here = file_system.fstat(fd)
-        if stat.S_ISREG(here.st_mode) and here.st_nlink == 1:
-            missing = here.st_size
+        status = file_system.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            missing = status.st_size
             while missing:
                 missing -= file_system.write(fd, memoryview(secrets.token_bytes(min(missing, _WIPE_BYTES))))
             file_system.fsync(fd)
@@ -153,22 +136,13 @@ def _unless_missing(call: Callable[[str, int], None], name: str, folder_fd: int)
         call(name, folder_fd)
 
 
-def _open_existing(file_system: FileSystem, path: Path, parent_fd: int) -> Descriptor:
-    try:
-        return file_system.open(path.name, FOLDER | os.O_NOFOLLOW, parent_fd)
-    except OSError as error:
-        if error.errno in NO_FOLDER:
-            raise ContextError(f"there is no context at {str(path)!r}: it must be a folder, not a link") from error
-        raise
-
-
 def _check_removable(file_system: FileSystem, folder_fd: int, path: Path) -> int:
-    """The bytes of disk that removing the open context frees. Raises `ContextError`."""
+    """Bytes of disk that removing the open context frees. Raises `ContextError`."""
     ours, foreign = survey(file_system, folder_fd)
     if foreign:
         raise ContextError(
-            f"{str(path)!r} holds {foreign[0]!r}, which is not of a context: nothing was removed; move that away first"
+            f"{str(path)!r} contains {foreign[0]!r}, not a context's file: nothing was removed; move it away first"
         )
     if not ours:
         raise ContextError(f"{str(path)!r} is an empty folder, not a context: nothing was removed")
-    return sum(there.st_blocks * 512 for there in ours.values() if there.st_nlink == 1)
+    return sum(status.st_blocks * 512 for status in ours.values() if status.st_nlink == 1)

@@ -1,4 +1,7 @@
-"""A cache as a directory, in one atomic step. What is stored is linked in where the file system can, not copied."""
+"""Saving and forking caches. Records are linked into the context, not copied, if the file system can do that.
+
+Caches are `Any` in this room, which is below `core.cache.OffloadCache` and cannot import it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import secrets
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,25 +25,20 @@ from ..stores.base import FreezableStore
 from ..stores.encryption import encrypt, key_check
 from ..stores.engines import share_store
 from .configuration import fields_in_states, saved_fields
-from .data_files import MANIFEST_NAME, write_file
+from .folder import MANIFEST_NAME, write_file
 from .manifest import LayerEntry, Manifest, RecordsFile, StateFile, records_name
 from .open import capture_kept, closed_on_error, restore_kept
-from .protocol import ContextCache, StoredLayer
 from .publish import publish
-from .state import pack, tensor_bytes
-
-# A second cache over the same records: what either adds is its own
-
-Fork = TypeVar("Fork", bound=ContextCache)
+from .state import StoredLayer, pack, tensor_bytes
 
 
-def fork(cache: Fork) -> Fork:
+def fork(cache: Any) -> Any:
     """See `OffloadCache.fork`."""
     cache.freeze()
     storage, key = cache.storage, cache.storage.key
-    own_key = None if key is None else (lambda: key)  # the user's function might give another one by now
-    own: dict[str, Any] = {"engine": storage.engine, "trace": None, "encryption_key": own_key}
-    config = dataclasses.replace(cache.config, **own, **fields_in_states(cache.config_class))
+    same_key = None if key is None else (lambda: key)  # the user's function might return another one by now
+    changes: dict[str, Any] = {"engine": storage.engine, "trace": None, "encryption_key": same_key}
+    config = dataclasses.replace(cache.config, **changes, **fields_in_states(cache.config_class))
     twin = type(cache)(cache.given_model, path=storage.directory, config=config)
     with closed_on_error(twin):
         for layer_idx, (layer, other) in enumerate(zip(cache.layers, twin.layers, strict=True)):
@@ -53,7 +51,7 @@ def fork(cache: Fork) -> Fork:
     return twin
 
 
-def _fork_layer(layer: StoredLayer, other: StoredLayer, twin: ContextCache) -> None:
+def _fork_layer(layer: StoredLayer, other: StoredLayer, twin: Any) -> None:
     with contextlib.ExitStack() as undo:
         parts = []
         for part in layer.freeze():
@@ -65,19 +63,19 @@ def _fork_layer(layer: StoredLayer, other: StoredLayer, twin: ContextCache) -> N
 
 _LATER = StateFile(file=f"{0:032x}.state", bytes=0)
 _SAVING = "saving"
-"""The owner in the account of what one layer's state takes meanwhile. It is not refused: a budget that is used up is no
-reason to lose a context."""
+"""Owner in the account of the memory of one layer's state. It may exceed the budget, so that a full cache can be saved.
+"""
 
 
 def save(
-    cache: ContextCache, directory: str | os.PathLike[str], *, overwrite: bool, tokenizer: Any, full_digest: bool
+    cache: Any, directory: str | os.PathLike[str], *, overwrite: bool, tokenizer: Any, full_digest: bool
 ) -> str:
     """See `OffloadCache.save`."""
     cache.check_open()
     if (Path(directory).parent / MANIFEST_NAME).exists():
-        raise ContextError(f"directory {os.fspath(directory)!r} lies in another context: save it beside that one")
+        raise ContextError(f"directory {os.fspath(directory)!r} lies in another context: save it next to that one")
     if not cache.tokens:
-        raise ValueError("the cache holds nothing to save: run a prompt through it first")
+        raise ValueError("the cache has nothing to save: run a prompt through it first")
     made_for = full_fingerprint(cache.given_model, tokenizer, every_byte=full_digest)
     check_adapters(cache.adapters or {}, made_for)
     cache.freeze()
@@ -112,17 +110,17 @@ def save(
 
 
 def check_adapters(before: dict[str, str], now: dict[str, str]) -> None:
-    """Raises `ContextMismatchError` where the adapters of now are not those that made what is held."""
+    """Raise `ContextMismatchError` unless the adapters are those that the cache's content was made with."""
     for name, value in before.items():
         if now.get(name) != value:
             raise ContextMismatchError(
-                f"{name} is {now.get(name, 'absent')} now and was {value} when what the cache holds was made: save it "
-                "with the adapters as they were, or reset() it"
+                f"{name} is {now.get(name, 'absent')} now and was {value} when the cache was filled: save it with the "
+                "adapters as they were, or reset() it"
             )
 
 
 class _Writer:
-    """Puts the data files of one context into a directory that nobody else sees."""
+    """Writes the data files of one context into a directory that nobody else uses."""
 
     def __init__(self, folder_fd: int, key: bytes | None, account: MemoryAccount) -> None:
         self._folder_fd = folder_fd
@@ -142,23 +140,24 @@ class _Writer:
         return LayerEntry(kind="offloaded", state=state, record_bytes=size, parts=parts)
 
     def _records(self, store: FreezableStore, live: np.ndarray, size: int) -> tuple[RecordsFile, torch.Tensor]:
-        """The records of a frozen store that are `live`, under their digest; and their tags. `size`: the layer's."""
+        """Write a frozen store's `live` records to a file named by their digest. Returns its entry and the tags.
+        `size`: the layer's record size."""
         provisional = f"{secrets.token_hex(16)}.records"
         guard = store.export(self._folder_fd, provisional, live)
         name = records_name(guard, store.record_bytes)
         os.rename(provisional, name, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
-        other = 0 if store.record_bytes == size else store.record_bytes
-        entry = RecordsFile(file=name, records=len(guard.tags), guard=guard.describe(), record_bytes=other)
+        own_size = 0 if store.record_bytes == size else store.record_bytes
+        entry = RecordsFile(file=name, records=len(guard.tags), guard=guard.describe(), record_bytes=own_size)
         return entry, torch.from_numpy(guard.tags.copy())
 
     def state(self, name: str, tree: Any, binding: bytes = b"") -> StateFile:
-        """`tree` as a file under its digest; an encrypted one is bound to `name` and `binding`."""
+        """Write `tree` to a file named by its digest; encryption binds it to `name` and `binding`."""
         self._account.observe(_SAVING, (2 if self._key is None else 3) * tensor_bytes(tree))
         data = pack(tree)
         if self._key is not None:
             data = encrypt(self._key, data, name.encode() + b"\0" + binding)
         entry = StateFile(file=f"{xxhash.xxh3_128_hexdigest(data)}.state", bytes=len(data))
-        if entry.file not in self._written:  # layers that hold nothing are alike
+        if entry.file not in self._written:  # empty layers have equal states
             write_file(self._folder_fd, entry.file, [data])
             self._written.add(entry.file)
         return entry

@@ -1,4 +1,4 @@
-"""What makes others use a cache of this library: pipelines, servers, whoever calls `generate`."""
+"""Caches of this library for code that calls `generate` itself: pipelines and servers."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""`offload_cache`: a cache for a memory, chosen by what was measured of all of them."""
+"""`offload_cache`: the best cache for a memory budget, according to measurements of all caches."""
 
 from __future__ import annotations
 
@@ -29,31 +29,26 @@ def offload_cache(
     path: str | Path | None = None,
     **fields: Any,
 ) -> OffloadCache:
-    """The cache of the registry that does best in `memory`, planned for it: as `for_budget` of the one that is chosen,
-    with another `num_selected` where a step that attends to more was measured to be the better one.
+    """The best registered cache for the budget `memory`, configured by its `for_budget`, but with another
+    `num_selected` if attending to more was measured to be better.
 
         with offload_cache(model, memory="1/13", max_context=8192) as cache:
             print(cache.why)
 
-    Args:
-        model: a decoder-only `PreTrainedModel`, or PEFT's wrapper of one.
-        memory: the most that it may hold: bytes, "300MiB", or a share of the full KV such as "1/13".
-        max_context: tokens a sequence, those that are generated included; None: as many as the model has positions for.
-        max_batch: sequences, beams included.
-        goal: "fidelity": what finds most facts and is nearest to `DynamicCache`; "speed": the fastest of those that are
-            near to it (`which_cache`).
-        hint: "long-prompt", or "long-output" where most of what is held will have been generated: it decides for
-            fidelity, where something was measured after long outputs in such a memory.
-        measured: a file of `hf-offload-cache tune --compare`, of this machine, and of this model and `fields`: one of
-            others is refused. None: the shipped table, which was measured with SmolLM2-135M on two cores: its order of
-            caches is a first guess for others.
-        path: folder on the disk to use; None: the temporary folder.
-        fields: fields that all caches have, to stay as they are.
+    Args: model: a decoder-only `PreTrainedModel`, or PEFT's wrapper of one. memory: the memory limit: bytes, "300MiB",
+        or a share of the full KV such as "1/13". max_context: tokens per sequence, including generated ones; None: as
+        many as the model has positions for. max_batch: sequences, including beams. goal: "fidelity": the cache that
+        retrieves most needles and is closest to `DynamicCache`; "speed": the fastest of those that are close to it
+        (`which_cache`). hint: "long-prompt", or "long-output" if most tokens will be generated. It matters for
+        fidelity, if there are measurements after long outputs at such a budget. measured: a file that `hf-offload-cache
+        tune --compare` wrote on this machine, for this model and these `fields`. None: the shipped table, measured with
+        SmolLM2-135M on two cores: a first guess for other models. path: folder on the disk to use; None: the temporary
+        folder. fields: values for fields that all caches have.
 
-    The cache is the caller's to close; its `why` says what was measured of it and of the others, and where a shipped
-    figure is of other fields. Where `exact` is asked for, all caches say the same, and the first that fits is taken.
-    Raises `ConfigError`, `UnsupportedModelError` for a model that nothing can be offloaded of, too, and `BudgetError`
-    where no cache fits.
+    The caller closes the cache. Its `why` has the measurements behind the choice, and says if a shipped figure is for
+    other fields. With `exact`, all caches give the same tokens, and the first that fits is chosen. Raises `ConfigError`
+    (also for a `measured` file of another model or other fields), `UnsupportedModelError` (also for a model with
+    nothing to offload), and `BudgetError` if no cache fits.
     """
     if (nothing := nothing_to_offload(model)) is not None:
         raise UnsupportedModelError(nothing)
@@ -62,8 +57,8 @@ def offload_cache(
     geometry = Geometry.of(model)
     full = geometry.full_kv_bytes(max_context, max_batch)
     limit = parse_memory(memory, full)
-    used = resolve_engine(fields, path)
-    plans = compare_plans(geometry, limit, max_context, max_batch, used, wider=True, installed=True)
+    resolved = resolve_engine(fields, path)
+    plans = compare_plans(geometry, limit, max_context, max_batch, resolved, wider=True, installed=True)
     cells = measured_caches(measured, None if measured is None else identity_of(model), fields)
     chosen = which_cache(plans, cells, limit / full, max_context, goal, hint)
     cache: OffloadCache = cache_class(chosen.name)(model, path=path, config=chosen.plan.config)
@@ -79,8 +74,8 @@ def offload_cache(
 
 
 def _positions(model: Any) -> int:
-    """Tokens that the model has positions for."""
-    found = config_value(inner_model(model).config.get_text_config(decoder=True), "max_position_embeddings")
-    if not isinstance(found, int):
-        raise ConfigError("max_context must be given, in tokens: the model's configuration has no most that it takes")
-    return found
+    """Tokens that the model has positions for. Raises `ConfigError` if its configuration does not say."""
+    positions = config_value(inner_model(model).config.get_text_config(decoder=True), "max_position_embeddings")
+    if not isinstance(positions, int):
+        raise ConfigError("max_context must be given, in tokens: the model's configuration states no maximum")
+    return positions

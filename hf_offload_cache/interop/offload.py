@@ -1,4 +1,4 @@
-"""`offload`: whoever calls a model's `generate` has its KV cache offloaded, and changes nothing."""
+"""`offload`: calls of a model's `generate` get an offloading cache, without any change to the caller."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,8 @@ from ..model.plain_caches import plain_caches
 from ..registry import cache_class
 from ..report.report import CacheReport
 
-# A cache for one request of a known size, where one is of use
-
 FLOOR = "64MiB"
-"""What a sequence of a short request may hold, whatever share it was given: by default."""
+"""Default memory budget per sequence of a request whose share is too small for any cache."""
 
 
 def request_cache(
@@ -51,19 +50,18 @@ def request_cache(
 ) -> OffloadCache | None:
     """A cache for `rows` sequences of up to `tokens` tokens; the caller closes it. None: `DynamicCache` is better.
 
-    A share of a request's full KV may be less than any plan needs, of a short one above all. Such a request may hold
-    `floor` a sequence: where all its KV fits in that, the answer is None, and else the cache has that as its budget.
-    Where `memory` is in bytes, the answer is None if no plan fits in them and all the KV does. So no request holds more
-    than `memory`, or `floor` a sequence where that is more and a share does not do.
+    A share of a request's full KV may be too small for any cache, especially if the request is short. Such a request
+    has the budget `floor` per sequence instead: if its full KV fits, the result is None, else a cache of that budget.
+    If `memory` is in bytes, the result is None if no cache fits and the full KV does.
 
     Args:
-        memory: the most that the cache may hold: bytes, "300MiB", or a share of what `DynamicCache` would hold
-            ("1/13"); None: what `fields` come to.
-        floor: bytes or a size, of each sequence.
+        memory: the memory budget: bytes, "300MiB", or a share of what `DynamicCache` would take ("1/13"); None: as much
+            as `fields` need.
+        floor: bytes or a size, per sequence.
         strict: raise `BudgetError` instead.
-        path, fields: as of the cache.
+        path, fields: arguments of the cache.
 
-    Raises as `for_budget` and the constructor do: `BudgetError` where `floor` does not do either.
+    Raises the errors of `for_budget` and the constructor, such as `BudgetError` if `floor` is too small as well.
     """
     if memory is None:
         return cls(model, path=path, **fields)
@@ -77,13 +75,13 @@ def request_cache(
         if strict:
             raise
         full = Geometry.of(model).full_kv_bytes(tokens, rows)
-        if full <= _most(memory, full, rows, floor):
+        if full <= _limit(memory, full, rows, floor):
             return None
         return in_floor(make, error, memory, full, rows, floor)
 
 
 def beyond_share(cache: OffloadCache, model: Any, memory: int | str | None) -> bool:
-    """Whether `request_cache` gave this one `floor`, since its share of `memory` was too little."""
+    """Whether `request_cache` gave this cache `floor`, because its share of `memory` was too small."""
     config = cache.config
     if memory is None or config.memory is None or config.max_context is None:
         return False
@@ -94,44 +92,44 @@ def beyond_share(cache: OffloadCache, model: Any, memory: int | str | None) -> b
 def in_floor(
     make: Callable[[int], OffloadCache], error: BudgetError, memory: int | str, full: int, rows: int, floor: int | str
 ) -> OffloadCache:
-    """What `make` makes in `floor` bytes a sequence, where `memory`, a share of the `full` KV's bytes, was too little
-    for it by `error`. Warns; raises `error` where `memory` is in bytes, or is as much, or the floor does not do either.
-    """
-    most = _most(memory, full, rows, floor)
-    if most == parse_memory(memory, full):
+    """The result of `make` with `floor` bytes per sequence, with a warning, after `memory`, a share of the `full` KV's
+    bytes, was too small and raised `error`. Raises that `error` if `memory` is in bytes or not less, or if `floor` is
+    too small as well."""
+    limit = _limit(memory, full, rows, floor)
+    if limit == parse_memory(memory, full):
         raise error
     try:
-        own = make(most)
+        cache = make(limit)
     except BudgetError:
-        raise error from None  # the share's: it names what would do
-    own.warn(
-        f"memory={memory!r} of this request is less than {type(own).__name__} can do with: such requests may hold "
-        f"{floor} a sequence; change that by floor, or refuse them by strict",
+        raise error from None  # it states the memory needed
+    cache.warn(
+        f"memory={memory!r} of this request is too small for {type(cache).__name__}: such requests may use {floor} per "
+        "sequence; set another floor, or strict=True to raise BudgetError",
         stacklevel=3,
     )
-    return own
+    return cache
 
 
-def _most(memory: int | str, full: int, rows: int, floor: int | str) -> int:
-    """Bytes that a request may hold at most."""
+def _limit(memory: int | str, full: int, rows: int, floor: int | str) -> int:
+    """Upper bound on the bytes of a request's cache."""
     limit = parse_memory(memory, full)
     return max(limit, rows * parse_size(floor, "floor")) if "/" in str(memory) else limit
 
 
 @dataclass
 class Offloading:
-    """What was done within an `offload`. Any thread."""
+    """Record of the requests within an `offload`. For any thread."""
 
     requests: int = 0
-    """That have ended, each with a cache of its own."""
+    """Finished requests with an offloading cache."""
     requests_at_floor: int = 0
-    """Those of them whose share was less than any such cache needs, and that held up to `floor` a sequence."""
+    """Requests among them whose share was too small, and that used `floor` per sequence."""
     requests_left_plain: int = 0
-    """With transformers' own cache, since ours was of no use or not used: short ones (see `request_cache`), within
-    `offload_all` those of models with nothing to offload, and generations that made a cache of their own (continuous
-    batching, a model's own loop, a forward with `use_cache=True`)."""
+    """Requests with transformers' own cache, because an offloading one was of no use or not used: short ones (see
+    `request_cache`), those of models with nothing to offload (in `offload_all`), and generations that made their own
+    cache (continuous batching, a model's own loop, a forward with `use_cache=True`)."""
     report: CacheReport | None = None
-    """Of the latest of `requests`."""
+    """Report of the latest of `requests`."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def _note(self, report: CacheReport, at_floor: bool) -> None:
@@ -184,16 +182,17 @@ def offload(
         raise UnsupportedModelError(why)
     parts = weakref.WeakSet(module for module in inner.modules() if is_model(module))
 
-    def told(one: Any, what: str) -> None:
-        if one in parts:
-            way.note_unseen(one, what)
+    def note(part: Any, why: str) -> None:
+        if part in parts:
+            way.note_unseen(part, why)
 
-    with plain_caches(told, way.within):
+    with plain_caches(note, way.within):
         if has_own_generate(inner) and not has_own_loop(inner):
-            # it may call this class's or a part's, past what lies on the model itself
-            with every_generate(
-                lambda one, request: way.cache(one, request) if one in parts else contextlib.nullcontext(), way.within
-            ):
+            # it may call the class's or a part's `generate`, not the model's attribute
+            def make_for_part(part: Any, request: Request) -> AbstractContextManager[OffloadCache | None]:
+                return way.cache(part, request) if part in parts else contextlib.nullcontext()
+
+            with every_generate(make_for_part, way.within):
                 yield way.done
             return
         make = functools.partial(way.cache, model)
@@ -216,25 +215,26 @@ def offload_all(
     path: str | Path | None = None,
     **fields: Any,
 ) -> Iterator[Offloading]:
-    """As `offload`, for every model of this process, whoever loads it and when: a server's, say. A model that has no
-    place for such a cache (an encoder-decoder, a prefix of PEFT's), or nothing to offload (Mamba, RWKV, sliding windows
-    alone), is left alone, after one warning."""
+    """As `offload`, for every model of this process, also one that is loaded later, such as a server's. A model without
+    a place for such a cache (an encoder-decoder, PEFT's prefix tuning), or with nothing to offload (Mamba, RWKV, only
+    sliding windows), is left alone, after one warning."""
     way = _Way(_checked(cache, fields, floor, memory), memory, floor, strict, path, fields)
+
     @contextlib.contextmanager
     def make(model: Any, request: Request) -> Iterator[OffloadCache | None]:
         why = nothing_to_offload(model)
         if why is None:
-            with way.cache(model, request) as own:
-                yield own
+            with way.cache(model, request) as request_cache:
+                yield request_cache
             return
         way.warn_plain(model, why)
         yield None
         way.done._note_plain()
 
-    def told(model: Any, what: str) -> None:
-        way.note_unseen(model, f"{what}; offload(model) gives that loop another" if has_own_loop(model) else what)
+    def note(model: Any, why: str) -> None:
+        way.note_unseen(model, f"{why}; offload(model) gives that loop another" if has_own_loop(model) else why)
 
-    with plain_caches(told, way.within), every_generate(make, way.within):
+    with plain_caches(note, way.within), every_generate(make, way.within):
         yield way.done
 
 
@@ -247,13 +247,13 @@ def _checked(
     cls.config_class.load(None, dict(fields))
     parse_size(floor, "floor")
     if memory is not None:
-        parse_memory(memory, sys.maxsize)  # a share's form, of whatever request
+        parse_memory(memory, sys.maxsize)  # a share's form, for any request
     return cls
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How requests get their caches."""
+    """Settings by which requests get their caches."""
 
     cls: type[OffloadCache]
     memory: int | str | None
@@ -267,40 +267,40 @@ class _Way:
 
     @contextlib.contextmanager
     def cache(self, model: Any, request: Request) -> Iterator[OffloadCache | None]:
-        """One for this request, closed and counted in the end; None where it is better without."""
-        own = request_cache(
+        """A cache for this request, closed and counted at its end; None if `DynamicCache` is better."""
+        cache = request_cache(
             self.cls, model, request.tokens, request.rows,
             memory=self.memory, floor=self.floor, strict=self.strict, path=self.path, **self.fields,
         )  # fmt: skip
-        if own is None:
+        if cache is None:
             yield None
             self.done._note_plain()
             return
-        with own:
-            yield own
-            if not own.held():
+        with cache:
+            yield cache
+            if not cache.held():
                 self._note_unused(model)
                 return
-            self.done._note(own.report(), beyond_share(own, model, self.memory))
+            self.done._note(cache.report(), beyond_share(cache, model, self.memory))
 
-    def note_unseen(self, model: Any, what: str) -> None:
+    def note_unseen(self, model: Any, why: str) -> None:
         """Note that `model` begins a generation with its own cache. With `strict`, and a place for a cache of this
         library, raises `UnsupportedModelError`."""
         if self.strict and no_place(model) is None:
-            raise UnsupportedModelError(f"{type(model).__name__} would keep its own cache: {what}; or leave strict out")
-        self.warn_plain(model, what)
+            raise UnsupportedModelError(f"{type(model).__name__} would keep its own cache: {why}; or leave strict out")
+        self.warn_plain(model, why)
         self.done._note_plain()
 
     def _note_unused(self, model: Any) -> None:
-        """A request of `model` has ended, and its cache never had a token."""
+        """Note that a request of `model` has ended without using its cache."""
         if self.strict:
             raise CacheUnusedError(f"{type(model).__name__} did not use the cache of this request; leave strict out")
         self.warn_plain(model, "generate was given a cache of this library and did not use it")
         self.done._note_plain()
 
-    def warn_plain(self, model: Any, what: str) -> None:
-        """Warn of a model, once for each reason, that it is left plain."""
+    def warn_plain(self, model: Any, why: str) -> None:
+        """Warn once per model and reason that a model keeps its own cache."""
         known = self.warned.setdefault(model, set())
-        if what not in known:
-            known.add(what)
-            warnings.warn(f"{type(model).__name__} keeps its own cache: {what}", stacklevel=4)
+        if why not in known:
+            known.add(why)
+            warnings.warn(f"{type(model).__name__} keeps its own cache: {why}", stacklevel=4)

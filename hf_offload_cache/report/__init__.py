@@ -1,4 +1,4 @@
-"""What a cache did: counters, the report, the timeline."""
+"""Reports of caches: counters, the report, the timeline, progress."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

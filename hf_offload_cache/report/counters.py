@@ -1,4 +1,4 @@
-"""What the thread that runs the model counts."""
+"""Counts of decoding, made by the thread that runs the model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counters:
-    """What the model's thread counts while it decodes; all since construction or `reset`."""
+    """Counts since construction or `reset`; for the model's thread."""
 
     units_selected: int = 0
     units_resident: int = 0
     units_ready: int = 0
     records_read: int = 0
-    """By who may read replicas in their place; and so many of them were."""
+    """Records read by layers that have 4-bit copies."""
     records_compressed: int = 0
+    """Records among `records_read` that were read as copies."""
     unpack_seconds: float = 0.0
     look_bytes: int = 0
-    """Of what predictors looked at before they chose."""
+    """Bytes that predictors read before they selected."""
     tokens_visible: int = 0
     tokens_attended: int = 0
     stall_seconds: float = 0.0
@@ -35,43 +36,45 @@ class Counters:
     stall_seen: float = 0.0
     flight_seen: float = 0.0
     told: Callable[[], None] | None = None
-    """Called when the next step has ended, once."""
+    """Called once, when the next step has ended."""
     _on_devices: dict[torch.device, list[tuple[Callable[[int], None], torch.Tensor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
-    def attend(self, queries: int, held: int, entries: int) -> None:
-        """So many queries, to each of which `held` tokens were visible, attended to `entries` as they were stored."""
-        self.tokens_visible += queries * held
+    def attend(self, queries: int, visible: int, entries: int) -> None:
+        """Count queries that attended to `entries` stored tokens each, of `visible` ones."""
+        self.tokens_visible += queries * visible
         self.tokens_attended += queries * entries
 
     def later(self, **numbers: torch.Tensor) -> None:
-        """These numbers, () int64, come to the figures of these names at `fold`, so that nobody waits for a device."""
+        """Add numbers, () int64, to the counts of these names at `fold`, so that nobody waits for a device now."""
         for name, number in numbers.items():
             self.tell_later(partial(self._add, name), number)
 
     def tell_later(self, told: Callable[[int], None], number: torch.Tensor) -> None:
-        """`told` is told this number, () int64, at `fold`."""
+        """Call `told` with this number, () int64, at `fold`."""
         self._on_devices[number.device].append((told, number))
 
     def _add(self, name: str, number: int) -> None:
         setattr(self, name, getattr(self, name) + number)
 
     def fold(self) -> None:
-        """All that `later` was given is in the figures; waits once for each device."""
+        """Add everything given to `later`; waits once for each device."""
         if not self._on_devices:
             return
-        import torch  # not above: the console says what is wrong with its arguments without it
+        import torch  # here, so that the console checks its arguments without it
 
         for counted in self._on_devices.values():
-            who, numbers = zip(*counted, strict=True)
-            for told, number in zip(who, torch.stack(numbers).tolist(), strict=True):
+            receivers, numbers = zip(*counted, strict=True)
+            for told, number in zip(receivers, torch.stack(numbers).tolist(), strict=True):
                 told(number)
         self._on_devices.clear()
 
     def end_step(self, decode_seconds: float | None, flight_seconds: float) -> None:
-        """A step has ended, after `decode_seconds` (None: it was not one of decoding). `flight_seconds` is the
-        prefetcher's; what came to it and to `stall_seconds` since the step before is of this one."""
+        """Count a step that took `decode_seconds` (None: not a decoding step).
+
+        Increases of the prefetcher's `flight_seconds` and of `stall_seconds` since the last step belong to this one.
+        """
         self.fold()
         told, self.told = self.told, None
         if told is not None:

@@ -37,7 +37,7 @@ class Progress:
         self.close()
 
     def update(self, done: float, total: float | None = None, name: str | None = None) -> None:
-        """So much is done in all, from the beginning; `total` and `name` replace those given before."""
+        """Set the work done so far; `total` and `name` replace those given before."""
         self._name = name or self._name
         self._total = self._total if total is None else total
         self._done = done
@@ -58,7 +58,7 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
         elif self._stream is not None and self._bar_class is None and self._done is not None:
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it; the work counts
+            with contextlib.suppress(OSError, ValueError):  # the line is lost, the work is not
                 print(self._line(), file=self._stream, flush=True)
 
     def _draw(self, done: float) -> None:
@@ -85,7 +85,7 @@ class Progress:
 
 
 def _bar_class(stream: Any) -> Any:
-    """tqdm's bar for a terminal or a notebook, without a thread that outlives it; None where neither is there."""
+    """tqdm's bar for a terminal or a notebook, without a thread that outlives it; None if there is neither."""
     from tqdm.auto import tqdm
     from tqdm.notebook import tqdm_notebook
 

@@ -1,54 +1,53 @@
-"""What a cache did and what it holds: the report that users read."""
+"""Reports that users read: what a cache stores and did, and what `stream_context` did."""
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from .counters import Counters
 
-# What `stream_context` did
 
 @dataclass(frozen=True)
 class StreamReport:
-    """A cell is a chunk of tokens in one layer; those of the first layer, always computed, are not counted."""
+    """Figures of `stream_context`. A cell is a chunk of tokens in one layer; the first layer, which is always computed,
+    is not counted."""
 
     level: str | None
-    """What is kept of what was streamed; "lossless": all. None: nothing was."""
+    """Compression level of the streamed cells, such as "lossless"; None: nothing was streamed."""
     tokens: int
-    """Filled in."""
+    """Tokens added to the cache."""
     cells: int
     computed: int
     streamed: int
     cancelled: int
-    """Computing overtook them on their way."""
+    """Cells computed while their transfer was still running."""
     overtaken: int
-    """They had come, and were computed all the same."""
+    """Cells that arrived but had been computed already."""
     stolen: int
-    """On their way for too long, and computed."""
+    """Cells computed because their transfer took too long."""
     lost: int
-    """They could not be had: missing, damaged, or of a server that failed."""
+    """Cells that could not be fetched: missing, damaged, or the server failed."""
     recomputed_tokens: int
-    """Computed a second time, since what was to lie above did not come."""
+    """Tokens computed twice because cells of layers above them did not arrive."""
     received_bytes: int
     bandwidth: float | None
-    """Bytes a second, between the first and the last that came."""
+    """Bytes per second between the first and the last byte received."""
     seconds: float
     """From the call to the filled cache."""
     computing_seconds: float
     attended: float
-    """Share of the blocks of keys before them that what was computed attended to; below 1.0 with `sparse`."""
+    """Share of the preceding key blocks that computed tokens attended to; below 1.0 with `sparse`."""
     whole: str | None
-    """Why it was prefilled whole, without the network; None: it was not."""
+    """Why the complete prompt was prefilled without the network; None: it was not."""
     trouble: tuple[str, ...]
     first_token_seconds: float | None = None
-    """From the call to the end of the first forward of what follows (TTFT); None: there was none yet."""
+    """Time to first token: from the call to the end of the first forward after it; None: no forward yet."""
     unavailable: int = 0
-    """Of the cells lost, those that the store refused or failed to give: they may be there."""
+    """Lost cells that the store refused or failed to deliver; they may exist."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,38 +61,37 @@ class StreamReport:
             f"streamed ({self.level}, {self.received_bytes:,} bytes{rate})"
         )
         if self.attended < 1:
-            text += f", computing attended to {self.attended:.0%} of what came before"
+            text += f", computed tokens attended to {self.attended:.0%} of the tokens before them"
         if self.first_token_seconds is not None:
             text += f", first token after {self.first_token_seconds:.2f} s"
         others = {name: getattr(self, name) for name in ("cancelled", "overtaken", "stolen", "lost")}
         return text + "".join(f", {count:,} {name}" for name, count in others.items() if count)
 
     def _repr_html_(self) -> str:
-        """The report as a table for a notebook; figures that are 0 or unknown are left out."""
+        """The report as a table for a notebook, without figures that are 0 or unknown."""
         values = {name.replace("_", " "): value for name, value in asdict(self).items() if value not in (None, 0, ())}
         sizes = {"received bytes": size_text, "bandwidth": lambda rate: f"{rate * 8e-6:.1f} Mbit/s"}
         texts = {name: sizes.get(name, _figure_text)(value) for name, value in values.items()}
         return html_table(f"stream_context: {self.tokens:,} tokens", texts.items())
 
 
-# Numbers as a person reads them
-
 _UNITS = (("B", 1, 0), ("KiB", 2**10, 1), ("MiB", 2**20, 1), ("GiB", 2**30, 2))
-"""With their bytes, and the digits behind the point."""
+"""Unit, its bytes, and the decimals shown."""
+
+
+def _unit(nbytes: int) -> tuple[str, int, int]:
+    """The largest of `_UNITS` that `nbytes` fills."""
+    return next((unit for unit in _UNITS if abs(nbytes) < 1024 * unit[1]), _UNITS[-1])
 
 
 def size_text(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"
+    unit, size, digits = _unit(nbytes)
+    return f"{nbytes / size:.{digits}f} {unit}"
 
 
 def least_size_text(nbytes: int) -> str:
-    """Like `size_text`, but rounded up: giving that size gives at least `nbytes`."""
-    unit, size, digits = next((one for one in _UNITS if nbytes < 1024 * one[1]), _UNITS[-1])
+    """As `size_text`, rounded up: a size to ask for that is at least `nbytes`."""
+    unit, size, digits = _unit(nbytes)
     steps = math.ceil(nbytes * 10**digits / size)
     while steps * size < nbytes * 10**digits:  # the division above was rounded
         steps += 1
@@ -101,14 +99,13 @@ def least_size_text(nbytes: int) -> str:
 
 
 def _figure_text(value: Any) -> str:
-    """A count, a number or texts."""
     if isinstance(value, tuple):
         return "; ".join(map(str, value))
     return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def html_table(title: str, rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """A table for a notebook: `rows` of cells, the first of which names the row, below a `head`. Texts are escaped."""
+    """A table for a notebook. Each row's first cell is its name. Texts are escaped."""
     lines = [f"<table><caption>{html.escape(title)}</caption>"]
     if head:
         lines.append(f"<tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in head)}</tr>")
@@ -123,8 +120,7 @@ def share_text(value: float | None) -> str:
 
 
 def kv_share_text(nbytes: int, full_kv_bytes: int) -> str:
-    """`nbytes` as a share of the full KV: "1/13.0 of the full KV", or, if it is no less, "1.1 times the full KV"; empty
-    without either."""
+    """`nbytes` as a share such as "1/13.0 of the full KV", or "1.1 times the full KV"; empty if either is 0."""
     if not nbytes or not full_kv_bytes:
         return ""
     if nbytes < full_kv_bytes:
@@ -132,93 +128,71 @@ def kv_share_text(nbytes: int, full_kv_bytes: int) -> str:
     return f"{nbytes / full_kv_bytes:.1f} times the full KV"
 
 
-class Account(Protocol):
-    """What a report needs of a memory account."""
-
-    limit: int | None
-    peak: int
-    @property
-    def apart(self) -> int: ...
-    @property
-    def by_owner(self) -> Mapping[str, int]: ...
-
-
-class StoreTotals(Protocol):
-    """What a report needs of a store."""
-
-    bytes_read: int
-    bytes_written: int
-    reads: int
-
-
 @dataclass(frozen=True)
 class CacheReport:
-    """Figures since construction or `reset`; bytes, seconds, and shares from 0 to 1 (None: nothing to share)."""
+    """Figures since construction or `reset`, in bytes and seconds; shares are from 0 to 1, or None if undefined."""
 
     cache: str
     tokens: int
-    """Tokens a sequence that the cache holds."""
+    """Tokens stored per sequence."""
     full_kv_bytes: int
-    """What `DynamicCache` would hold now: all rows, padding and layers that are not offloaded included."""
+    """Memory that `DynamicCache` would use now, including padding and layers that are not offloaded."""
     memory_bytes: int
-    """What the cache holds now in compute and host memory, layers that are not offloaded included."""
+    """Compute and host memory in use by the cache now, including layers that are not offloaded."""
     host_bytes: int
-    """Of `memory_bytes`, records in host memory that the budget does not count (`SpecCache` with engine="memory")."""
+    """The part of `memory_bytes` outside the budget: records in host memory (`SpecCache` with engine="memory")."""
     peak_memory_bytes: int
     memory_by_owner: dict[str, int]
     disk_bytes: int
     replica_bytes: int
-    """Of `disk_bytes`, the 4-bit replicas of what is stored."""
+    """The part of `disk_bytes` that is 4-bit copies."""
     bytes_read: int
-    """From the device, alignment included."""
+    """Bytes read from the device, including alignment."""
     bytes_written: int
     reads: int
     hit_rate: float | None
-    """Selected units resident before this step's prefetch, over selected."""
+    """Share of the selected units that were resident before this step's prefetch."""
     prefetch_hit_rate: float | None
-    """Selected units resident when attention asked, over selected."""
+    """Share of the selected units that were resident when attention needed them."""
     selected_fraction: float | None
-    """Tokens attended over tokens visible, in sparse steps."""
+    """Tokens attended to over tokens visible, in sparse steps."""
     compressed_fraction: float | None
-    """Records that came as 4-bit replicas, over records read for selections; None: there are no replicas."""
+    """Share of the records read for selections that were read as 4-bit copies; None: there are no copies."""
     unpack_seconds: float
-    """What unpacking them took, on the model's thread."""
+    """Time to unpack those copies, on the model's thread."""
     look_bytes: int
-    """Of `bytes_read`, what was read to choose by alone: abstracts of chunks that lie on the disk."""
+    """The part of `bytes_read` that was read only to select: chunk summaries on the disk."""
     stall_seconds: float
-    """Waits, corrective reads and faulting gathers."""
+    """I/O wait: waits for reads, corrective reads, and page faults while gathering."""
     decode_steps: int
     """Steps that selected, and single-query calls over a history."""
     decode_seconds: float
     decode_stall_seconds: float
-    """What of `stall_seconds` was in those."""
+    """The part of `stall_seconds` in `decode_steps`."""
     decode_flight_seconds: float
-    """How long the reads of those were under way, each counted by itself, from its submission: until its last byte was
-    there ("direct"); until that was noticed, at the latest when the next read was made or waited for ("uring"); until
-    the end of the gather that used it ("mapped", "memory": the kernel does not tell when advised pages come). The
-    latter two are the most that it can have been."""
+    """Sum of the times that each read of a decoding step was in flight, from its submission. With "direct", a read ends
+    with its last byte. With "uring", it ends when its completion is noticed, at the latest at the next read or wait.
+    With "mapped" and "memory", it ends with the gather that used it, because the kernel does not report when pages
+    arrive. The latter three are upper bounds."""
     overlap: float | None
-    """Share of `decode_flight_seconds` that nobody waited for: 1 where reads hide behind compute, 0 where each is
-    waited for as it is made. Prefill is left out: there reads are large, in order, and never in the way of a token. An
-    upper bound where the time under way is; what reading costs is `decode_stall_seconds` over `decode_seconds`. None:
-    no reads."""
+    """I/O hidden behind compute: share of `decode_flight_seconds` that nobody waited for. 1: reads are hidden; 0: every
+    read is waited for in full; None: no reads. Prefill is left out, because its reads delay no token. An upper bound
+    wherever the time in flight is one; the cost of reading is `decode_stall_seconds` over `decode_seconds`."""
     store: str
-    """The read engine, and why it was taken."""
+    """The read engine, and the reason for choosing it."""
     layers: dict[str, int]
-    """How many layers are in each state: unknown, tagged, full, kept (not offloaded)."""
+    """Number of layers in each state: unknown, tagged, full, kept (not offloaded)."""
     warnings: list[str] = field(default_factory=list)
     memory_budget: int | None = None
-    """The most that `memory_bytes` may ever be; None: no limit was given."""
+    """Upper limit of `memory_bytes`; None: no limit."""
 
     @classmethod
-    def of(
-        cls, *, account: Account, counters: Counters, stores: Sequence[StoreTotals], **figures: Any
-    ) -> CacheReport:
-        """A report of `figures`, which are fields, and of what the books say."""
+    def of(cls, *, account: Any, counters: Counters, stores: Sequence[Any], **figures: Any) -> CacheReport:
+        """A report of a memory account, counters, the totals of stores, and `figures`, which are other fields."""
         return cls(
             host_bytes=account.apart,
             peak_memory_bytes=account.peak,
-            memory_by_owner={owner: held for owner, held in account.by_owner.items() if held},
+            memory_by_owner={owner: nbytes for owner, nbytes in account.by_owner.items() if nbytes},
             memory_budget=account.limit,
             bytes_read=sum(store.bytes_read for store in stores),
             bytes_written=sum(store.bytes_written for store in stores),
@@ -227,46 +201,42 @@ class CacheReport:
             prefetch_hit_rate=_ratio(counters.units_ready, counters.units_selected),
             selected_fraction=_ratio(counters.tokens_attended, counters.tokens_visible),
             compressed_fraction=_ratio(counters.records_compressed, counters.records_read),
-            unpack_seconds=counters.unpack_seconds,
-            look_bytes=counters.look_bytes,
-            stall_seconds=counters.stall_seconds,
-            decode_steps=counters.decode_steps,
-            decode_seconds=counters.decode_seconds,
-            decode_stall_seconds=counters.decode_stall_seconds,
-            decode_flight_seconds=counters.decode_flight_seconds,
-            overlap=counters.overlap,
+            **{name: getattr(counters, name) for name in _COUNTED},
             **figures,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able values."""
-        return dataclasses.asdict(self)
+        """The fields as plain values that JSON can store."""
+        return asdict(self)
 
     def _rows(self) -> dict[str, str]:
+        def and_also(nbytes: int, what: str) -> str:
+            return f"; {size_text(nbytes)} {what}" if nbytes else ""
+
         share = kv_share_text(self.memory_bytes, self.full_kv_bytes)
-        ratio = f" ({share})" if share else ""
+        memory = size_text(self.memory_bytes) + (f" ({share})" if share else "")
+        copies = f", unpacked in {self.unpack_seconds:.3f} s" if self.compressed_fraction else ""
+        decode = f"{self.decode_steps:,} steps, {self.decode_seconds:.2f} s"
+        wait = f"{self.stall_seconds:.3f} s, {self.decode_stall_seconds:.3f} s of it while decoding"
+        if self.decode_seconds:
+            decode += f" ({self.decode_steps / self.decode_seconds:.1f} tokens/s per sequence)"
+            wait += f" ({self.decode_stall_seconds / self.decode_seconds:.1%} of that time)"
         return {
             "full KV": size_text(self.full_kv_bytes),
-            "memory now": size_text(self.memory_bytes)
-            + ratio
-            + (f"; {size_text(self.host_bytes)} of it beside the budget, in host memory" if self.host_bytes else ""),
+            "memory now": memory + and_also(self.host_bytes, "of it in host memory, outside the budget"),
             "memory peak": size_text(self.peak_memory_bytes),
             "memory budget": "-" if self.memory_budget is None else size_text(self.memory_budget),
-            "  of it now": ", ".join(f"{k} {size_text(v)}" for k, v in self.memory_by_owner.items() if v),
-            "on disk": size_text(self.disk_bytes)
-            + (f"; {size_text(self.replica_bytes)} of it in 4 bits" if self.replica_bytes else ""),
+            "memory by component": ", ".join(f"{k} {size_text(v)}" for k, v in self.memory_by_owner.items() if v),
+            "on disk": size_text(self.disk_bytes) + and_also(self.replica_bytes, "of it 4-bit copies"),
             "read / written": f"{size_text(self.bytes_read)} in {self.reads:,} reads / {size_text(self.bytes_written)}"
-            + (f"; {size_text(self.look_bytes)} read to choose by" if self.look_bytes else ""),
-            "resident before prefetch": share_text(self.hit_rate),
-            "resident when asked": share_text(self.prefetch_hit_rate),
-            "tokens attended": share_text(self.selected_fraction),
-            "of what was read, in 4 bits": share_text(self.compressed_fraction)
-            + (f", unpacked in {self.unpack_seconds:.3f} s" if self.compressed_fraction else ""),
-            "decode": f"{self.decode_steps:,} steps, {self.decode_seconds:.2f} s"
-            + (f" ({self.decode_steps / self.decode_seconds:.1f} tokens/s a sequence)" if self.decode_seconds else ""),
-            "time waited": f"{self.stall_seconds:.3f} s, of it in decode steps {self.decode_stall_seconds:.3f} s"
-            + (f" ({self.decode_stall_seconds / self.decode_seconds:.1%} of them)" if self.decode_seconds else ""),
-            "reads overlapped": share_text(self.overlap),
+            + and_also(self.look_bytes, "read only to select"),
+            "hit rate before prefetch": share_text(self.hit_rate),
+            "hit rate": share_text(self.prefetch_hit_rate),
+            "tokens attended to": share_text(self.selected_fraction),
+            "read as 4-bit copies": share_text(self.compressed_fraction) + copies,
+            "decode": decode,
+            "I/O wait": wait,
+            "I/O hidden behind compute": share_text(self.overlap),
             "store": self.store,
             "layers": ", ".join(f"{count} {state}" for state, count in self.layers.items() if count),
         }
@@ -294,5 +264,12 @@ class CacheReport:
         return capture.get()
 
 
-def _ratio(part: float, whole: int) -> float | None:
-    return part / whole if whole else None
+_COUNTED = (
+    "unpack_seconds", "look_bytes", "stall_seconds", "decode_steps", "decode_seconds", "decode_stall_seconds",
+    "decode_flight_seconds", "overlap",
+)  # fmt: skip
+"""Fields of a report that are figures of `Counters` as they are."""
+
+
+def _ratio(part: float, total: int) -> float | None:
+    return part / total if total else None

@@ -1,7 +1,7 @@
-"""A timeline as a file that https://ui.perfetto.dev and chrome://tracing show.
+"""Timelines, and traces: timelines in a file that https://ui.perfetto.dev and chrome://tracing show.
 
-The format is the JSON array of Chrome's trace event format, written with `json` alone: packages that write it
-(viztracer and others) trace Python's own calls, or hold all events in memory until the end.
+The file is a JSON array in Chrome's trace event format. `json` writes it: packages for that format (viztracer and
+others) trace Python's own calls, or keep all events in memory until the end.
 """
 
 from __future__ import annotations
@@ -20,143 +20,76 @@ from typing import Any
 
 from ..errors import ConfigError
 
-# What a cache says about when it does what. Without `trace` nobody listens, and saying it costs next to nothing
-
 _NOTHING = nullcontext()  # keeps no state: one serves every span
 
 
 class Timeline:
-    """Told of spans of work and of waiting; this one forgets them. `Trace` writes them to a file.
+    """Receives spans of work and of waiting, and forgets them; `Trace` writes them to a file.
 
-    Times are `time.perf_counter()` seconds. `add` is for any thread; all else is for the thread that runs the model.
-    A span on the decode path is one line, `with shared.timeline.span("rank", layer_idx):`; without a trace it takes
-    0.2 microseconds.
+    Times are `time.perf_counter()` seconds. `add` is for any thread, all else for the thread that runs the model. A
+    span on the decode path is one line, `with shared.timeline.span("rank", layer_idx):`; without a trace it takes 0.2
+    microseconds.
 
-    The seams on the model tell the steps: `begin_step`, for each block `enter_block`, `enter_attention`,
+    The hooks on the model report steps: `begin_step`, for each block `enter_block`, `enter_attention`,
     `leave_attention`, `enter_rest`, and `end_step`.
     """
 
     on = False
-    """Somebody listens: what takes time only to be told about can be left out otherwise."""
+    """Whether spans are recorded. If not, callers may skip work that only serves them."""
 
     def add(self, track: str, name: str, start: float, stop: float, **details: Any) -> None:
-        """A span called `name` on the line `track` ("compute", "reads", "writes"), with JSON-able `details`, such as
-        `bytes`. Spans of "compute" nest; those of another track may overlap, and get lines beside each other then."""
+        """Record a span on the line `track` ("compute", "reads", "writes"), with `details` for JSON, such as `bytes`.
+        Spans of "compute" nest; those of other tracks may overlap, and are then shown on separate lines."""
 
     def span(self, name: str, layer_idx: int | None = None) -> AbstractContextManager[None]:
-        """A span on the line "compute" for as long as the block under it runs, also when that raises."""
+        """A span on the line "compute" around the `with` block, also if that raises."""
         return _NOTHING
 
     def count(self, name: str, **values: float) -> None:
-        """Curves of `values`, which hold from now on."""
+        """Record curves of `values`, which are valid from now on."""
 
     # --- the steps ---------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """A forward of the whole model begins. One that has not ended was interrupted."""
+        """Begin a forward of the complete model; a step that has not ended was interrupted."""
 
     def describe_step(self, name: str, **details: Any) -> None:
-        """What the step under way is to be called, "prefill" or "decode", and what to say about it."""
+        """Name the current step, "prefill" or "decode", and add details."""
 
     def enter_block(self, layer_idx: int) -> None:
-        """A decoder block begins; it lasts until the next one begins or the step ends."""
+        """Begin a decoder block, which lasts until the next one or the step's end."""
 
     def enter_attention(self, layer_idx: int) -> None:
-        """Its attention begins."""
+        """Begin the block's attention."""
 
     def leave_attention(self, layer_idx: int) -> None:
-        """Its attention has ended; the cache looks ahead now, if it does."""
+        """End the block's attention; the cache may look ahead now."""
 
     def enter_rest(self, layer_idx: int) -> None:
-        """The cache is done; the block goes on."""
+        """Begin the part of the block that follows the cache's work."""
 
     def end_step(self) -> None:
-        """The forward has ended."""
+        """End the forward."""
 
     # --- the file ----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """The cache is constructed: from now on an earlier trace of that name is gone."""
+        """Begin recording; an earlier trace of that name is lost from now on."""
 
     @property
     def failure(self) -> OSError | None:
-        """Why nothing is recorded any more, if so."""
+        """The error that ended the recording, if any."""
         return None
 
     def flush(self) -> None:
-        """Hand over what is held back."""
+        """Write what is buffered."""
 
     def close(self) -> None:
-        """The end; what is told from now on is forgotten. Idempotent."""
+        """End the recording. Idempotent."""
 
 
 NO_TIMELINE = Timeline()
-"""For those who were given none."""
-
-
-# The file of a trace: an array of JSON objects that is right at every moment but for the closing bracket
-
-class TraceFile:
-    """A trace file, opened and reserved against other traces. Its old content stays until the first `append`. From then
-    on only its owner can access it (0600), because a trace reveals how long a text is and when it was read.
-
-    For one thread at a time. A copy of it in a forked process does nothing.
-
-    Attributes:
-        failure: the error of a write; after it nothing is written, and the file ends with the last successful `append`.
-
-    Raises `ConfigError` if `path` cannot be written; then nothing has changed.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.failure: OSError | None = None
-        self._process = os.getpid()
-        self._size = 0  # bytes written
-        self._fd: int | None
-        self._fd, self._made = _open(self.path)
-
-    @property
-    def open(self) -> bool:
-        """`close` has not been called."""
-        return self._fd is not None
-
-    @property
-    def started(self) -> bool:
-        """Something was written."""
-        return self._size > 0
-
-    def append(self, text: str) -> None:
-        """Write all of `text` or nothing; an error is kept as `failure`."""
-        if self._fd is None or self.failure is not None or os.getpid() != self._process:
-            return
-        data = memoryview(text.encode())
-        done = 0
-        try:
-            if not self._size:
-                os.fchmod(self._fd, 0o600)  # a file that was there may be open to others
-                os.ftruncate(self._fd, 0)
-            while done < len(data):
-                done += os.pwrite(self._fd, data[done:], self._size + done)
-        except OSError as error:
-            self.failure = error
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._size)
-        else:
-            self._size += done
-
-    def close(self, ending: str = "") -> None:
-        """Append `ending`, and let the file go; where nothing was ever written, as it was before. Idempotent."""
-        if self._fd is None:
-            return
-        if self._size:
-            failure, self.failure = self.failure, None  # a disk that was full may have room for so little
-            self.append(ending)
-            self.failure = failure or self.failure
-        elif self._made and os.getpid() == self._process:
-            self.path.unlink(missing_ok=True)
-        fd, self._fd = self._fd, None
-        os.close(fd)
+"""The timeline of caches without a trace."""
 
 
 def _open(path: Path) -> tuple[int, bool]:
@@ -175,11 +108,11 @@ def _open(path: Path) -> tuple[int, bool]:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):  # EMLINK: on BSD
             raise ConfigError(
-                f"trace {str(path)!r} is a symbolic link, which is not followed: give `trace` a file"
+                f"trace {str(path)!r} is a symbolic link, which is not followed: set trace to a file"
             ) from error
         raise ConfigError(
             f"trace {str(path)!r} cannot be written ({error.strerror}): "
-            "give `trace` a file in a folder that exists and that you may write to"
+            "set trace to a file in an existing folder that you can write to"
         ) from error
     try:
         _check(fd, path, made)
@@ -190,17 +123,17 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _check(fd: int, path: Path, made: bool) -> None:
-    """Raises `ConfigError` unless the open file may hold a trace, and lets nobody else write one there."""
+    """Raise `ConfigError` unless the open file can hold a trace, and lock it against other traces."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
-        raise ConfigError(f"trace {str(path)!r} must be a file, and is a device or a pipe: give `trace` a file")
+        raise ConfigError(f"trace {str(path)!r} must be a file, but is a device or a pipe: set trace to a file")
     if not made and found.st_uid != os.geteuid():
         raise ConfigError(
-            f"trace {str(path)!r} belongs to another user, who could read the trace: give `trace` a file of your own"
+            f"trace {str(path)!r} belongs to another user, who could read the trace: set trace to a file of your own"
         )
     if not _claim(fd):
         raise ConfigError(
-            f"trace {str(path)!r} is being written by another cache: give each its own file, or close the other first"
+            f"trace {str(path)!r} is in use by another cache: set one file per cache, or close the other first"
         )
     if made:
         try:
@@ -208,13 +141,13 @@ def _check(fd: int, path: Path, made: bool) -> None:
         except OSError as error:
             path.unlink(missing_ok=True)
             raise ConfigError(
-                f"trace {str(path)!r} cannot be kept from other users there ({error.strerror}): give `trace` a file on "
-                "another file system"
+                f"trace {str(path)!r} cannot be hidden from other users there ({error.strerror}): set trace to a file "
+                "on another file system"
             ) from error
 
 
 def _claim(fd: int) -> bool:
-    """Keep other traces off the file until it is closed; False where one has it. No lock where there are none."""
+    """Lock the file until it is closed. False: another trace has the lock. File systems without locks have none."""
     try:
         import fcntl
 
@@ -227,174 +160,161 @@ def _claim(fd: int) -> bool:
 
 
 COMPUTE = "compute"
-"""The line of the thread that runs the model; the only one whose spans nest."""
+"""The track of the thread that runs the model; the only one whose spans nest."""
 
 _AT_ONCE = 64
-"""Events whose text is made and written at a time."""
+"""Events encoded and written at once."""
 
 _Event = tuple[str, str, str, float, float, dict[str, Any]]  # phase, track, name, start, stop, details
 
 
 class Trace(Timeline):
-    """Writes what it is told to `path`, in pieces: at the end of each step, and whenever `MOST_EVENTS` are held.
+    """Writes a timeline to `path`: after each step, and whenever `MOST_EVENTS` are buffered.
 
-    The file is complete after `close`. Before, or when the process dies, it lacks the closing bracket, which the format
-    allows and both viewers take. It grows by about 130 bytes a span, in decoding some 40 KiB a step of 30 layers.
-    Spans are of the host: on CUDA, compute is when kernels were launched.
+    The file is complete after `close`. Until then, or if the process dies, it lacks the closing bracket, which the
+    format allows and both viewers accept. It grows by about 130 bytes per span: in decoding, some 40 KiB per step of 30
+    layers. Spans are the host's: on CUDA, compute shows when kernels were launched. Only the owner can access the file
+    (0600), because a trace reveals how long a text is and when it was read. A copy in a forked process does nothing.
 
-    Writing takes place between steps, and shows as "write trace" when it does not. A write that fails ends the trace
-    (`failure`), not the cache; the file ends with the last piece that was written whole.
+    Events are written between steps; otherwise the write is a span "write trace". A failed write ends the trace
+    (`failure`), not the cache; the file then ends with the last complete piece.
 
     Args:
-        path: a file that exists, whose content goes with `start`, or a new one in a folder that exists. No other
-            trace may be writing to it.
-        name: of the process that is traced, for the viewer.
+        path: an existing file, whose content is lost at `start`, or a new one in an existing folder. No other trace may
+            be writing to it.
+        name: name of the process in the viewer.
 
-    Raises `ConfigError` when `path` cannot be written; then nothing has changed.
+    Raises `ConfigError` if `path` cannot be written; then nothing has changed.
     """
 
     MOST_EVENTS = 512
     HELD_BYTES = 320 * 1024
-    """What `MOST_EVENTS` take at most, with the text of those that are being written; booked by who makes one."""
+    """Upper bound on the memory of `MOST_EVENTS` and of the text being written; the trace's creator books it."""
 
     on = True
 
     def __init__(self, path: str | os.PathLike[str], name: str = "hf_offload_cache") -> None:
-        self._file = TraceFile(path)
+        self._path = Path(path)
+        self._fd: int | None
+        self._fd, self._made = _open(self._path)
+        self._size = 0  # bytes written
+        self._failure: OSError | None = None
         self._process = os.getpid()
         self._name = name
         self._origin = time.perf_counter()
         self._lock = threading.RLock()  # a garbage collection under it may close the cache on the same thread
         self._events: list[_Event] = []
-        self._lanes: dict[str, list[tuple[int, float]]] = {}  # of each track: thread ids, and when they are free
+        self._lanes: dict[str, list[tuple[int, float]]] = {}  # track -> thread ids, and when each is free
         self._threads = 0
         self._steps = 0
         self._step: tuple[float, str, dict[str, Any]] | None = None
-        self._block: tuple[int, float] | None = None
-        self._attention: tuple[int, float] | None = None
-        self._rest: tuple[int, float] | None = None
-        self._latest = self._origin  # of what is known of the model's thread
-
-    # --- what is told ------------------------------------------------------------------------------------------
+        self._spans: dict[str, tuple[int, float]] = {}  # begun in this block: layer and start
+        self._latest = self._origin  # latest known time on the model's thread
 
     def add(self, track: str, name: str, start: float, stop: float, **details: Any) -> None:
-        """See `Timeline.add`."""
         if track == COMPUTE:
             self._latest = max(self._latest, stop)
         self._take(("X", track, name, start, stop, details))
 
     def span(self, name: str, layer_idx: int | None = None) -> _Span:
-        """See `Timeline.span`."""
         return _Span(self, name, layer_idx)
 
     def count(self, name: str, **values: float) -> None:
-        """See `Timeline.count`."""
         now = time.perf_counter()
         self._take(("C", COMPUTE, name, now, now, values))
 
+    # --- the steps ---------------------------------------------------------------------------------------------
+
     def begin_step(self) -> None:
-        """See `Timeline.begin_step`."""
         self._interrupt()
         self._steps += 1
         self._latest = time.perf_counter()
         self._step = (self._latest, "step", {})
 
     def describe_step(self, name: str, **details: Any) -> None:
-        """See `Timeline.describe_step`."""
         if self._step is not None:
             self._step = (self._step[0], name, details)
 
     def enter_block(self, layer_idx: int) -> None:
-        """See `Timeline.enter_block`."""
         now = time.perf_counter()
-        self._leave_block(now)
-        self._block, self._latest = (layer_idx, now), now
+        self._leave(now, "attention", "rest of block", "layer")
+        self._enter("layer", layer_idx, now)
 
     def enter_attention(self, layer_idx: int) -> None:
-        """See `Timeline.enter_attention`."""
         now = time.perf_counter()
-        self._leave_rest(now)
-        self._attention, self._latest = (layer_idx, now), now
+        self._leave(now, "rest of block")
+        self._enter("attention", layer_idx, now)
 
     def leave_attention(self, layer_idx: int) -> None:
-        """See `Timeline.leave_attention`."""
-        self._leave_attention(time.perf_counter())
+        self._leave(time.perf_counter(), "attention")
 
     def enter_rest(self, layer_idx: int) -> None:
-        """See `Timeline.enter_rest`."""
-        self._latest = time.perf_counter()
-        self._rest = (layer_idx, self._latest)
+        self._enter("rest of block", layer_idx, time.perf_counter())
 
     def end_step(self) -> None:
-        """See `Timeline.end_step`. Writes what is held."""
         self._leave_step(time.perf_counter())
         self.flush()
 
-    # --- the steps' spans --------------------------------------------------------------------------------------
-
     def _interrupt(self) -> None:
-        """What is open ended with the last that is known of the model's thread: nobody said more."""
+        """End open spans at the latest known time of the model's thread."""
         if self._step is not None:
             self._step[2]["interrupted"] = True
         self._leave_step(self._latest)
 
     def _leave_step(self, now: float) -> None:
-        self._leave_block(now)
+        self._leave(now, "attention", "rest of block", "layer")
         if self._step is not None:
             (start, name, details), self._step = self._step, None
             self._take(("i", COMPUTE, f"step {self._steps}", start, start, {}))
             self.add(COMPUTE, name, start, now, step=self._steps, **details)
 
-    def _leave_block(self, now: float) -> None:
-        self._leave_attention(now)
-        self._leave_rest(now)
-        if self._block is not None:
-            (layer_idx, start), self._block = self._block, None
-            self.add(COMPUTE, f"layer {layer_idx}", start, now, layer=layer_idx)
+    def _enter(self, span: str, layer_idx: int, now: float) -> None:
+        self._spans[span], self._latest = (layer_idx, now), now
 
-    def _leave_attention(self, now: float) -> None:
-        if self._attention is not None:
-            (layer_idx, start), self._attention = self._attention, None
-            self.add(COMPUTE, "attention", start, now, layer=layer_idx)
-
-    def _leave_rest(self, now: float) -> None:
-        if self._rest is not None:
-            (layer_idx, start), self._rest = self._rest, None
-            self.add(COMPUTE, "rest of block", start, now, layer=layer_idx)
+    def _leave(self, now: float, *spans: str) -> None:
+        for span in spans:
+            if span in self._spans:
+                layer_idx, start = self._spans.pop(span)
+                self.add(COMPUTE, f"layer {layer_idx}" if span == "layer" else span, start, now, layer=layer_idx)
 
     # --- the file ----------------------------------------------------------------------------------------------
 
     @property
     def failure(self) -> OSError | None:
-        """See `Timeline.failure`."""
-        return self._file.failure
+        return self._failure
 
     def start(self) -> None:
         """Empty the file and write its beginning. Idempotent."""
         with self._lock:
-            if not self._file.started:
+            if not self._size:
                 names = {"name": "process_name", "ph": "M", "pid": self._process, "tid": 0}
-                self._file.append("[\n" + json.dumps({**names, "args": {"name": self._name}}))
+                self._append("[\n" + json.dumps({**names, "args": {"name": self._name}}))
 
     def flush(self) -> None:
-        """Write what is held."""
         with self._lock:
             if self._events:
                 self._write()
 
     def close(self) -> None:
-        """Write what is held and the closing bracket, and let the file go. Where nothing was recorded nor started, the
-        file is as it was before."""
+        """Write what is buffered and the closing bracket. If nothing was recorded or started, the file stays as it was.
+        """
         with self._lock:
-            if not self._file.open:
+            if self._fd is None:
                 return
             self._interrupt()
             self.flush()
-            self._file.close("\n]\n")
+            if self._size:
+                failure, self._failure = self._failure, None  # a full disk may have room for the bracket
+                self._append("\n]\n")
+                self._failure = failure or self._failure
+            elif self._made and os.getpid() == self._process:
+                self._path.unlink(missing_ok=True)
+            fd, self._fd = self._fd, None
+            os.close(fd)
 
     def _take(self, event: _Event) -> None:
         with self._lock:
-            if not self._file.open or self._file.failure is not None:
+            if self._fd is None or self._failure is not None:
                 return
             self._events.append(event)
             if len(self._events) >= self.MOST_EVENTS:
@@ -409,7 +329,26 @@ class Trace(Timeline):
             lines: list[str] = []
             for event in events[first : first + _AT_ONCE]:
                 self._encode(event, lines)
-            self._file.append("".join(lines))
+            self._append("".join(lines))
+
+    def _append(self, text: str) -> None:
+        """Write all of `text` or nothing; stores an error as the failure."""
+        if self._fd is None or self._failure is not None or os.getpid() != self._process:
+            return
+        data = memoryview(text.encode())
+        done = 0
+        try:
+            if not self._size:
+                os.fchmod(self._fd, 0o600)  # an existing file may be open to others
+                os.ftruncate(self._fd, 0)
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], self._size + done)
+        except OSError as error:
+            self._failure = error
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+        else:
+            self._size += done
 
     def _encode(self, event: _Event, lines: list[str]) -> None:
         phase, track, name, start, stop, details = event
@@ -428,7 +367,7 @@ class Trace(Timeline):
         lines.append("".join(parts))
 
     def _thread(self, track: str, start: float, stop: float, lines: list[str]) -> int:
-        """The thread id of a line of `track` that is free from `start` on; a new one is named in `lines` first."""
+        """Thread id of a line of `track` that is free from `start` on; `lines` gets the name of a new one."""
         lanes = self._lanes.setdefault(track, [])
         for lane, (thread, free) in enumerate(lanes):
             if track == COMPUTE or free <= start:
@@ -446,7 +385,7 @@ class Trace(Timeline):
 
 
 class _Span:
-    """Adds itself on leaving."""
+    """A `with` block that adds its span when it ends."""
 
     __slots__ = ("_layer_idx", "_name", "_start", "_trace")
 
@@ -480,5 +419,5 @@ def _json(details: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """numpy's and torch's scalars as Python's, anything else as text."""
+    """numpy's and torch's scalars as Python numbers, other values as text."""
     return value.item() if getattr(value, "ndim", None) == 0 else str(value)

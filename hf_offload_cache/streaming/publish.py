@@ -12,7 +12,7 @@ import torch
 
 from ..contexts.configuration import form_fields, placeholders, saved_fields
 from ..contexts.folder import reading
-from ..contexts.reader import manifest_in
+from ..contexts.manifest import manifest_in
 from ..contexts.save import check_adapters
 from ..contexts.state import pack
 from ..core.cache import OffloadCache

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..contexts.reader import check_digest
+from ..contexts.manifest import check_digest
 from ..core.cache import OffloadCache
 from ..core.filling import Filling
 from ..errors import (

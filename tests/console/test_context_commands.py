@@ -199,10 +199,10 @@ def test_a_context_that_turns_up_meanwhile_is_not_replaced(
     [
         ([], ["--prompt-file", "--context"]),
         (["--prompt-file", "x", "--context", "y"], ["not allowed with"]),
-        (["--context", "y", "--save", "z"], ["--save keeps a document that --prompt-file names"]),
-        (["--prompt-file", "x", "--overwrite"], ["--overwrite is for --save"]),
-        (["--prompt-file", "x", "--cache", "dynamic", "--save", "z"], ["--save is of this library's caches"]),
-        (["--context", "x", "--cache", "dynamic"], ["--context is of this library's caches"]),
+        (["--context", "y", "--save", "z"], ["--save saves the document of --prompt-file"]),
+        (["--prompt-file", "x", "--overwrite"], ["--overwrite needs --save"]),
+        (["--prompt-file", "x", "--cache", "dynamic", "--save", "z"], ["--save needs a cache of this library"]),
+        (["--context", "x", "--cache", "dynamic"], ["--context needs a cache of this library"]),
     ],
 )
 def test_options_that_contradict(ask: Run, arguments: list[str], words: list[str]) -> None:
@@ -551,7 +551,7 @@ def test_rm_of_the_least_recently_used(run: Run, three: Path) -> None:
     code, out, err = run("rm", "--folder", three, "--max-bytes", sizes["b"] + sizes["c"])
     assert (code, err) == (0, "")
     assert "was damaged" in out and [line.split()[1] for line in out.splitlines()[:-1]] == [f"{three / 'a'},"]
-    assert out.splitlines()[-1].startswith("freed ") and "what stays takes" in out
+    assert out.splitlines()[-1].startswith("freed ") and "the remaining contexts take" in out
     listing.touch(three / "b")
     assert run("rm", "--folder", three, "--max-bytes", "1KiB", "--wipe")[0] == 0
     assert list(three.iterdir()) == []
@@ -593,7 +593,7 @@ def test_ls_and_rm_of_a_library(run: Run, tmp_path: Path) -> None:
 
 def test_verify(run: Run, three: Path) -> None:
     code, out, err = run("verify", three / "a")
-    assert code == 0 and out.startswith("whole: 7 files")
+    assert code == 0 and out.startswith("intact: 7 files")
     assert re.fullmatch(r"verify: (\S+ KiB) of \1 in [\d.]+ s\n", err)  # no terminal: one line at the end
     file = sorted((three / "a").glob("*.records"))[0]
     content = bytearray(file.read_bytes())
@@ -635,6 +635,6 @@ def test_published_and_streamed(ask: Run, run: Run, folder: Path, document: Path
     code, _, err = run("stream", tmp_path / "nowhere", *options)
     assert code == 1 and one_line(err, "no published context")
     code, _, err = run("serve", tmp_path / "nowhere")
-    assert code == 2 and one_line(err, "is no folder")
+    assert code == 2 and one_line(err, "is not a folder")
     code, _, err = run("publish", saved, url, *named, "--private", "9:3")
     assert code == 2 and one_line(err, "a range of tokens is A:B")

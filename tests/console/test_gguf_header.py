@@ -52,5 +52,5 @@ def test_values_and_shapes(tmp_path):
 )
 def test_what_is_no_gguf_file(tmp_path, content):
     (tmp_path / "m.gguf").write_bytes(content)
-    with pytest.raises(ValueError, match=r"m\.gguf' is no GGUF file"):
+    with pytest.raises(ValueError, match=r"m\.gguf' is not a GGUF file"):
         read_header(tmp_path / "m.gguf")

@@ -238,7 +238,7 @@ def test_a_module_that_is_not_there_is_one_line(
     ("wrong", "said"),
     [
         (["no-such-program"], "there is no program 'no-such-program'"),
-        (["/bin/sh"], "is no Python script"),
+        (["/bin/sh"], "is not a Python script"),
         (["--cache", "disk-swp", "x.py"], "did you mean 'disk-swap'"),
         (["--set", "num_selekted=3", "x.py"], "num_selekted"),
     ],

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_offload_cache.contexts import FileSystem, entries, read_small, reading, remove, sweep, write_file
-from hf_offload_cache.contexts.folder import publish
+from hf_offload_cache.contexts.publish import publish
 
 MANIFEST = "manifest.json"
 SHARED = b"the same in every version" * 7

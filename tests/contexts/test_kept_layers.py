@@ -72,7 +72,7 @@ def test_a_layer_of_a_models_own_comes_back() -> None:
         ({"sliding_window": "8"}, "sliding_window is '8'"),
         ({"cumulative_length": -1}, "cumulative_length is -1"),
         ({"nonsense": 1}, "nonsense is 1"),
-        ({"update": None}, "'update', which a layer has not"),
+        ({"update": None}, "'update', which such a layer does not have"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -27,7 +27,7 @@ from kill_points import (
 )
 
 from hf_offload_cache.contexts import MANIFEST_NAME, FileSystem, entries, open_folder, reading, remove, sweep
-from hf_offload_cache.contexts.folder import publish
+from hf_offload_cache.contexts.publish import publish
 from hf_offload_cache.errors import ContextError, StoreError
 
 FILE_SYSTEMS = [Quick(), NoExchange(), NoLocks(), Neither()]

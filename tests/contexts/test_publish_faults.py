@@ -28,7 +28,7 @@ from kill_points import (
 )
 
 from hf_offload_cache.contexts import FileSystem, entries, remove, sweep
-from hf_offload_cache.contexts.folder import publish
+from hf_offload_cache.contexts.publish import publish
 from hf_offload_cache.errors import StoreError, StoreFullError
 
 FILE_SYSTEMS = [Quick(), NoExchange(), NoLocks(), Neither()]

@@ -322,7 +322,7 @@ def test_requests_that_had_the_floor_in_the_place_of_their_share_are_counted(
 ) -> None:
     """Whatever their length: results say that their memory was not what was asked for."""
     lm = ours(tmp_path, memory="1/13", floor="400KiB")
-    with pytest.warns(UserWarning, match="change that by floor"):
+    with pytest.warns(UserWarning, match="set another floor"):
         lm.loglikelihood(instances("loglikelihood", [(text(1500, 3), " w5 w6"), (text(1500, 3), " w7")]), True)
         lm.generate_until(instances("generate_until", [(text(1500, 3), {"max_gen_toks": 5})]), True)
     info = lm.get_model_info()

@@ -237,7 +237,7 @@ def test_ask_a_document(run: Callable[[str], Ran]) -> None:
     ran = run("ask_a_document")
     assert "48213" in ran.text["ask"]
     assert "tokens attended" in ran.text["report"]
-    share = int(ran.text["report"].split("it held was ")[1].split("%")[0])
+    share = int(ran.text["report"].split("used at most ")[1].split("%")[0])
     assert 5 < share <= 25
 
 

@@ -492,7 +492,7 @@ def test_a_share_that_does_not_do_becomes_the_floor(tmp_path: Path) -> None:
     """Where the full KV does not fit in that; one that does is kept."""
     own, ids = long_model(), prompt(long_model(), 1, 1500)
     full = (1500 + NEW + 1) * ENTRY
-    said = pytest.warns(UserWarning, match="memory='1/13' of this request .* 400KiB a sequence")
+    said = pytest.warns(UserWarning, match="memory='1/13' of this request .* 400KiB per sequence")
     with offload(own, memory="1/13", floor="400KiB", path=tmp_path) as done, said:
         generated(own, ids)
     assert (done.requests, done.requests_left_plain, done.requests_at_floor) == (1, 0, 1) and done.report is not None

@@ -131,7 +131,7 @@ def test_saved_opened_and_forked(tmp_path: Path) -> None:
             assert told.compressed_fraction == 1
             whole = sum(layer.history.store.disk_bytes for layer in twin.offloaded)
             assert whole / 3 < told.replica_bytes < 0.6 * whole and whole + told.replica_bytes <= told.disk_bytes
-            assert "of it in 4 bits" in str(told)
+            assert "of it 4-bit copies" in str(told)
         assert torch.equal(follow(cache), expected)
     assert not verify(tmp_path / "context").findings
     with AbstractTreeCache.open(tmp_path / "context", model, path=tmp_path) as opened:

@@ -364,7 +364,7 @@ def test_budgets_leave_out_what_host_memory_stores() -> None:
         assert report.host_bytes == cache.host_bytes == report.memory_by_owner["records in memory"] == stored > 0
         assert report.memory_bytes - stored <= plan.decode_bytes <= plan.peak_bytes <= report.memory_budget
         assert plan.host_bytes >= stored and "records in memory" not in plan.decode
-        assert "beside the budget, in host memory" in " ".join(str(report).replace("│", " ").split())
+        assert "of it in host memory, outside the budget" in " ".join(str(report).replace("│", " ").split())
     with SpecCache.for_budget(model, "5/2", max_context=2 * LENGTH, max_batch=1, engine="auto") as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=2)
         assert cache.report().host_bytes == 0

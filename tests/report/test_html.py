@@ -55,7 +55,7 @@ def test_the_rows_of_a_cache_report_are_those_of_a_terminal() -> None:
     assert table.title == f"{HOSTILE}: 2,048 tokens"
     rows = dict(table.rows)
     assert rows["warning"] == "a <b>warning</b>" and rows["store"] == "direct"
-    assert "".join(rows["  of it now"].split()) == "".join(f"slots 1.0 KiB, {HOSTILE} 2 B".split())
+    assert "".join(rows["memory by component"].split()) == "".join(f"slots 1.0 KiB, {HOSTILE} 2 B".split())
     printed = str(report)
     assert all(name in printed for name in rows)
 

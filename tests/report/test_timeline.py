@@ -182,7 +182,7 @@ def test_the_report_says_how_much_was_overlapped(traced: tuple[list[Event], Any,
     assert 0 < report.decode_stall_seconds < report.stall_seconds
     expected = 1 - report.decode_stall_seconds / report.decode_flight_seconds
     assert report.overlap == pytest.approx(min(1.0, max(0.0, expected)))
-    assert "reads overlapped" in str(report)
+    assert "I/O hidden behind compute" in str(report)
 
 
 def test_tokens_are_those_without_a_trace(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path, kind: str) -> 
         if os.access(path, os.W_OK):
             pytest.skip("this user may write everything")
     descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ConfigError, match=rf"trace.*{path.name}.*give `trace` a file"):
+    with pytest.raises(ConfigError, match=rf"trace.*{path.name}.*set trace to a file"):
         sparse(model, path)
     assert kind != "a link" or path.read_text() == "precious"
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -336,7 +336,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_generation(tmp_path: Path, monke
     with sparse(model, path, engine="memory") as cache:
         generate(model, cache, prompt(model), max_new_tokens=2)
         size = path.stat().st_size
-        descriptor = cache.timeline._file._fd
+        descriptor = cache.timeline._fd
 
         def full(fd: int, data: Any, offset: int) -> int:
             if fd != descriptor or len(data) < 16:

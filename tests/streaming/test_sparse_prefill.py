@@ -151,7 +151,7 @@ def test_a_streamed_context_says_what_it_attended_to(tmp_path: Path, monkeypatch
     with stream_context(place, model, own, path=tmp_path, sparse=True, key=key) as cache:
         report = cache.stream_report
         assert report is not None and not report.trouble and 0 < report.attended < 1
-        assert "computing attended to" in str(report) and report.computed == report.cells
+        assert "computed tokens attended to" in str(report) and report.computed == report.cells
     with stream_context(place, model, own, path=tmp_path, key=key) as cache:
         assert cache.stream_report is not None and cache.stream_report.attended == 1
     with stream_context(str(tmp_path / "plain"), model, own, path=tmp_path, sparse=True) as cache:
