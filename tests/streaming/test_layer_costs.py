@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from lanes_in_order import compute_all, compute_from
-from long_context import CONTEXT, ids, short_forwards
+from long_context import CONTEXT, ids, published
 from long_llama import long_model
 from static_server import served
 
-from hf_offload_cache import DiskSwapCache, publish_context, stream_context
+from hf_offload_cache import stream_context
 from hf_offload_cache.streaming import ComputingSpeed, CostNetwork, LayerCells, LayerCosts
 
 LAYERS, BLOCK, TOKENS = 30, 128, 1024
@@ -65,14 +64,10 @@ def with_active_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(tmp_path: Path, one_chunk_at_a_time: None) -> Path:
     """A published context with active blocks."""
-    with short_forwards(monkeypatch):
-        with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
-            long_model()(ids()[:, :CONTEXT], past_key_values=cache)
-            options = {"level": "lossless", "chunk_tokens": 128, "active_mass": 0.1}
-            publish_context(cache, str(tmp_path / "published"), **options)
-        yield tmp_path / "published"
+    published(tmp_path / "published", tmp_path, tokens=ids()[:, :CONTEXT], chunk_tokens=128, active_mass=0.1)
+    return tmp_path / "published"
 
 
 def test_sparse_forwards_are_noted_by_layer(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
