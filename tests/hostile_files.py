@@ -41,18 +41,18 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     return found
 
 
+def digest_of(manifest: Any) -> str:
+    canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+    return xxhash.xxh3_128_hexdigest(canonical)
+
+
 def sign(folder: Path, manifest: Any) -> None:
     """Let the manifest of a context say this, with the digest that goes with it."""
-    canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
-    _write(folder / "manifest.json", json.dumps({"manifest": manifest, "digest": xxhash.xxh3_128_hexdigest(canonical)}))
+    write(folder / "manifest.json", json.dumps({"manifest": manifest, "digest": digest_of(manifest)}))
 
 
-def write_raw(folder: Path, text: str) -> None:
-    """These are the characters of the manifest."""
-    _write(folder / "manifest.json", text)
-
-
-def _write(path: Path, content: str | bytes) -> None:
+def write(path: Path, content: str | bytes) -> None:
+    """A file of its own of that name."""
     path.unlink(missing_ok=True)  # copies of a context share files
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     path.chmod(0o600)
@@ -74,7 +74,7 @@ def replace_state(folder: Path, manifest: dict[str, Any], layer: int | None, dat
     """Let a layer's state, or the cache's, be `data`, under its digest; the manifest is still to be signed."""
     entry = manifest["state"] if layer is None else manifest["layers"][layer]["state"]
     entry["file"], entry["bytes"] = f"{xxhash.xxh3_128_hexdigest(data)}.state", len(data)
-    _write(folder / entry["file"], data)
+    write(folder / entry["file"], data)
 
 
 def rename_records(folder: Path, manifest: dict[str, Any], layer: int) -> None:

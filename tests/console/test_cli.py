@@ -12,38 +12,23 @@ import pytest
 import torch
 import transformers
 from pairwise import combinations
+from tokenizers.pre_tokenizers import Whitespace
+from word_model import NEW, POSITIONS, WORDS, answered, save_word_model
 
-from hf_offload_cache import registry
+from hf_offload_cache import DiskSwapCache, registry
 from hf_offload_cache.console import answer, build_prompt
 from hf_offload_cache.console import arguments as common
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.console import named_cache as load_model
+from hf_offload_cache.memory import machine
 from hf_offload_cache.methods.cluster import cache as cluster
 
-WORDS = [f"w{i}" for i in range(96)]
-POSITIONS = 512
 DOCUMENT_WORDS = 200
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Folder of a tiny Llama with a word-level tokenizer that has no chat template."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("tiny")
-    specials = ["<unk>", "<eos>", "Question", "Answer", ":"]
-    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(specials + WORDS)}, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="<eos>")
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(specials) + len(WORDS), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=POSITIONS,
-        bos_token_id=None, eos_token_id=1, pad_token_id=None,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_word_model(tmp_path_factory.mktemp("tiny"), Whitespace())
 
 
 @pytest.fixture
@@ -54,33 +39,24 @@ def document(tmp_path):
 
 
 @pytest.fixture
-def run(tiny, document, capsys, monkeypatch):
-    """Runs `generate` in this process on the tiny model: (exit code, stdout, stderr)."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
+def run(tiny, document, console):
+    """Runs `generate` on the tiny model: (exit code, stdout, stderr)."""
 
     def run(*arguments, model=tiny, prompt=document):
-        fixed = ["generate", "--model", str(model), "--prompt-file", str(prompt), "--question", "w5"]
-        try:
-            code = cli.main([*fixed, "--device", "cpu", "--max-new-tokens", "6", *arguments])
-        except SystemExit as exit:
-            code = exit.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        fixed = ["generate", "--model", model, "--prompt-file", prompt, "--question", "w5", "--device", "cpu"]
+        return console(*fixed, "--max-new-tokens", NEW, *arguments)
 
     return run
-
-
-def last_line(text):
-    return text.strip().splitlines()[-1]
 
 
 def expected_text(tiny, document):
     """The answer by transformers alone: one prefill, `DynamicCache`."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
-    ids = build_prompt(tokenizer, document.read_text(), "w5")
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=1)
-    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
+    return answered(tiny, build_prompt(tokenizer, document.read_text(), "w5"))
+
+
+def last_line(text):
+    return text.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("chunk", ["1", "64", "4096"])
@@ -91,9 +67,11 @@ def test_answer_goes_to_stdout_whatever_the_chunk(run, tiny, document, chunk):
     assert "Traceback" not in err
 
 
-def test_exact_disk_swap_gives_the_same_answer(run, tiny, document):
-    code, out, err = run("--set", "exact=true", "--set", "block_tokens=32", "--prefill-chunk", "50")
-    assert code == 0
+def test_exact_disk_swap_gives_the_same_answer(run, tiny, document, tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    code, out, err = run("--set", "exact=true", "--set", "block_tokens=32", "--prefill-chunk", "50", "--path", folder)
+    assert code == 0 and list(folder.iterdir()) == []
     assert out.strip() == expected_text(tiny, document)
     assert "DiskSwapCache" in err and "memory now" in err
     assert re.search(r"^prefill: ([\d,]+) of \1 tokens in [\d.]+ s$", err, re.M)  # no terminal: one line
@@ -116,13 +94,6 @@ def test_compare_prints_both_and_writes_json(run, tmp_path):
     assert swapped["disk_bytes"] == swapped["report"]["disk_bytes"] > 0
 
 
-def test_path_is_left_empty(run, tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    assert run("--path", str(folder))[0] == 0
-    assert list(folder.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -138,14 +109,17 @@ def test_path_is_left_empty(run, tmp_path):
         (["--set", "num_selected=lots"], "num_selected must be a whole number, got 'lots'"),
         (["--cache", "dynamic", "--set", "num_selected=3"], "cache 'dynamic' keeps all in memory"),
         (["--max-new-tokens", "400"], f"together 605, but the model has {POSITIONS} positions"),
+        (["--cache", "dynamic", "--json", "no/folder.json"], "--json"),
+        (["--memory", "1/500"], "--memory is 216 bytes"),
+        (["--memory", "lots"], "--memory must be bytes, a size such as '300MiB'"),
+        (["--cache", "dynamic", "--memory", "1/2"], "cache 'dynamic' keeps all in memory"),
+        (["--set", "max_context=10"], "max_context is 10 and this step would make it"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(run, arguments, words):
     code, out, err = run(*arguments)
-    assert code == 2
-    assert out == ""
-    assert words in last_line(err)
-    assert "Traceback" not in err
+    assert (code, out) == (2, "")
+    assert words in last_line(err) and "Traceback" not in err
 
 
 @pytest.mark.parametrize(
@@ -154,20 +128,18 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(run, arguments, words):
         (None, "cannot be read: No such file or directory"),
         (b"w1 \xff w2", "is not UTF-8 text: byte 3 is 0xff"),
         (b" \n", "has no text (2 characters)"),
+        ("a folder", "Is a directory"),
     ],
 )
 def test_a_bad_prompt_file(run, tmp_path, content, words):
     file = tmp_path / "bad.txt"
-    if content is not None:
+    if content == "a folder":
+        file.mkdir()
+    elif content is not None:
         file.write_bytes(content)
     code, out, err = run(prompt=file)
     assert (code, out) == (2, "")
     assert words in err and str(file) in err and len(err.strip().splitlines()) == 1
-
-
-def test_prompt_file_that_is_a_folder(run, tmp_path):
-    code, _, err = run(prompt=tmp_path)
-    assert code == 2 and "Is a directory" in err
 
 
 def test_unknown_model_and_a_folder_without_one(run, tmp_path):
@@ -177,20 +149,11 @@ def test_unknown_model_and_a_folder_without_one(run, tmp_path):
     assert code == 2 and "no folder of that name" in last_line(err)
 
 
-def test_json_that_cannot_be_written(run, tmp_path):
-    code, out, err = run("--cache", "dynamic", "--json", str(tmp_path / "no" / "folder.json"))
-    assert code == 2
-    assert out == ""  # known before the model is loaded
-    assert "--json" in last_line(err) and "Traceback" not in err
-
-
 def test_interrupt_closes_the_cache_and_exits_130(run, monkeypatch):
     closed = []
 
     def interrupted(*arguments, **keywords):
         raise KeyboardInterrupt
-
-    from hf_offload_cache import DiskSwapCache
 
     close = DiskSwapCache.close
     monkeypatch.setattr(DiskSwapCache, "close", lambda cache: (closed.append(cache), close(cache))[1])
@@ -237,12 +200,6 @@ def test_wait_policy_is_set_before_torch(tmp_path):
     assert done.stdout in ("PASSIVE False\n", "")
 
 
-def test_help_names_every_verb():
-    command = [sys.executable, "-m", "hf_offload_cache.console.main", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and "generate" in done.stdout
-
-
 def test_trace_is_written_beside_an_answer_that_stays_the_same(run, tiny, document, tmp_path):
     file = tmp_path / "trace.json"
     code, out, err = run("--set", "exact=true", "--trace", str(file), "--compare")
@@ -279,34 +236,14 @@ def test_generate_within_a_memory(run, tmp_path):
     assert "memory budget" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--memory", "1/500"], "BudgetError: --memory is 216 bytes (216 B); 1 x 211 tokens need at least"),
-        (["--memory", "lots"], "--memory must be bytes, a size such as '300MiB'"),
-        (["--cache", "dynamic", "--memory", "1/2"], "cache 'dynamic' keeps all in memory"),
-    ],
-)
-def test_a_memory_that_does_not_do(run, arguments, words):
-    code, out, err = run(*arguments)
-    assert (code, out) == (2, "")
-    assert words in " ".join(err.split()) and "Traceback" not in err
-
-
 @pytest.fixture
-def plan(tiny, tmp_path, capsys, monkeypatch):
+def plan(tiny, tmp_path, console):
     """Runs `plan` on the tiny model's folder: (exit code, stdout, stderr, what was written as JSON)."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
 
     def run(*arguments, model=tiny, context="4000"):
         file = tmp_path / "plan.json"
-        fixed = ["plan", "--model", str(model), "--context", context, "--device", "cpu", "--json", str(file)]
-        try:
-            code = cli.main([*fixed, *arguments])
-        except SystemExit as exit:
-            code = exit.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err, json.loads(file.read_text()) if file.exists() else None
+        found = console("plan", "--model", model, "--context", context, "--device", "cpu", "--json", file, *arguments)
+        return *found, json.loads(file.read_text()) if file.exists() else None
 
     return run
 
@@ -340,6 +277,8 @@ def test_plan_loads_no_weights(plan, tiny, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     assert 0 <= bare["plan"]["weight_bytes"] - parameters < 1024  # and the rotary frequencies
+    code, _, _, written = plan("--set", "num_selected=64")
+    assert (written["config"]["num_selected"], written["config"]["memory"]) == (64, None)
     _, _, _, whole = plan("--memory", "1/2")
     assert {**bare["plan"], "weight_bytes": 0} == {**whole["plan"], "weight_bytes": 0}
     _, _, _, half = plan("--memory", "1/2", "--dtype", "bfloat16")
@@ -363,40 +302,21 @@ def test_plan_compares_all_caches(plan, monkeypatch):
     monkeypatch.setattr(cluster, "find_spec", lambda name: None)  # what is not installed is planned, and that is said
     code, out, _, written = plan("--compare", *room, "--set", "exact=true", context=longer)
     assert all(one["plan"] for one in written["plans"]) and "cluster: ClusterCache makes clusters by faiss" in out
-    assert "for speed: disk-swap: the first that fits: where all is attended to" in out  # no figures of other fields
+    assert "for speed: disk-swap: the first that fits: exact caches all give the same output" in out  # no figures of other fields
     code, out, _, written = plan("--compare", "--memory", "2000")
     assert code == 1 and written["machine"]["fits"] == [] and "none of them" in out
     assert all(one["plan"] is None and "need at least" in one["refused"] for one in written["plans"])
 
 
-@pytest.mark.parametrize("wrong", [["--cache", "spec"], ["--set", "num_selected=4"]])
-def test_what_is_one_caches_is_not_compared(plan, wrong):
-    code, _, err, _ = plan("--compare", *wrong)
-    assert code == 2 and "ConfigError" in err
-
-
-def test_plan_without_a_memory_is_of_the_fields(plan):
-    code, out, _, written = plan("--set", "num_selected=64")
-    assert code == 0
-    assert (written["config"]["num_selected"], written["config"]["memory"]) == (64, None)
-    assert written["plan"]["peak_bytes"] > 0
-
-
 @pytest.mark.parametrize(("what", "line"), [("free_memory", "memory: "), ("free_disk", "disk: ")])
 def test_a_plan_that_this_machine_does_not_hold(plan, monkeypatch, what, line):
-    from hf_offload_cache.memory import machine
-
-    monkeypatch.setattr(machine, what, lambda where="cpu": 1000)
-    code, out, _, written = plan("--memory", "1/4")
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, what, lambda where="cpu": 1000)
+        code, out, _, written = plan("--memory", "1/4")
     assert code == 1
     (said,) = [text for text in out.splitlines() if text.startswith(line)]
     assert said.endswith("free 1000 B: does not fit")
     assert written["machine"]["fits"][line.rstrip(": ")] is False
-
-
-def test_a_plan_where_memory_cannot_be_told(plan, monkeypatch):
-    from hf_offload_cache.memory import machine
-
     monkeypatch.setattr(machine, "free_memory", lambda device: None)
     code, out, _, _ = plan("--memory", "1/4")
     assert code == 0 and "free unknown: it is unknown whether that fits" in out
@@ -412,6 +332,12 @@ def test_a_plan_where_memory_cannot_be_told(plan, monkeypatch):
         (["--path", "nowhere/at/all"], "--path must be a folder that exists, got 'nowhere/at/all'"),
         (["--memory", "1/4", "--measured", "m.json"], "ConfigError: --measured m.json needs --compare and --memory"),
         (["--compare", "--measured", "m.json"], "ConfigError: --measured m.json needs --compare and --memory"),
+        (["--compare", "--cache", "spec"], "ConfigError"),
+        (["--compare", "--set", "num_selected=4"], "ConfigError"),
+        (["--cache", "dynamic"], "cache 'dynamic' keeps all in memory"),
+        (["--cache", "disk-swop"], "did you mean 'disk-swap'?"),
+        (["--cache", "no_such_module:Class"], "there is no module 'no_such_module'"),
+        (["--model", "nowhere/at-all"], "cannot read the configuration of the Hub name"),
     ],
 )
 def test_a_wrong_plan(plan, arguments, words):
@@ -420,15 +346,12 @@ def test_a_wrong_plan(plan, arguments, words):
     assert words in last_line(err) and "Traceback" not in err
 
 
-def test_a_plan_of_no_model(plan, tmp_path):
-    code, _, err, _ = plan(model=tmp_path / "nowhere")
-    assert code == 2 and "cannot read the configuration of the Hub name" in last_line(err)
-
-
 # ---------------------------------------------------------------------------------------------- caches by name
 
 
-@pytest.mark.parametrize("name", registry.CACHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "cluster" else pytest.mark.slow) for name in registry.CACHES]
+)
 def test_every_cache_by_its_name(run, plan, tiny, document, tmp_path, name):
     """Exact it answers as `DynamicCache` does; it is planned for a budget, and opened from what it saved."""
     file, kind = tmp_path / "answers.json", registry.cache_class(name)
@@ -457,6 +380,25 @@ def outsider(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield "outside_method:MyCache"
     sys.modules.pop("outside_method", None)
+
+
+@pytest.fixture
+def asked(tiny, document, tmp_path, console, monkeypatch):
+    """Runs a verb from a folder of its own: (exit code, stdout, the lines of stderr). MODEL, FILE and FOLDER stand for
+    those that are there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    there = {"MODEL": tiny, "FILE": document, "FOLDER": tmp_path / "folder"}
+
+    def run(*arguments):
+        code, out, err = console(*(there.get(word, word) for word in arguments))
+        return code, out, err.strip().splitlines()
+
+    return run
+
+
+CONSOLE = [sys.executable, "-W", "ignore", "-m", "hf_offload_cache.console.main"]
+"""As the process that a shell starts: for what only a process does. Its verb is `ls`, which imports no torch."""
 
 
 def test_generate_with_a_cache_from_outside(run, tiny, document, tmp_path, outsider):
@@ -497,45 +439,7 @@ def test_plan_of_a_cache_from_outside(plan, outsider):
     assert written["config"] == known["config"] and written["plan"] == known["plan"]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("dynamic", "cache 'dynamic' keeps all in memory"),
-        ("disk-swop", "did you mean 'disk-swap'?"),
-        ("no_such_module:Class", "there is no module 'no_such_module'"),
-    ],
-)
-def test_plan_of_no_cache_of_ours(plan, name, words):
-    code, out, err, _ = plan("--cache", name)
-    assert (code, out) == (2, "")
-    assert words in last_line(err) and "Traceback" not in err
-
-
 # ---------------------------------------------------------------------------------------- a user's mistakes
-
-CONSOLE = [sys.executable, "-W", "ignore", "-m", "hf_offload_cache.console.main"]
-"""As the process that a shell starts: for what only a process does. Its verb is `ls`, which imports no torch."""
-
-
-@pytest.fixture
-def asked(tiny, document, tmp_path, capsys, monkeypatch):
-    """Runs a verb in this process, from a folder of its own: (exit code, stdout, the lines of stderr). MODEL, FILE and
-    FOLDER stand for those that are there."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    there = {"MODEL": str(tiny), "FILE": str(document), "FOLDER": str(tmp_path / "folder")}
-
-    def run(*arguments):
-        try:
-            code = cli.main([there.get(word, word) for word in arguments])
-        except SystemExit as exit:
-            code = exit.code
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err.strip().splitlines()
-
-    return run
-
 
 VERBS = {
     "generate": ("--model", "MODEL", "--prompt-file", "FILE", "--question", "w5"),
@@ -546,8 +450,7 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("device", ["cuda:0", "meta", "nonsense", ""])
+@pytest.mark.parametrize(("verb", "device"), combinations(list(VERBS), ["cuda:0", "meta", "nonsense", ""]))
 def test_a_device_that_cannot_be_used(asked, verb, device):
     if device == "cuda:0" and torch.cuda.is_available():
         pytest.skip("it can be used here")
@@ -597,12 +500,6 @@ def test_errors_name_the_options_of_the_console(asked, tmp_path, arguments, word
 def test_arguments_are_options_where_they_are_arguments(said, words):
     """None: nothing of it is one."""
     assert common.in_options(said, cli.parser().parse_args(["plan", "--context", "5"])) == (words or said)
-
-
-def test_a_field_that_was_set_keeps_its_name(asked):
-    code, _, lines = asked("generate", *VERBS["generate"], "--set", "max_context=10")
-    assert code == 2 and "max_context is 10 and this step would make it" in lines[-1]
-    assert "--set max_context=" in lines[-1]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"]])

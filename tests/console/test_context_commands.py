@@ -18,15 +18,15 @@ import torch
 import transformers
 from harness import PROMPT, SMALL, prompt
 from harness import tiny as tiny_model
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from word_model import WORDS, answered, save_word_model
 
-from hf_offload_cache import ContextLibrary, DiskSwapCache
+from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.console import answer, build_prompt, document_part, printable, question_part
-from hf_offload_cache.console import main as cli
 from hf_offload_cache.console import named_cache as load_model
 from hf_offload_cache.contexts import Manifest, listing
 from hf_offload_cache.errors import ConfigError
 
-WORDS = [f"w{i}" for i in range(96)]
 EVIL = "\x1b[31mred\x1b[0m"
 TEMPLATE = (
     "{% for message in messages %}<user> {{ message['content'] | trim }} <end>{% endfor %}"
@@ -35,26 +35,15 @@ TEMPLATE = (
 Run = Callable[..., tuple[int, str, str]]
 
 
+@pytest.fixture
+def run(console: Run) -> Run:
+    return console
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a word-level tokenizer; one of its words would turn a terminal red."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    folder = tmp_path_factory.mktemp("tiny")
-    specials = ["<unk>", "<eos>", "Question", "Answer", ":", EVIL]
-    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(specials + WORDS)}, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>", eos_token="<eos>").save_pretrained(
-        folder
-    )
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(specials) + len(WORDS), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
-        bos_token_id=None, eos_token_id=1, pad_token_id=None,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    """One of its words would turn a terminal red."""
+    return save_word_model(tmp_path_factory.mktemp("tiny"), WhitespaceSplit(), EVIL)
 
 
 @pytest.fixture
@@ -62,22 +51,6 @@ def document(tmp_path: Path) -> Path:
     file = tmp_path / "document.txt"
     file.write_text(" ".join(WORDS[i * 7 % len(WORDS)] for i in range(150)) + "\n")
     return file
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the console in this process: (exit code, stdout, stderr)."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", os.environ.get("OMP_WAIT_POLICY", "PASSIVE"))
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        try:
-            code = cli.main([str(argument) for argument in arguments])
-        except SystemExit as exit:
-            code = int(exit.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
@@ -119,10 +92,8 @@ def one_line(err: str, *words: str) -> bool:
 def expected(folder: Path, document: Path, question: str = "w5") -> str:
     """The answer by transformers alone, to the prompt in two parts."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    ids = torch.cat([document_part(tokenizer, document.read_text()), question_part(tokenizer, question)], 1)
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, pad_token_id=1)
-    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
+    parts = document_part(tokenizer, document.read_text()), question_part(tokenizer, question)
+    return answered(folder, torch.cat(parts, 1))
 
 
 @pytest.mark.parametrize("chunk", ["64", "4096"])
@@ -142,14 +113,6 @@ def test_save_the_document_and_ask_again(ask: Run, folder: Path, document: Path,
     assert sorted((path.name, path.stat().st_size) for path in saved.iterdir()) == before
     entry = listing.look(saved)
     assert entry is not None and entry.last_used_ns > 10**18, "asking counts as use"
-
-
-def test_compare_says_the_time_to_first_token_of_both(ask: Run, document: Path, tmp_path: Path) -> None:
-    assert ask("--prompt-file", document, "--save", tmp_path / "saved")[0] == 0
-    code, out, err = ask("--context", tmp_path / "saved", "--compare", "--memory", "3/1")
-    assert code == 0 and len(out.splitlines()) == 2
-    (line,) = [line for line in err.splitlines() if "time to first token" in line]
-    assert line.count(" s") >= 2 and "DynamicCache" in err and "DiskSwapCache" in err
 
 
 def test_the_same_prompt_with_save_as_from_the_context(ask: Run, document: Path, tmp_path: Path) -> None:
@@ -231,8 +194,7 @@ def test_an_encrypted_context(ask: Run, run: Run, folder: Path, document: Path, 
     assert json.loads(out)["text"] == [document.read_text().strip()]
 
 
-@pytest.mark.parametrize("ending", ["records", "layer"])
-@pytest.mark.parametrize("compare", [False, True])
+@pytest.mark.parametrize(("ending", "compare"), [("records", True), ("layer", False)])
 def test_a_damaged_context_is_prefilled_anew(
     ask: Run, document: Path, tmp_path: Path, ending: str, compare: bool
 ) -> None:
@@ -305,6 +267,14 @@ def test_a_context_of_several_sequences_is_refused(ask: Run, tmp_path: Path) -> 
     save(tmp_path / "saved", prompt(tiny_model("llama"), 2))
     code, out, err = ask("--context", tmp_path / "saved")
     assert (code, out) == (2, "") and one_line(err, "--context", "open it in Python")
+
+
+def test_what_is_no_context(run: Run, tmp_path: Path) -> None:
+    assert run("ls", tmp_path) == (0, "0 contexts, 0 B\n", "")
+    assert json.loads(run("ls", tmp_path, "--json")[1])["contexts"] == []
+    for verb, place in (("ls", tmp_path / "nowhere"), ("verify", tmp_path)):
+        code, out, err = run(verb, place)
+        assert (code, out) == (2, "") and one_line(err, "ContextError", str(place))
 
 
 # ---------------------------------------------------------------------------------------------- the prompt in two parts
@@ -482,13 +452,6 @@ def test_ls_shows_names_that_cannot_act_on_a_terminal(run: Run, three: Path) -> 
     assert code == 2 and "\x1b" not in out + err
 
 
-def test_ls_of_nothing(run: Run, tmp_path: Path) -> None:
-    assert run("ls", tmp_path) == (0, "0 contexts, 0 B\n", "")
-    assert json.loads(run("ls", tmp_path, "--json")[1])["contexts"] == []
-    code, out, err = run("ls", tmp_path / "nowhere")
-    assert (code, out) == (2, "") and one_line(err, "ContextError", "nowhere")
-
-
 def test_a_context_that_vanishes_between_listing_and_opening(
     run: Run, three: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,17 +472,14 @@ def test_ls_and_rm_do_without_torch(three: Path) -> None:
     """They answer at once."""
     program = (
         "import sys\n"
-        "from hf_offload_cache.console import main as cli\n"
-        "code = cli.main(sys.argv[1:])\n"
-        "sys.exit(code or 3 * ('torch' in sys.modules))\n"
+        "from hf_offload_cache.console.main import main\n"
+        "codes = [main(['ls', sys.argv[1]]), main(['inspect', sys.argv[2]]), main(['rm', sys.argv[2]])]\n"
+        "sys.exit(any(codes) or 3 * ('torch' in sys.modules))\n"
     )
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_WAIT_POLICY": "PASSIVE"}
-    for arguments in (["ls", str(three)], ["inspect", str(three / "a")], ["rm", str(three / "a")]):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *arguments], env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-c", program, str(three), str(three / "a")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert not (three / "a").exists()
 
 
@@ -565,27 +525,13 @@ def test_rm_says_what_does_not_go(run: Run, three: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--folder", "x"], ["--max-bytes", "1"], ["x", "--folder", "x", "--max-bytes", "1"]]
+    "arguments",
+    [[], ["--folder", "x"], ["--max-bytes", "1"], ["x", "--folder", "x", "--max-bytes", "1"],
+     ["--folder", ".", "--max-bytes", "many"]],
 )
 def test_rm_of_a_wrong_request(run: Run, arguments: list[str]) -> None:
     code, out, err = run("rm", *arguments)
-    assert (code, out) == (2, "") and one_line(err, "--folder", "--max-bytes")
-
-
-def test_rm_of_a_wrong_size(run: Run, three: Path) -> None:
-    code, _, err = run("rm", "--folder", three, "--max-bytes", "many")
-    assert code == 2 and one_line(err, "--max-bytes", "'many'")
-    assert len(list(three.iterdir())) == 3
-
-
-def test_ls_and_rm_of_a_library(run: Run, tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    library = ContextLibrary(tmp_path / "l")
-    with DiskSwapCache(model, engine="mapped", **SMALL) as cache, torch.no_grad():
-        model(prompt(model), past_key_values=cache)
-        path = library.save(cache)
-    assert path.name in run("ls", library.folder)[1]
-    assert run("rm", path)[0] == 0 and library.entries() == []
+    assert (code, out) == (2, "") and one_line(err, "--max-bytes")
 
 
 # ---------------------------------------------------------------------------------------------- verify
@@ -610,11 +556,6 @@ def test_verify(run: Run, three: Path) -> None:
     assert code == 1 and values["whole"] is False
     assert [(x["kind"], x["records"]) for x in values["findings"] if x["kind"] == "damaged"] == [("damaged", [2])]
     assert [name for name in (*values, *values["findings"][0]) if name not in run("verify", "--help")[1]] == []
-
-
-def test_verify_of_no_context(run: Run, tmp_path: Path) -> None:
-    code, out, err = run("verify", tmp_path)
-    assert (code, out) == (2, "") and one_line(err, "ContextError", "not a context")
 
 
 def test_published_and_streamed(ask: Run, run: Run, folder: Path, document: Path, tmp_path: Path) -> None:

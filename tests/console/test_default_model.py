@@ -3,9 +3,7 @@ commands named."""
 
 import dataclasses
 import importlib.util
-import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -15,6 +13,7 @@ from eval.studies.common import main
 from eval.studies.quality_needles_budget import STUDY
 from hf_offload_cache.console import default_model
 from hf_offload_cache.console import default_model as unpacked_model
+from hf_offload_cache.console import main as console
 from hf_offload_cache.console import named_cache as load_model
 from hf_offload_cache.model import Geometry, full_fingerprint
 
@@ -151,20 +150,12 @@ def test_what_nobody_names_is_in_the_type_that_the_device_multiplies_fast(monkey
     assert default_model.default_geometry(torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_a_plan_needs_neither_weights_nor_the_cache_folder(tmp_path):
-    """The whole process; a GGUF reader, or a model in the folder, would be traces of unpacking."""
-    program = (
-        "import sys\n"
-        "from hf_offload_cache.console.main import main\n"
-        "code = main(['plan', '--dtype', 'bfloat16', '--context', '8000', '--memory', '1/13', '--path', sys.argv[1]])\n"
-        "loaded = [name for name in ('gguf', 'transformers.models.llama.modeling_llama') if name in sys.modules]\n"
-        "sys.exit(f'{code} {loaded}')\n"
-    )
-    run = [sys.executable, "-c", program, str(tmp_path)]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stderr == "0 []\n", done.stderr
-    assert "256.6 MiB" in done.stdout  # the weights
+def test_a_plan_needs_neither_weights_nor_the_cache_folder(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(default_model, "_load", lambda source, dtype: pytest.fail("it was loaded"))
+    words = ["plan", "--dtype", "bfloat16", "--context", "8000", "--memory", "1/13", "--path", str(tmp_path)]
+    assert console.main(words) == 0
+    assert "256.6 MiB" in capsys.readouterr().out  # the weights
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,6 +176,7 @@ def test_chat_template_and_an_answer(loaded):
     assert "Paris" in tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
 
 
+@pytest.mark.slow
 def test_needles_are_found_in_a_short_text(loaded, tmp_path):
     """A needle with the real model, which is unpacked only here: that takes longer than all of its answers."""
     words = ["--tokens", "400", "--samples", "1", "--set", "default:", "--path", str(tmp_path)]

@@ -13,13 +13,13 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from kill_points import in_child
 from saved_contexts import answer, feed, files_of, ids, prefilled, same
 from saved_contexts import opened as opened_as
 
@@ -94,21 +94,6 @@ SCENARIOS = (
 )
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """How a child that did `work` ended; its exit status, or minus the signal."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def save_new(base: Path, target: Path, scenario: Scenario, point: int) -> None:
     """In a child: open the old context, go on, and save that as `target`; killed at `point`."""
     cache = opened(base)
@@ -174,9 +159,8 @@ def kill_everywhere(folder: Path, base: Path, scenario: Scenario, expected: Expe
             source.mkdir(mode=0o700)
             for path in base.iterdir():
                 os.link(path, source / path.name)
-        status = in_child(lambda: save_new(source, here / "target", scenario, point))
-        assert status in (0, -signal.SIGKILL), f"{scenario.name}: the child ended with {status}"
         try:
+            status = in_child(lambda: save_new(source, here / "target", scenario, point))
             found = check(here, scenario, expected)
         except Exception as error:
             error.add_note(f"{scenario.name}, killed at point {point}")

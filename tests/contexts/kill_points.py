@@ -69,17 +69,22 @@ class Steps:
 
 
 class Meanwhile(Steps):
-    """Once, just before the first call named `at`, `act` runs: what another process does in between."""
+    """Once, just before or after the first call named `at` that `when` is true of, `act` runs: as another process."""
 
-    def __init__(self, inner: FileSystem, at: str, act: Callable[[], Any]) -> None:
+    def __init__(
+        self, inner: FileSystem, at: str, act: Callable[[], Any], *, after: bool = False,
+        when: Callable[..., bool] = lambda *arguments: True,
+    ) -> None:  # fmt: skip
         super().__init__(inner)
-        self.at, self.act, self.done = at, act, False
+        self.at, self.act, self.after, self.when, self.done = at, act, after, when, False
 
     def step(self, name: str, call: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
-        if name == self.at and not self.done:
-            self.done = True
-            self.act()
-        return call()
+        if name != self.at or self.done or not self.when(*arguments):
+            return call()
+        self.done = True
+        found = call() if self.after else None
+        self.act()
+        return found if self.after else call()
 
 
 class FailAt(Steps):
@@ -308,27 +313,35 @@ def scenarios() -> Iterator[Scenario]:
     yield Removing("wipe beside a twin", Quick(), wipe=True, twin=True)
 
 
+def in_child(work: Callable[[], Any]) -> int:
+    """How a child that did `work` ended: its exit status, or minus the signal. It is killed, or ends well."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL), f"the child ended with {status}"
+    return status
+
+
 def kill_everywhere(scenario: Scenario, folder: Path) -> Counter[str | None]:
     """What was at the target after a kill at each point in turn, until the child came to its end."""
     outcomes: Counter[str | None] = Counter()
     while True:
-        scenario.prepare(folder)
-        child = os.fork()
-        if child == 0:
-            try:
-                scenario.run(folder, KillAt(scenario.file_system, sum(outcomes.values()) + 1))
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-            finally:
-                os._exit(1)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert status in (0, -signal.SIGKILL), f"{scenario.name}: the child ended with {status}"
+        point = sum(outcomes.values()) + 1
         try:
+            scenario.prepare(folder)
+            killer = KillAt(scenario.file_system, point)
+            status = in_child(lambda: scenario.run(folder, killer))  # noqa: B023
             found = scenario.check(folder)
         except Exception as error:
-            raise AssertionError(f"{scenario.name}, killed at point {sum(outcomes.values()) + 1}") from error
+            raise AssertionError(f"{scenario.name}, killed at point {point}") from error
         if status == 0:
             return outcomes
         outcomes[found] += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,8 +11,8 @@ from typing import Any
 
 import torch
 import transformers
-import xxhash
 from harness import COMMON, Decoded, build
+from hostile_files import manifest_of, replace_state, sign
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.contexts import MANIFEST_NAME, pack, unpack
@@ -111,7 +110,7 @@ def copy_of(source: Path, target: Path, *own: str) -> Path:
 
 def files_of(folder: Path) -> dict[str, str]:
     """Name of every file by what it is: "manifest", "cache", "layer 0", "records 0.0", "replicas 0.1"..."""
-    values = values_of(folder)
+    values = manifest_of(folder)
     found = {"manifest": MANIFEST_NAME, "cache": values["state"]["file"]}
     for layer_idx, layer in enumerate(values["layers"]):
         found[f"layer {layer_idx}"] = layer["state"]["file"]
@@ -121,42 +120,18 @@ def files_of(folder: Path) -> dict[str, str]:
     return found
 
 
-def values_of(folder: Path) -> dict[str, Any]:
-    """What the manifest says."""
-    return json.loads((folder / MANIFEST_NAME).read_text())["manifest"]
-
-
-def replace(folder: Path, name: str, content: bytes) -> None:
-    """A file of its own of that name: what it was linked to stays."""
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).write_bytes(content)
-
-
-def digest_of(values: Any) -> str:
-    """The manifest's digest, by anyone who has read how it is made."""
-    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return xxhash.xxh3_128_hexdigest(canonical.encode())
-
-
-def write_values(folder: Path, values: Any) -> None:
-    """Make the manifest say `values`, with a digest that is right."""
-    replace(folder, MANIFEST_NAME, json.dumps({"manifest": values, "digest": digest_of(values)}).encode())
-
-
 def rewrite_values(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change what the manifest says; what `change` returns takes its place, if it returns anything."""
-    values = values_of(folder)
+    values = manifest_of(folder)
     found = change(values)
-    write_values(folder, values if found is None else found)
+    sign(folder, values if found is None else found)
 
 
 def rewrite_state(folder: Path, which: int | None, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the tree of a layer's state, or of the cache's (None), and have all names and digests follow."""
-    values = values_of(folder)
+    values = manifest_of(folder)
     entry = values["state"] if which is None else values["layers"][which]["state"]
     tree = unpack((folder / entry["file"]).read_bytes(), torch.device("cpu"), "test")
     found = change(tree)
-    data = pack(tree if found is None else found)
-    entry["file"], entry["bytes"] = f"{xxhash.xxh3_128_hexdigest(data)}.state", len(data)
-    replace(folder, entry["file"], data)
-    write_values(folder, values)
+    replace_state(folder, values, which, pack(tree if found is None else found))
+    sign(folder, values)

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import saved_contexts
 from harness import Decoded
-from saved_contexts import answer, copy_of, files_of, opened, prefilled, same, values_of
+from hostile_files import manifest_of
+from saved_contexts import answer, copy_of, files_of, opened, prefilled, same
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, errors
 from hf_offload_cache.testing import open_descriptors
@@ -203,7 +204,7 @@ def corruptions(saved: Saved, seed: int, each: int) -> Iterator[Corruption]:
     draw, encrypted = random.Random(seed), "encryption_key" in saved.fields
     files, foreign = files_of(saved.folder), files_of(saved.other)
     contents = {file: (saved.folder / name).read_bytes() for file, name in files.items()}
-    assert values_of(saved.folder)["layers"][0]["parts"][1:], "there are to be two parts"
+    assert manifest_of(saved.folder)["layers"][0]["parts"][1:], "there are to be two parts"
     for file, content in contents.items():
         others = [(saved.other / foreign[file]).read_bytes()]
         others += [other for name, other in contents.items() if name.split()[0] == file.split()[0] and name != file]

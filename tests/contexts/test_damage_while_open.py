@@ -5,26 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nothing_left import no_threads_and_descriptors
-from small_contexts import CACHES, answer, flip, ids, key, model, prefilled, saved
+from pairwise import combinations
+from small_contexts import CACHES, answer, flip, ids, key, model, saved
 
 from hf_offload_cache import ContextLibrary, DiskSwapCache, SpecCache, publish_context, verify
 from hf_offload_cache.console import main as console
 from hf_offload_cache.errors import CorruptRecordError
 
+pytestmark = pytest.mark.usefixtures("nothing_stays")
 CHANGED = r"layer \d: record.* not what was written"
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    model()
-    with no_threads_and_descriptors():
-        yield
 
 
 @pytest.fixture
@@ -52,8 +45,7 @@ def check_refused(cache: Any, folder: Path) -> None:
     assert sorted(os.listdir(folder)) == before and verify(folder / "old").whole
 
 
-@pytest.mark.parametrize("trusts", [False, True], ids=["verify", "no verify"])
-@pytest.mark.parametrize("cls", CACHES)
+@pytest.mark.parametrize(("cls", "trusts"), combinations(CACHES, {"verify": False, "no verify": True}))
 def test_a_flipped_bit_is_not_saved_again(tmp_path: Path, cls: Any, trusts: bool) -> None:
     saved(tmp_path / "old", cls, ids(64, seed=5))
     with opened(saved(tmp_path / "ctx", cls), cls, verify=not trusts) as cache:
@@ -75,8 +67,10 @@ def test_what_was_put_behind_the_records_is_not_saved(tmp_path: Path, cls: Any) 
         assert answer(cache) == expected
 
 
-@pytest.mark.parametrize("fields", [{}, {"verify": False}, {"encryption_key": key}], ids=["", "no verify", "key"])
-@pytest.mark.parametrize("cls", CACHES)
+@pytest.mark.parametrize(
+    ("cls", "fields"),
+    combinations(CACHES, {"plain": {}, "no verify": {"verify": False}, "key": {"encryption_key": key}}),
+)
 def test_copies_are_checked(tmp_path: Path, cls: Any, fields: dict[str, Any], no_links: None) -> None:
     own = {name: value for name, value in fields.items() if name != "verify"}
     with opened(saved(tmp_path / "ctx", cls, **own), cls, **fields) as cache:
@@ -198,11 +192,3 @@ def test_merged_parts_are_checked(tmp_path: Path) -> None:
         with pytest.raises(CorruptRecordError, match=CHANGED):
             cache.save(tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_a_new_cache_is_saved_as_before(tmp_path: Path) -> None:
-    with prefilled(DiskSwapCache) as cache:
-        cache.save(tmp_path / "ctx")
-        expected = answer(cache)
-    with opened(tmp_path / "ctx") as cache:
-        assert answer(cache) == expected

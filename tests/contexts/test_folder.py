@@ -6,26 +6,32 @@ import errno
 import os
 import socket
 import stat
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kill_points import FailAt, NoLocks, Quick, ShortWrites, age, contents, names_in, save, temporaries, version_of
+from kill_points import (
+    FailAt,
+    Meanwhile,
+    NoLocks,
+    Quick,
+    ShortWrites,
+    age,
+    contents,
+    names_in,
+    save,
+    temporaries,
+    version_of,
+)
 
 from hf_offload_cache.contexts import entries, open_file, open_folder, read_small, remove, sweep, write_file
 from hf_offload_cache.errors import ContextError, StoreError, StoreFullError
 
+pytestmark = pytest.mark.usefixtures("no_descriptor_stays_open")
+
 NAME = f"{'0123456789abcdef' * 2}.records"
-
-
-@pytest.fixture(autouse=True)
-def no_descriptor_stays_open() -> Iterator[None]:
-    before = len(os.listdir("/dev/fd"))
-    yield
-    assert len(os.listdir("/dev/fd")) == before
 
 
 @pytest.fixture
@@ -121,61 +127,48 @@ def test_only_regular_files_are_read_and_none_blocks(
 
 @PLANTED
 def test_nothing_that_is_there_is_written_to(folder_fd: int, tmp_path: Path, plant: Callable[[Path], Any]) -> None:
-    (tmp_path / "secret").write_text("secret")
+    """A link that leads nowhere makes no file, either."""
     plant(tmp_path / "inside" / NAME)
     before = (tmp_path / "inside" / NAME).lstat()
-    with pytest.raises(FileExistsError):
-        write_file(folder_fd, NAME, [b"x"])
+    for secret in (None, "secret"):
+        if secret:
+            (tmp_path / "secret").write_text(secret)
+        with pytest.raises(FileExistsError):
+            write_file(folder_fd, NAME, [b"x"])
+        assert (tmp_path / "secret").exists() is bool(secret)
     assert (tmp_path / "secret").read_text() == "secret"
     assert (tmp_path / "inside" / NAME).lstat().st_ino == before.st_ino
 
 
-def test_a_dangling_link_makes_no_file(folder_fd: int, tmp_path: Path) -> None:
-    link(tmp_path / "inside" / NAME)
-    with pytest.raises(FileExistsError):
-        write_file(folder_fd, NAME, [b"x"])
-    assert not (tmp_path / "secret").exists()
-
-
-def test_a_missing_file(folder_fd: int) -> None:
-    with pytest.raises(FileNotFoundError):
-        open_file(folder_fd, NAME)
-    with pytest.raises(FileNotFoundError):
-        read_small(folder_fd, NAME, 100)
-
-
 def test_the_size_is_checked_before_anything_is_allocated(folder_fd: int, tmp_path: Path) -> None:
-    with open(tmp_path / "inside" / NAME, "wb") as file:
-        file.truncate(2**40)
-    with pytest.raises(ContextError, match=f"1,000 bytes at most, and has {2**40:,}"):
-        read_small(folder_fd, NAME, 1000)
-    os.truncate(tmp_path / "inside" / NAME, 1001)
-    with pytest.raises(ContextError, match="1,001"):
-        read_small(folder_fd, NAME, 1000)
-    os.truncate(tmp_path / "inside" / NAME, 1000)
-    assert read_small(folder_fd, NAME, 1000) == bytes(1000)
-    os.truncate(tmp_path / "inside" / NAME, 0)
-    assert read_small(folder_fd, NAME, 0) == b""
+    for read in (lambda: open_file(folder_fd, NAME), lambda: read_small(folder_fd, NAME, 100)):
+        with pytest.raises(FileNotFoundError):
+            read()
+    (tmp_path / "inside" / NAME).touch()
+    for size, most in ((2**40, 1000), (1001, 1000)):
+        os.truncate(tmp_path / "inside" / NAME, size)
+        with pytest.raises(ContextError, match=f"1,000 bytes at most, and has {size:,}"):
+            read_small(folder_fd, NAME, most)
+    for size in (1000, 0):
+        os.truncate(tmp_path / "inside" / NAME, size)
+        assert read_small(folder_fd, NAME, size) == bytes(size)
 
 
-def test_a_file_that_is_cut_off_while_it_is_read(folder_fd: int, tmp_path: Path) -> None:
-    write_file(folder_fd, NAME, [bytes(1000)])
-
-    class Cutting(Quick):
-        def read(self, fd: int, most: int) -> bytes:
-            os.truncate(tmp_path / "inside" / NAME, 300)
-            return super().read(fd, most)
-
-    with pytest.raises(StoreError, match="ends at byte 300 of 1,000"):
-        read_small(folder_fd, NAME, 1000, file_system=Cutting())
-
-
-def test_short_reads_are_taken_up_again(folder_fd: int) -> None:
+def test_calls_that_do_little(folder_fd: int, tmp_path: Path) -> None:
+    """Short reads go on; a file that is cut off while it is read, and a device that takes nothing, are errors."""
     data = os.urandom(1000)
     write_file(folder_fd, NAME, [data])
     short = ShortWrites(Quick(), 7)
     assert read_small(folder_fd, NAME, 1000, file_system=short) == data  # type: ignore[arg-type]
     assert short.called.count("read") == 143
+
+    cutting: Any = Meanwhile(Quick(), "read", lambda: os.truncate(tmp_path / "inside" / NAME, 300))
+    with pytest.raises(StoreError, match="ends at byte 300 of 1,000"):
+        read_small(folder_fd, NAME, 1000, file_system=cutting)
+    (tmp_path / "inside" / NAME).unlink()
+    with pytest.raises(StoreError, match="takes no more bytes"):
+        write_file(folder_fd, NAME, [b"x"], file_system=ShortWrites(Quick(), 0))  # type: ignore[arg-type]
+    assert names_in(tmp_path / "inside") == set()
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINTR], ids=errno.errorcode.get)
@@ -198,14 +191,9 @@ def test_each_call_of_a_write_fails(folder_fd: int, tmp_path: Path, number: int,
         assert names_in(tmp_path / "inside") == ({NAME} if opened_in_vain else set())
         if opened_in_vain:
             (tmp_path / "inside" / NAME).unlink()
-    assert failed == 6  # open, fchmod, two writes, fsync, close
+    assert failed == 6
+    assert faulty.called == ["open", "fchmod", "write", "write", "fsync", "close"]  # on the disk before it is closed
     assert read_small(folder_fd, NAME, 100) == b"something"
-
-
-def test_a_file_is_on_the_disk_and_closed_when_it_is_written(folder_fd: int) -> None:
-    watched: Any = FailAt(Quick(), 0, RuntimeError)
-    write_file(folder_fd, NAME, [b"x"], file_system=watched)
-    assert watched.called == ["open", "fchmod", "write", "fsync", "close"]
 
 
 def test_what_the_pieces_raise_is_passed_on_and_nothing_is_left(folder_fd: int, tmp_path: Path) -> None:
@@ -218,23 +206,23 @@ def test_what_the_pieces_raise_is_passed_on_and_nothing_is_left(folder_fd: int, 
     assert names_in(tmp_path / "inside") == set()
 
 
-def test_a_device_that_takes_nothing_does_not_hang(folder_fd: int, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="takes no more bytes"):
-        write_file(folder_fd, NAME, [b"x"], file_system=ShortWrites(Quick(), 0))  # type: ignore[arg-type]
-    assert names_in(tmp_path / "inside") == set()
-
-
 # ---- folders
 
 
+def planted(folder: Path) -> tuple[str, ...]:
+    """A context "ctx", and beside it what is none: the names of that."""
+    save(folder / "ctx", "old")
+    (folder / "link").symlink_to("ctx")
+    (folder / "file").touch()
+    for name in ("empty", "linked", "folder"):
+        (folder / name).mkdir()
+    (folder / "linked" / "manifest.json").symlink_to(folder / "ctx" / "manifest.json")
+    (folder / "folder" / "mine").touch()
+    return "nowhere", "link", "link/", "file", "empty", "folder"
+
+
 def test_what_is_no_context_is_not_opened(tmp_path: Path) -> None:
-    save(tmp_path / "ctx", "old")
-    (tmp_path / "link").symlink_to("ctx")
-    (tmp_path / "file").touch()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / "manifest.json").symlink_to(tmp_path / "ctx" / "manifest.json")
-    for name in ("nowhere", "link", "link/", "file", "empty", "linked", "file/below"):
+    for name in (*planted(tmp_path), "linked", "file/below"):
         with pytest.raises(ContextError, match=name.rstrip("/")):
             open_folder(f"{tmp_path}/{name}")
     for path in (tmp_path / "ctx", f"{tmp_path}/ctx/"):
@@ -244,20 +232,17 @@ def test_what_is_no_context_is_not_opened(tmp_path: Path) -> None:
 
 def test_entries_are_contexts_only(tmp_path: Path) -> None:
     assert entries(tmp_path) == []
-    for name in ("b", "a", ".hidden"):
+    planted(tmp_path)
+    for name in ("b", "a", ".hidden", "left"):
         save(tmp_path / name, "old")
-    save(tmp_path / "left", "old")
     (tmp_path / "left").rename(tmp_path / f".hf_offload_cache-{'0' * 32}.partial")
-    (tmp_path / "link").symlink_to("a")
-    (tmp_path / "file").touch()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / "manifest.json").symlink_to(tmp_path / "a" / "manifest.json")
     (tmp_path / "odd" / "manifest.json").mkdir(parents=True)
-    assert entries(tmp_path) == [tmp_path / ".hidden", tmp_path / "a", tmp_path / "b"]
-    for missing in (tmp_path / "nowhere", tmp_path / "file"):
+    assert entries(tmp_path) == [tmp_path / name for name in (".hidden", "a", "b", "ctx")]
+    for wrong in (tmp_path / "nowhere", tmp_path / "file"):
         with pytest.raises(ContextError, match="not a folder"):
-            entries(missing)
+            entries(wrong)
+    with pytest.raises(StoreError, match="nowhere"):
+        sweep(tmp_path / "nowhere")
 
 
 # ---- removing
@@ -291,64 +276,39 @@ def test_what_is_not_ours_is_left_and_named_and_so_is_all_else(tmp_path: Path, f
 
 
 def test_only_contexts_are_removed(tmp_path: Path) -> None:
-    save(tmp_path / "ctx", "old")
-    (tmp_path / "link").symlink_to("ctx")
-    (tmp_path / "file").touch()
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "mine").touch()
+    names = (*planted(tmp_path), "..")
     before = sorted(tmp_path.rglob("*"))
-    for name in ("nowhere", "link", "link/", "file", "empty", "folder", ".."):
+    for name in names:
         with pytest.raises(ContextError):
             remove(f"{tmp_path}/{name}")
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_is_freed(tmp_path: Path) -> None:
-    """Blocks that another context shares stay taken."""
-    shared, own = f"{'1' * 32}.records", f"{'2' * 32}.records"
-    for name in ("one", "twin"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").touch()
-        (tmp_path / name / own).write_bytes(os.urandom(64 * 1024))
-    (tmp_path / "one" / shared).write_bytes(os.urandom(1024 * 1024))
-    os.link(tmp_path / "one" / shared, tmp_path / "twin" / shared)
-    os.sync()
-    assert 64 * 1024 <= remove(tmp_path / "one") < 1024 * 1024
-    assert remove(tmp_path / "twin") >= 1024 * 1024
-
-
-def test_wiping_overwrites_all_of_what_nobody_shares(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wipe", [False, True])
+def test_what_is_shared_is_neither_wiped_nor_freed(tmp_path: Path, wipe: bool) -> None:
+    """All else is overwritten, and forced to the disk before it is unlinked."""
     shared, own = f"{'1' * 32}.records", f"{'2' * 32}.records"
     data = b"secret " * 500_000
     for name in ("one", "twin"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_bytes(b"secret")
-    (tmp_path / "one" / own).write_bytes(data)
+    (tmp_path / "one" / own).write_bytes(data[: 64 * 1024])
     (tmp_path / "one" / shared).write_bytes(data)
     os.link(tmp_path / "one" / shared, tmp_path / "twin" / shared)
+    os.sync()
     open_fds = [os.open(tmp_path / "one" / name, os.O_RDONLY) for name in (own, "manifest.json")]
     watched: Any = FailAt(Quick(), 0, RuntimeError)
-    remove(tmp_path / "one", wipe=True, file_system=watched)
-    overwritten = [os.read(fd, len(data) + 1) for fd in open_fds]
+    assert 64 * 1024 <= remove(tmp_path / "one", wipe=wipe, file_system=watched) < 1024 * 1024
+    left = [os.read(fd, len(data)) for fd in open_fds]
     for fd in open_fds:
         os.close(fd)
-    assert [len(each) for each in overwritten] == [len(data), 6]
-    assert not any(b"secret" in each for each in overwritten)
-    assert (tmp_path / "twin" / shared).read_bytes() == data
-    assert names_in(tmp_path) == {"twin"}
+    assert [len(each) for each in left] == [64 * 1024, 6]
+    assert [b"secret" in each for each in left] == [not wipe] * 2
+    assert (tmp_path / "twin" / shared).read_bytes() == data and names_in(tmp_path) == {"twin"}
     calls = [name for name in watched.called if name in ("write", "fsync", "unlink", "rmdir")]
     for position in (at for at, name in enumerate(calls) if name == "write" and calls[at + 1] != "write"):
-        assert calls[position + 1] == "fsync", "what was overwritten is forced to the disk before it is unlinked"
-
-
-def test_removing_without_wiping_overwrites_nothing(tmp_path: Path) -> None:
-    save(tmp_path / "ctx", "old")
-    name, data = next(iter(contents("old").items()))
-    fd = os.open(tmp_path / "ctx" / name, os.O_RDONLY)
-    remove(tmp_path / "ctx")
-    assert os.read(fd, 10_000) == data
-    os.close(fd)
+        assert calls[position + 1] == "fsync"
+    assert remove(tmp_path / "twin") >= len(data)
 
 
 def test_what_has_it_open_keeps_it(tmp_path: Path) -> None:
@@ -420,22 +380,6 @@ def test_what_belongs_to_another_user_is_not_swept(tmp_path: Path) -> None:
 
 def test_what_becomes_a_context_between_listing_and_lock_is_not_swept(tmp_path: Path) -> None:
     left = leave(tmp_path, "1")
-
-    class Publishing(Quick):
-        def lock(self, fd: int, *, wait: bool = False) -> None:
-            left.rename(tmp_path / "ctx")
-            super().lock(fd, wait=wait)
-
-    assert sweep(tmp_path, file_system=Publishing()) == 0
+    publishing: Any = Meanwhile(Quick(), "lock", lambda: left.rename(tmp_path / "ctx"))
+    assert sweep(tmp_path, file_system=publishing) == 0
     assert version_of(tmp_path / "ctx") == "left"
-
-
-def test_a_folder_to_sweep_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="nowhere"):
-        sweep(tmp_path / "nowhere")
-
-
-def test_none_of_this_needs_torch() -> None:
-    code = "import sys, hf_offload_cache.contexts.folder; sys.exit({'torch', 'numpy'} & set(sys.modules) != set())"
-    path = os.pathsep.join(path for path in sys.path if path)
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}).returncode == 0

@@ -34,13 +34,14 @@ from hostile_files import (
     replace_state,
     sign,
     state_of,
-    write_raw,
+    write,
 )
 from saved_contexts import feed, ids, model, prefilled
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, ContextLibrary, DiskSwapCache, SpecCache, verify
 from hf_offload_cache.console.main import main
+from hf_offload_cache.contexts import MANIFEST_NAME
 from hf_offload_cache.errors import BudgetError, ContextError
 
 MIB = 2**20
@@ -130,7 +131,7 @@ def manifests(right: dict[str, Any], raw: str) -> Iterator[tuple[str, Callable[[
 
     def deep(depth: int) -> Callable[[Path], None]:
         inner = json.dumps({**right, "library": "@"}).replace('"@"', "[" * depth + "]" * depth)
-        return lambda folder: write_raw(folder, f'{{"digest":"0","manifest":{inner}}}')
+        return lambda folder: write(folder / MANIFEST_NAME, f'{{"digest":"0","manifest":{inner}}}')
 
     def first_part(**fields: Any) -> Callable[[Path], None]:
         first, *others = right["layers"]
@@ -153,16 +154,17 @@ def manifests(right: dict[str, Any], raw: str) -> Iterator[tuple[str, Callable[[
     yield "a lone surrogate", saying(library="\ud800")
     yield "a size without end", saying(config={**right["config"], "write_queue": "9" * 400})
     digits = raw.replace('"tokens": ', '"tokens": ' + "9" * 5000)
-    yield "a number of 5,000 digits", lambda folder: write_raw(folder, digits)
-    yield "many objects", lambda folder: write_raw(folder, '{"manifest":{"x":[' + "{}," * 1_000_000 + "{}]}}")
-    yield "larger than is read", lambda folder: write_raw(folder, " " * (17 * MIB) + "{}")
+    yield "a number of 5,000 digits", lambda folder: write(folder / MANIFEST_NAME, digits)
+    many = '{"manifest":{"x":[' + "{}," * 1_000_000 + "{}]}}"
+    yield "many objects", lambda folder: write(folder / MANIFEST_NAME, many)
+    yield "larger than is read", lambda folder: write(folder / MANIFEST_NAME, " " * (17 * MIB) + "{}")
 
 
-def test_what_a_hostile_manifest_does(tmp_path: Path) -> None:
+def test_what_a_hostile_manifest_does(saved_once: Path, tmp_path: Path) -> None:
     """Opened, verified, listed, inspected and looked up in a library, whose other contexts are found all the same."""
-    with prefilled() as cache:
-        cache.save(tmp_path / "right")
-        library = ContextLibrary(tmp_path / "library")
+    library = ContextLibrary(tmp_path / "library")
+    shutil.copytree(saved_once, tmp_path / "right")
+    with DiskSwapCache.open(tmp_path / "right", model(), engine="mapped") as cache:
         library.save(cache)
     right, raw = manifest_of(tmp_path / "right"), (tmp_path / "right" / "manifest.json").read_text()
     wanted = torch.cat([ids(), torch.tensor([[5]])], 1)
@@ -179,10 +181,10 @@ def test_what_a_hostile_manifest_does(tmp_path: Path) -> None:
         assert all(character.isprintable() or character == "\n" for character in said.getvalue())
 
     def cases() -> Iterator[tuple[str, Callable[[], object]]]:
-        for name, write in manifests(right, raw):
+        for name, change in manifests(right, raw):
             shutil.rmtree(tmp_path / "changed", ignore_errors=True)
             shutil.copytree(tmp_path / "right", tmp_path / "changed")
-            write(tmp_path / "changed")
+            change(tmp_path / "changed")
             beside = tmp_path / "library" / ("0" * 32)
             shutil.rmtree(beside, ignore_errors=True)
             shutil.copytree(tmp_path / "changed", beside)
@@ -200,11 +202,15 @@ def test_what_a_hostile_manifest_does(tmp_path: Path) -> None:
     assert all(one.kind == "answered" for one in found if one.case.endswith("beside")), told(found)
 
 
-def test_a_records_file_of_holes_takes_no_memory(tmp_path: Path) -> None:
+def test_a_records_file_of_holes_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its records are as large as the manifest says, and there are as many bytes: none of them on the disk."""
     with SpecCache(model(), **{**SPEC, "engine": "memory"}) as cache:
         feed(cache, ids())
         cache.save(tmp_path / "context")
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_offload_cache.contexts.open.free_memory", lambda: 4096)
+        with pytest.raises(BudgetError, match=r"keeps its records in host memory.* 4,096 are free"):
+            SpecCache.open(tmp_path / "context", model(), engine="memory")
     folder, big = tmp_path / "context", 256 * MIB
     manifest = manifest_of(folder)
     entry = manifest["layers"][0]
@@ -229,21 +235,6 @@ def test_a_state_of_holes_takes_no_memory(tmp_path: Path) -> None:
     sign(right, manifest)
     (found,) = judged([("a state of 2 GiB", functools.partial(use, DiskSwapCache, right))], ROOM)
     assert (found.kind, found.peak < PEAK) == ("refused", True) and "are on the disk" in found.text
-
-
-@pytest.mark.parametrize("mask", [0, 0o777])
-def test_contexts_are_their_owners_whatever_the_umask(tmp_path: Path, mask: int) -> None:
-    before = os.umask(mask)
-    try:
-        with prefilled() as cache:
-            cache.save(tmp_path / "context")
-            saved = ContextLibrary(tmp_path / "library").save(cache)
-    finally:
-        os.umask(before)
-    for folder in (tmp_path / "context", tmp_path / "library", saved):
-        assert folder.stat().st_mode & 0o777 == 0o700
-    for file in (*(tmp_path / "context").iterdir(), *saved.iterdir()):
-        assert file.stat().st_mode & 0o777 == 0o600
 
 
 def changed_guess(right: Path, guess: torch.Tensor) -> None:
@@ -276,15 +267,6 @@ def test_a_tensor_that_many_leaves_name_is_refused(tmp_path: Path) -> None:
     sign(right, manifest)
     with pytest.raises(ContextError, match=r"layer 0.*the state cannot be read"):
         use(DiskSwapCache, right)
-
-
-def test_records_that_do_not_fit_into_memory_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with SpecCache(model(), **{**SPEC, "engine": "memory"}) as cache:
-        feed(cache, ids())
-        cache.save(tmp_path / "context")
-    monkeypatch.setattr("hf_offload_cache.contexts.open.free_memory", lambda: 4096)
-    with pytest.raises(BudgetError, match=r"keeps its records in host memory.* 4,096 are free: open .* engine='auto'"):
-        SpecCache.open(tmp_path / "context", model(), engine="memory")
 
 
 # --- layers of transformers' own --------------------------------------------------------------------------------------

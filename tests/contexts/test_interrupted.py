@@ -9,17 +9,17 @@ import gc
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from nothing_left import no_threads_and_descriptors
 from small_contexts import CACHES, ids, key, model, prefilled, saved
 
 import hf_offload_cache
 from hf_offload_cache import ContextLibrary, DiskSwapCache, publish_context, verify
 
+pytestmark = pytest.mark.usefixtures("nothing_stays")
 PACKAGE = str(Path(hf_offload_cache.__file__).parent)
 OPENING = ("open", "extend", "mmap", "dup")
 """Calls in C after which something may be open that nobody owns yet."""
@@ -111,13 +111,6 @@ def opened(folder: Path) -> Any:
 
 def folder_class(folder: Path) -> Any:
     return next(cls for cls in CACHES if cls.__name__ == folder.name)
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    model()
-    with no_threads_and_descriptors():
-        yield
 
 
 @pytest.fixture

@@ -82,10 +82,7 @@ def test_what_is_no_such_layer_is_refused(change: dict[str, Any], message: str) 
     with pytest.raises(ContextError, match=f"layer 3.*({message})"):
         restore_kept(other, {**capture_kept(filled()), **change}, "layer 3", rows=2)
     assert vars(other) == before
-
-
-def test_a_missing_entry_is_named() -> None:
     tree = capture_kept(filled())
     del tree["keys"]
     with pytest.raises(ContextError, match=r"layer 3.*entries are missing: \['keys'\]"):
-        restore_kept(fresh(), tree, "layer 3")
+        restore_kept(other, tree, "layer 3")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import COMMON, build, generate, prompt
 from layered_models import LAYERED, layered
+from pairwise import combinations
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer
 
@@ -52,8 +53,7 @@ ROWS: dict[str, tuple[list[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", ROWS)
-@pytest.mark.parametrize("name", LAYERED)
+@pytest.mark.parametrize(("name", "how"), combinations(list(LAYERED), list(ROWS), times=2))
 def test_sequences_go_on_as_if_they_had_always_been_there(name: str, how: str, tmp_path: Path) -> None:
     model, (rows, change) = layered(name), ROWS[how]
     ids, more = prompt(model, 2, LENGTH), prompt(model, 4, 3, seed=5)
@@ -115,8 +115,10 @@ def test_compressed_entries_are_not_cropped(tmp_path: Path) -> None:
         assert cache.get_seq_length() == LENGTH
 
 
-@pytest.mark.parametrize("cache_class", [DiskSwapCache, ClusterCache, AbstractTreeCache, SpecCache])
-@pytest.mark.parametrize("name", MORE_THAN_KEYS)
+@pytest.mark.parametrize(
+    ("name", "cache_class"),
+    combinations(MORE_THAN_KEYS, [DiskSwapCache, ClusterCache, AbstractTreeCache, SpecCache]),
+)
 def test_the_warning_says_what_stays_in_memory(name: str, cache_class: Any) -> None:
     model = layered(name)
     with pytest.warns(UserWarning, match=r"layers that keep more than keys and values \(.*\): they are not offloaded"):

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from nothing_left import no_threads_and_descriptors
+from pairwise import combinations
 from small_contexts import CACHES, answer, flip, ids, key, model, other_key, prefilled, saved
 
 from hf_offload_cache import AbstractTreeCache, ContextLibrary, DiskSwapCache, SpecCache, publish_context, verify
 from hf_offload_cache.errors import ConfigError, ContextMismatchError, CorruptRecordError, EncryptionKeyError
 
 OPEN = {"engine": "mapped"}
+pytestmark = pytest.mark.usefixtures("nothing_stays")
 
 
-@pytest.fixture(autouse=True)
-def nothing_stays() -> Iterator[None]:
-    model()
-    with no_threads_and_descriptors():
-        yield
+@pytest.fixture
+def library(tmp_path: Path) -> ContextLibrary:
+    return ContextLibrary(tmp_path / "library")
+
+
+@pytest.fixture
+def path(library: ContextLibrary) -> Path:
+    """A context of `TOKENS` in it."""
+    return keep(library, TOKENS)
+
+
+TOKENS = ids()
 
 
 def keep(library: ContextLibrary, tokens: torch.Tensor, cls: Any = DiskSwapCache, **fields: Any) -> Path:
@@ -51,60 +57,54 @@ def ask(library: ContextLibrary, tokens: torch.Tensor, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("cls", CACHES)
-def test_a_read_that_fails_marks_the_entry(tmp_path: Path, cls: Any) -> None:
+def test_a_read_that_fails_marks_the_entry(library: ContextLibrary, cls: Any) -> None:
     """The next request goes on without it, in every process, and the next save of the text replaces it."""
-    library, tokens = ContextLibrary(tmp_path / "library"), ids()
-    path = keep(library, tokens, cls)
-    shorter = keep(library, tokens[:, :200], cls)
-    expected = ask(library, tokens)
+    path = keep(library, TOKENS, cls)
+    shorter = keep(library, TOKENS[:, :200], cls)
+    expected = ask(library, TOKENS)
     flip(path)
     with pytest.raises(CorruptRecordError):
-        ask(library, tokens)
+        ask(library, TOKENS)
     for again in (library, ContextLibrary(library.folder)):
         with pytest.warns(UserWarning, match=f"{path.name}.* is passed over: it is damaged .*not what was written"):
-            found = again.open(prompt(tokens), model(), **OPEN)
+            found = again.open(prompt(TOKENS), model(), **OPEN)
         assert found is not None and found[1] == 200
         found[0].close()
         damage = {entry.path: entry.damage for entry in again.entries()}
         assert damage[shorter] is None and "a read found damage: layer" in str(damage[path])
-    assert keep(library, tokens, cls) == path
-    assert ask(library, tokens) == expected
+    assert keep(library, TOKENS, cls) == path
+    assert ask(library, TOKENS) == expected
     assert [entry.damage for entry in library.entries()] == [None, None] and verify(path).whole
     assert not list(path.glob("*.damaged"))
 
 
-def test_memory_that_is_short_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_short_is_no_damage(
+    library: ContextLibrary, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch's allocator raises a RuntimeError, as a tensor of a wrong shape would."""
-    library, tokens = ContextLibrary(tmp_path / "library"), ids()
-    path = keep(library, tokens)
-    expected = ask(library, tokens)
-    with prefilled(DiskSwapCache, tokens) as cache:
+    expected = ask(library, TOKENS)
+    with prefilled(DiskSwapCache, TOKENS) as cache:
         layer = type(cache.layers[0])
     with monkeypatch.context() as patched:
         patched.setattr(layer, "restore", lambda *_: torch.empty(2**50, dtype=torch.uint8))
         with pytest.warns(UserWarning, match="is passed over: the context does not fit into memory"):
-            assert library.open(prompt(tokens), model(), **OPEN) is None
+            assert library.open(prompt(TOKENS), model(), **OPEN) is None
     assert [entry.damage for entry in library.entries()] == [None] and not list(path.glob("*.damaged"))
-    assert ask(library, tokens) == expected
+    assert ask(library, TOKENS) == expected
 
 
-@pytest.mark.parametrize("fork", [False, True])
-def test_forks_mark_it_too(tmp_path: Path, fork: bool) -> None:
-    library, tokens = ContextLibrary(tmp_path / "library"), ids()
-    path = keep(library, tokens)
-    found = library.open(prompt(tokens), model(), **OPEN)
+def test_forks_mark_it_too(library: ContextLibrary, path: Path) -> None:
+    found = library.open(prompt(TOKENS), model(), **OPEN)
     assert found is not None
     with found[0] as cache, cache.fork() as twin:
         flip(path)
         with pytest.raises(CorruptRecordError):
-            answer(twin if fork else cache)
+            answer(twin)
     assert library.entries()[0].damage is not None
 
 
-def test_a_file_that_is_cut_off_while_it_is_open(tmp_path: Path) -> None:
-    library, tokens = ContextLibrary(tmp_path / "library"), ids()
-    path = keep(library, tokens)
-    found = library.open(prompt(tokens), model(), **OPEN)
+def test_a_file_that_is_cut_off_while_it_is_open(library: ContextLibrary, path: Path) -> None:
+    found = library.open(prompt(TOKENS), model(), **OPEN)
     assert found is not None
     with found[0] as cache:
         sizes = {file: file.stat().st_size for file in path.glob("*.records")}
@@ -117,59 +117,35 @@ def test_a_file_that_is_cut_off_while_it_is_open(tmp_path: Path) -> None:
     assert library.entries()[0].damage is not None
 
 
-def test_damage_that_opening_finds_is_marked(tmp_path: Path) -> None:
+def test_damage_that_opening_finds_is_marked(library: ContextLibrary) -> None:
     """Of a state; and of records, where they go into memory."""
-    library, tokens = ContextLibrary(tmp_path / "library"), ids()
     for cls, fields, ending in ((DiskSwapCache, OPEN, "state"), (SpecCache, {"engine": "memory"}, "records")):
-        path = keep(library, tokens, cls)
+        path = keep(library, TOKENS, cls)
         flip(path, ending=ending)
         with pytest.warns(UserWarning, match="is passed over"):
-            assert library.open(prompt(tokens), model(), cls, **fields) is None
-        assert keep(library, tokens, cls) == path
+            assert library.open(prompt(TOKENS), model(), cls, **fields) is None
+        assert keep(library, TOKENS, cls) == path
         assert [entry.damage for entry in library.entries() if entry.path == path] == [None]
         assert verify(path).whole
 
 
-def test_what_one_process_finds_others_are_told(tmp_path: Path) -> None:
-    library, tokens = ContextLibrary(tmp_path / "library"), ids()
-    path = keep(library, tokens)
-    flip(path)
-    child = multiprocessing.get_context("fork").Process(target=_fails, args=(library.folder, tokens))
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-    with pytest.warns(UserWarning, match="is passed over"):
-        assert ask(library, tokens) is None
-    assert library.entries()[0].damage is not None
-
-
-def _fails(folder: Path, tokens: torch.Tensor) -> None:
-    try:
-        ask(ContextLibrary(folder), tokens)
-    except CorruptRecordError:
-        os._exit(0)
-    os._exit(1)
-
-
-def test_an_entry_that_was_replaced_meanwhile_is_not_marked(tmp_path: Path) -> None:
-    library, tokens = ContextLibrary(tmp_path / "library"), ids()
-    path = keep(library, tokens)
-    found = library.open(prompt(tokens), model(), **OPEN)
+def test_an_entry_that_was_replaced_meanwhile_is_not_marked(library: ContextLibrary, path: Path) -> None:
+    found = library.open(prompt(TOKENS), model(), **OPEN)
     assert found is not None
     with found[0] as cache:
         flip(path)
         shutil.rmtree(path)
-        keep(library, tokens[:, :250])
-        os.rename(keep(library, tokens[:, :260]), path)
+        keep(library, TOKENS[:, :250])
+        os.rename(keep(library, TOKENS[:, :260]), path)
         with pytest.raises(CorruptRecordError):
             answer(cache)
     assert [entry.damage for entry in library.entries()] == [None, None]
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_to(
+    library: ContextLibrary, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This library remembers it by itself."""
-    library, tokens = ContextLibrary(tmp_path / "library"), ids()
-    path = keep(library, tokens)
     flip(path)
     real = os.open
 
@@ -181,20 +157,18 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", read_only)
         with pytest.raises(CorruptRecordError):
-            ask(library, tokens)
+            ask(library, TOKENS)
     assert not list(path.glob("*.damaged"))
-    assert ask(library, tokens) is None and library.entries()[0].damage is not None
-    keep(library, tokens)
-    assert ask(library, tokens) is not None
+    assert ask(library, TOKENS) is None and library.entries()[0].damage is not None
+    keep(library, TOKENS)
+    assert ask(library, TOKENS) is not None
 
 
-def test_verify_tells_of_a_mark(tmp_path: Path) -> None:
-    library, tokens = ContextLibrary(tmp_path / "library"), ids()
-    path = keep(library, tokens)
+def test_verify_tells_of_a_mark(library: ContextLibrary, path: Path) -> None:
     good = {file: file.read_bytes() for file in path.iterdir()}
     flip(path)
     with pytest.raises(CorruptRecordError):
-        ask(library, tokens)
+        ask(library, TOKENS)
     found = verify(path)
     assert not found.whole and {"marked", "damaged"} == {finding.kind for finding in found.findings}
     for file, content in good.items():
@@ -202,7 +176,7 @@ def test_verify_tells_of_a_mark(tmp_path: Path) -> None:
     found = verify(path)
     assert found.whole and [finding.kind for finding in found.findings] == ["marked"]
     (path / found.findings[0].file).unlink()
-    assert ask(ContextLibrary(library.folder), tokens) is not None
+    assert ask(ContextLibrary(library.folder), TOKENS) is not None
     assert library.remove(path.name) > 0
 
 
@@ -218,8 +192,9 @@ def kinds(folder: Path) -> dict[str, tuple[ContextLibrary, dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("cls", [DiskSwapCache, AbstractTreeCache])
-@pytest.mark.parametrize("mine", ["plain", "key", "other"])
+@pytest.mark.parametrize(
+    ("cls", "mine"), combinations([DiskSwapCache, AbstractTreeCache], ["plain", "key", "other"])
+)
 def test_contexts_of_another_key_are_skipped(tmp_path: Path, mine: str, cls: Any, recwarn: Any) -> None:
     """Though they match better: a lookup neither raises nor opens them, and `entries` says why."""
     tokens = ids()
@@ -271,8 +246,7 @@ def test_publishing_with_a_key_takes_no_plain_folder(tmp_path: Path) -> None:
 # --- older ones -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", CACHES)
-@pytest.mark.parametrize("fields", [{}, {"encryption_key": key}], ids=["plain", "key"])
+@pytest.mark.parametrize(("cls", "fields"), combinations(CACHES, {"plain": {}, "key": {"encryption_key": key}}))
 def test_an_older_context_is_not_the_expected_one(tmp_path: Path, cls: Any, fields: dict[str, Any]) -> None:
     with prefilled(cls, **fields) as cache:
         first = cache.save(tmp_path / "ctx")
@@ -292,22 +266,23 @@ def test_an_older_context_is_not_the_expected_one(tmp_path: Path, cls: Any, fiel
 
 
 @pytest.mark.parametrize("wrong", ["", "0" * 63, "g" * 64, 5, b"0" * 64])
-def test_a_digest_that_is_none(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="expect must be a digest of 64 hexadecimal digits"):
-        DiskSwapCache.open(saved(tmp_path / "ctx"), model(), expect=wrong)
-    with pytest.raises(ConfigError, match="expect must be a digest of 64 hexadecimal digits"):
-        ContextLibrary(tmp_path / "library").find(prompt(ids()), model(), expect=[wrong])
+def test_a_digest_that_is_none(library: ContextLibrary, path: Path, wrong: Any) -> None:
+    for ask_for in (
+        lambda: DiskSwapCache.open(path, model(), expect=wrong),
+        lambda: library.find(prompt(TOKENS), model(), expect=[wrong]),
+    ):
+        with pytest.raises(ConfigError, match="expect must be a digest of 64 hexadecimal digits"):
+            ask_for()
 
 
-def test_a_library_takes_the_expected_ones_alone(tmp_path: Path) -> None:
-    library, tokens = ContextLibrary(tmp_path / "library"), ids()
-    kept = keep(library, tokens[:, :100])
-    older = keep(library, tokens)
+def test_a_library_takes_the_expected_ones_alone(library: ContextLibrary) -> None:
+    kept = keep(library, TOKENS[:, :100])
+    older = keep(library, TOKENS)
     digests = {entry.path: entry.digest for entry in library.entries()}
-    assert ask(library, tokens)[0] == 300 and len(set(digests.values())) == 2
-    found = library.find(prompt(tokens), model(), expect={digests[kept]})
+    assert ask(library, TOKENS)[0] == 300 and len(set(digests.values())) == 2
+    found = library.find(prompt(TOKENS), model(), expect={digests[kept]})
     assert found is not None and (found.path, found.digest) == (kept, digests[kept])
-    assert ask(library, tokens, expect=list(digests.values()))[0] == 300
-    assert ask(library, tokens, expect=[digests[kept]])[0] == 100
-    assert library.open(prompt(tokens), model(), expect=[]) is None
+    assert ask(library, TOKENS, expect=list(digests.values()))[0] == 300
+    assert ask(library, TOKENS, expect=[digests[kept]])[0] == 100
+    assert library.open(prompt(TOKENS), model(), expect=[]) is None
     assert dataclasses.replace(found, matched=1).path != older

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from harness import build, config_of
-from saved_contexts import FIELDS, LONG, answer, feed, ids, opened, prefilled, same, values_of
+from hostile_files import manifest_of
+from pairwise import combinations
+from saved_contexts import FIELDS, LONG, answer, feed, ids, opened, prefilled, same
 from transformers import LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache
@@ -39,8 +41,7 @@ def records_on_disk(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.glob("*.records"))
 
 
-@pytest.mark.parametrize("way", ["forked", "opened"])
-@pytest.mark.parametrize("engine", ["auto", "memory"])
+@pytest.mark.parametrize(("way", "engine"), combinations(["forked", "opened"], ["auto", "memory"]))
 def test_a_row_that_was_dropped_is_not_saved(tmp_path: Path, way: str, engine: str) -> None:
     """Though it was frozen before, so that forks, and the context it came from, have it still."""
     both, one = tmp_path / "both", tmp_path / "one"
@@ -100,16 +101,6 @@ def test_what_was_cropped_after_opening_is_not_saved(tmp_path: Path, key: Any) -
         assert torch.equal(logits(cache), expected)
 
 
-def test_what_is_all_live_is_linked(tmp_path: Path) -> None:
-    with prefilled() as cache:
-        cache.save(tmp_path / "one")
-        with opened(tmp_path / "one") as other:
-            feed(other, ids(40, seed=2))
-            other.save(tmp_path / "two")
-    first = {layer["parts"][0]["file"] for layer in values_of(tmp_path / "one")["layers"] if layer["parts"]}
-    assert first and all((tmp_path / "one" / name).samefile(tmp_path / "two" / name) for name in first)
-
-
 def test_a_conversation_that_is_saved_after_every_turn(tmp_path: Path) -> None:
     """Its descriptors and the context's files stay few, and the answers are those of one that was never saved."""
     target, most = tmp_path / "context", 0
@@ -120,7 +111,7 @@ def test_a_conversation_that_is_saved_after_every_turn(tmp_path: Path) -> None:
             for each in (plain, cache):
                 feed(each, ids(11, seed=turn))
             cache.save(target, overwrite=True)
-            files = [len(layer["parts"]) for layer in values_of(target)["layers"]]
+            files = [len(layer["parts"]) for layer in manifest_of(target)["layers"]]
             most = max(most, *files)
             assert open_descriptors() - started <= 2 * 6
         assert most == 4

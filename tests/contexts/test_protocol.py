@@ -1,10 +1,8 @@
-"""Contexts know caches by a protocol: nothing of a cache, and no transformers, is imported in their room."""
+"""Contexts know caches by a protocol."""
 
 from __future__ import annotations
 
-import ast
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,41 +12,11 @@ import torch
 from harness import SMALL, prompt, tiny
 from transformers import DynamicCache
 
-import hf_offload_cache.contexts
 from hf_offload_cache import DiskSwapCache, OffloadCache, OffloadConfig
 from hf_offload_cache.contexts import StoredLayer, fork, open_context
 from hf_offload_cache.contexts.save import save
 from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.model import may_crop
-
-ROOM = Path(hf_offload_cache.contexts.__file__).parent
-LOWER = {"config", "errors", "registry", "memory", "model", "history", "report", "stores"}
-"""What contexts may import of this package."""
-
-
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Every import of a file, within functions and for types only too: dots before it, and the module."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            yield node.level, node.module or ""
-        elif isinstance(node, ast.Import):
-            yield from ((0, alias.name) for alias in node.names)
-
-
-def test_only_lower_rooms_are_imported() -> None:
-    for path in ROOM.glob("*.py"):
-        for level, module in imports(path):
-            top = module.partition(".")[0]
-            assert level != 0 or top not in ("transformers", "hf_offload_cache"), (path.name, module)
-            assert level != 2 or top in LOWER, (path.name, module)
-
-
-def test_no_file_of_the_room_imports_itself_over_others() -> None:
-    of = {path.stem: {module for level, module in imports(path) if level == 1} for path in ROOM.glob("*.py")}
-    done: set[str] = set()
-    while ready := {name for name, needs in of.items() if name not in done and needs <= done}:
-        done |= ready
-    assert done == set(of), f"in a circle, or behind one: {sorted(set(of) - done)}"
 
 
 @pytest.mark.parametrize("cls", [OffloadCache, DiskSwapCache])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,15 @@ from hf_offload_cache.contexts.publish import publish
 from hf_offload_cache.errors import ContextError, StoreError
 
 FILE_SYSTEMS = [Quick(), NoExchange(), NoLocks(), Neither()]
+pytestmark = pytest.mark.usefixtures("no_descriptor_stays_open")
 EVERY_FILE_SYSTEM = pytest.mark.parametrize("file_system", FILE_SYSTEMS, ids=lambda one: type(one).__name__)
 
 
-@pytest.fixture(autouse=True)
-def no_descriptor_stays_open() -> Iterator[None]:
-    before = len(os.listdir("/dev/fd"))
-    yield
-    assert len(os.listdir("/dev/fd")) == before
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """Where an old context is."""
+    save(tmp_path / "ctx", "old")
+    return tmp_path / "ctx"
 
 
 class Unprivileged(Steps):
@@ -68,14 +69,6 @@ def test_saved_replaced_removed(tmp_path: Path, file_system: FileSystem) -> None
     freed = remove(target, file_system=file_system)
     assert freed >= len(contents("new")) * 512
     assert names_in(tmp_path) == set()
-
-
-def test_exchanging_moves_no_file(tmp_path: Path) -> None:
-    save(tmp_path / "ctx", "old")
-    watched = Steps(Quick())
-    save(tmp_path / "ctx", "new", watched)
-    exchanged = watched.called.count("exchange") == 1 and "rename" not in watched.called
-    assert exchanged or not can_exchange(tmp_path)
 
 
 def can_exchange(folder: Path) -> bool:
@@ -258,9 +251,7 @@ def test_what_is_filled_must_be_a_context(tmp_path: Path, wrong: str) -> None:
 # ---- what others do meanwhile
 
 
-def test_removed_just_before_it_is_replaced(tmp_path: Path) -> None:
-    target = tmp_path / "ctx"
-    save(target, "old")
+def test_removed_just_before_it_is_replaced(tmp_path: Path, target: Path) -> None:
     save(target, "new", Meanwhile(Quick(), "exchange", lambda: remove(target)))
     assert version_of(target) == "new"
     assert names_in(tmp_path) == {"ctx"}
@@ -280,10 +271,7 @@ def test_made_by_another_just_before_it_gets_its_name(tmp_path: Path, overwrite:
     assert names_in(tmp_path) == {"ctx"}
 
 
-def test_a_folder_of_someone_else_that_comes_in_between_goes_back(tmp_path: Path) -> None:
-    target = tmp_path / "ctx"
-    save(target, "old")
-
+def test_a_folder_of_someone_else_that_comes_in_between_goes_back(tmp_path: Path, target: Path) -> None:
     def swap() -> None:
         remove(target)
         target.mkdir()
@@ -291,30 +279,16 @@ def test_a_folder_of_someone_else_that_comes_in_between_goes_back(tmp_path: Path
 
     with pytest.raises(FileExistsError, match="'mine'"):
         save(target, "new", Meanwhile(Quick(), "exchange", swap))
-    assert (target / "mine").read_text() == "precious"
-    assert names_in(tmp_path) == {"ctx"}
+    assert (target / "mine").read_text() == "precious" and names_in(tmp_path) == {"ctx"}
 
 
-@pytest.mark.parametrize("at", ["open", "lock"])
-def test_a_sweeper_that_is_faster_than_the_lock(tmp_path: Path, at: str) -> None:
+@pytest.mark.parametrize(("at", "after"), [("mkdir", True), ("lock", False)])
+def test_a_sweeper_that_is_faster_than_the_lock(tmp_path: Path, at: str, after: bool) -> None:
     """The temporary folder is there and not locked yet: it is swept, and the saver takes another."""
-    swept = []
-
-    class Sweeping(Quick):
-        def mkdir(self, name: str, folder_fd: int) -> None:
-            super().mkdir(name, folder_fd)
-            if at == "open" and not swept:
-                swept.append(sweep(tmp_path))
-
-        def lock(self, fd: int, *, wait: bool = False) -> None:
-            if at == "lock" and not swept:
-                swept.append(sweep(tmp_path))
-            super().lock(fd, wait=wait)
-
-    save(tmp_path / "ctx", "new", Sweeping())
+    swept: list[int] = []
+    save(tmp_path / "ctx", "new", Meanwhile(Quick(), at, lambda: swept.append(sweep(tmp_path)), after=after))
     assert swept == [1]
-    assert version_of(tmp_path / "ctx") == "new"
-    assert names_in(tmp_path) == {"ctx"}
+    assert version_of(tmp_path / "ctx") == "new" and names_in(tmp_path) == {"ctx"}
 
 
 def test_a_living_saver_is_not_swept(tmp_path: Path) -> None:
@@ -381,29 +355,26 @@ def test_a_folder_that_is_half_swept_is_not_published(
     assert before is None or names_in(target) == set(contents("old"))
 
 
-def test_the_folder_is_taken_at_the_last_moment_of_moving_in(tmp_path: Path) -> None:
-    """The sweeper takes it when the data files have moved and the manifest has not."""
-    target = tmp_path / "ctx"
-    save(target, "old")
+def is_the_manifest(old: str, new: str, *_: Any) -> bool:
+    return new == MANIFEST_NAME
 
-    class Taking(Neither):
-        def rename(self, old: str, new: str, folder_fd: int, new_folder_fd: int | None = None) -> None:
-            if new == MANIFEST_NAME:
-                kill_points.age(tmp_path)
-                assert sweep(tmp_path, file_system=NoLocks()) == 1
-            super().rename(old, new, folder_fd, new_folder_fd)
+
+def test_the_folder_is_taken_at_the_last_moment_of_moving_in(tmp_path: Path, target: Path) -> None:
+    """The sweeper takes it when the data files have moved and the manifest has not."""
+    taken: list[int] = []
+
+    def take() -> None:
+        kill_points.age(tmp_path)
+        taken.append(sweep(tmp_path, file_system=NoLocks()))
 
     with pytest.raises(StoreError):
-        save(target, "new", Taking())
-    assert version_of(target) == "old"
-    assert names_in(target) == set(contents("old"))
+        save(target, "new", Meanwhile(Neither(), "rename", take, when=is_the_manifest))
+    assert taken == [1] and version_of(target) == "old" and names_in(target) == set(contents("old"))
 
 
 @pytest.mark.parametrize("then", ["nothing", "replaced", "removed"])
-def test_savers_that_move_in_take_turns(tmp_path: Path, then: str) -> None:
+def test_savers_that_move_in_take_turns(tmp_path: Path, then: str, target: Path) -> None:
     """Another one holds the lock; it lets go when this one waits for it, and did something before."""
-    target = tmp_path / "ctx"
-    save(target, "old")
     other_fd = os.open(target, os.O_RDONLY)
     Quick().lock(other_fd)
     waited = []
@@ -424,25 +395,15 @@ def test_savers_that_move_in_take_turns(tmp_path: Path, then: str) -> None:
     assert names_in(tmp_path) == {"ctx"}
 
 
-def test_what_another_saver_put_there_since_is_not_removed(tmp_path: Path) -> None:
+def test_what_another_saver_put_there_since_is_not_removed(target: Path) -> None:
     """Without locks: it brings back the old context before the files of that are removed."""
-    target = tmp_path / "ctx"
-    save(target, "old")
-
-    class Late(Neither):
-        def rename(self, old: str, new: str, folder_fd: int, new_folder_fd: int | None = None) -> None:
-            super().rename(old, new, folder_fd, new_folder_fd)
-            if new == MANIFEST_NAME:
-                save(target, "old", Neither())
-
-    save(target, "new", Late())
-    assert version_of(target) == "old"
+    back = Meanwhile(Neither(), "rename", lambda: save(target, "old", Neither()), after=True, when=is_the_manifest)
+    save(target, "new", back)
+    assert back.done and version_of(target) == "old"
 
 
 @pytest.mark.parametrize("how", ["exchange", "in place"])
-def test_a_reader_goes_over_to_the_new_one(tmp_path: Path, how: str) -> None:
-    target = tmp_path / "ctx"
-    save(target, "old")
+def test_a_reader_goes_over_to_the_new_one(how: str, target: Path) -> None:
     calls = []
 
     def read(folder_fd: int) -> str:
@@ -456,9 +417,7 @@ def test_a_reader_goes_over_to_the_new_one(tmp_path: Path, how: str) -> None:
     assert len(calls) == 2
 
 
-def test_a_reader_of_what_is_damaged_or_gone_does_not_try_for_ever(tmp_path: Path) -> None:
-    target = tmp_path / "ctx"
-    save(target, "old")
+def test_a_reader_of_what_is_damaged_or_gone_does_not_try_for_ever(target: Path) -> None:
     (target / next(iter(contents("old")))).unlink()
     with pytest.raises(FileNotFoundError):
         reading(target, read_version)
@@ -471,9 +430,7 @@ def test_a_reader_of_what_is_damaged_or_gone_does_not_try_for_ever(tmp_path: Pat
         reading(target, read)
 
 
-def test_a_folder_that_is_opened_while_it_is_replaced(tmp_path: Path) -> None:
-    target = tmp_path / "ctx"
-    save(target, "old")
+def test_a_folder_that_is_opened_while_it_is_replaced(target: Path) -> None:
     between = Meanwhile(Quick(), "stat", lambda: save(target, "new"))
     with open_folder(target, file_system=between) as fd:
         assert read_version(fd) == "new"

@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import kill_points
 import pytest
@@ -34,13 +35,6 @@ from hf_offload_cache.errors import StoreError, StoreFullError
 FILE_SYSTEMS = [Quick(), NoExchange(), NoLocks(), Neither()]
 
 
-@pytest.fixture(autouse=True)
-def no_descriptor_stays_open() -> Iterator[None]:
-    before = len(os.listdir("/dev/fd"))
-    yield
-    assert len(os.listdir("/dev/fd")) == before
-
-
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
     """A folder in memory where there is such: a hundred thousand files are made and removed."""
@@ -49,6 +43,7 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+pytestmark = pytest.mark.usefixtures("no_descriptor_stays_open")
 SAVING = [
     pytest.param(before, file_system, id=f"{before} {type(file_system).__name__}")
     for before in (None, "old")
@@ -57,112 +52,64 @@ SAVING = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("number", "after"), [(errno.EIO, False), (errno.EIO, True), (errno.ENOSPC, False), (errno.EINTR, True)]
-)
+FAULTS: dict[str, tuple[Any, bool, bool]] = {
+    "EIO": (fails(errno.EIO), False, False),
+    "EIO after the call": (fails(errno.EIO), True, False),
+    "ENOSPC": (fails(errno.ENOSPC), False, False),
+    "EINTR after the call": (fails(errno.EINTR), True, False),
+    "EIO from then on": (fails(errno.EIO), False, True),
+    "Ctrl-C": (KeyboardInterrupt, False, False),
+    "Ctrl-C after the call": (KeyboardInterrupt, True, False),
+    "Ctrl-C from then on": (KeyboardInterrupt, False, True),
+}
+"""What a call raises; whether it had its effect; whether all calls after it fail, too: then nothing can be cleaned
+up."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("before", "file_system"), SAVING)
-def test_each_call_of_a_save_fails(
-    tmp_path: Path, before: str | None, file_system: FileSystem, number: int, after: bool
-) -> None:
-    target = tmp_path / "ctx"
-    failed = 0
+def test_each_call_of_a_save_fails(tmp_path: Path, before: str | None, file_system: FileSystem, fault: str) -> None:
+    """What is left is the old or the new, and nothing else: after an error at once, else once it is swept."""
+    target, outcomes, failed = tmp_path / "ctx", set(), 0
+    make_error, after, lasting = FAULTS[fault]
     for first in range(1, 1000):
         if before is not None:
             save(target, before)
-        faulty = FailAt(file_system, first, fails(number), after=after)
-        descriptors = len(os.listdir("/dev/fd"))
-        expected: str | None = "new"
+        faulty = FailAt(file_system, first, make_error, last=10_000 if lasting else None, after=after)
+        descriptors, raised = len(os.listdir("/dev/fd")), None
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("ignore" if lasting else "error", UserWarning)
             try:
                 save(target, "new", faulty, overwrite=before is not None)
-            except StoreError as error:
-                failed += 1
-                assert error.errno == number
-                assert isinstance(error, StoreFullError) == (number == errno.ENOSPC)
-                kept = "is the new context nevertheless" in str(error)
-                assert not kept or isinstance(file_system, NoExchange)
-                expected = "new" if kept else before
-        assert version_of(target) == expected, faulty.called
-        assert expected is None or kept_names(target, expected), faulty.called
-        assert names_in(tmp_path) == ({"ctx"} if expected else set())
-        assert len(os.listdir("/dev/fd")) == descriptors
-        if expected is not None:
-            remove(target)
-        if faulty.calls < first:
-            break
-    assert failed > 40
-    assert faulty.calls < first
-
-
-def kept_names(target: Path, version: str) -> bool:
-    """The files of `version` are there, and none but those and of the context that was replaced."""
-    return set(contents(version)) <= names_in(target) <= set(contents(version)) | set(contents("old"))
-
-
-@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
-@pytest.mark.parametrize(("before", "file_system"), SAVING)
-def test_each_call_of_a_save_and_all_after_it_fail(
-    tmp_path: Path, before: str | None, file_system: FileSystem, kind: type[BaseException]
-) -> None:
-    """A device that dies, or a user who does not let go of Ctrl-C: nothing can be cleaned up, and nothing is lost."""
-    target = tmp_path / "ctx"
-    outcomes = set()
-    for first in range(1, 1000):
-        if before is not None:
-            save(target, before)
-        error = KeyboardInterrupt if kind is KeyboardInterrupt else fails(errno.EIO)
-        faulty = FailAt(file_system, first, error, last=10_000)
-        descriptors = len(os.listdir("/dev/fd"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            try:
-                save(target, "new", faulty, overwrite=before is not None)
-            except (StoreError, KeyboardInterrupt) as raised:
-                assert isinstance(raised, kind)
+            except (StoreError, KeyboardInterrupt) as error:
+                raised = error
         assert len(os.listdir("/dev/fd")) == descriptors
         found = version_of(target)
         outcomes.add(found)
-        assert found in (before, "new")
-        if not isinstance(file_system, NoLocks):
-            sweep(tmp_path)
-        else:
-            kill_points.age(tmp_path)
-            sweep(tmp_path, file_system=file_system)
-        assert names_in(tmp_path) == ({"ctx"} if found else set())
+        assert found in (before, "new"), faulty.called
+        if isinstance(raised, StoreError) and not lasting:
+            failed += 1
+            assert raised.errno == make_error().errno
+            assert isinstance(raised, StoreFullError) == (raised.errno == errno.ENOSPC)
+            kept = "is the new context nevertheless" in str(raised)
+            assert found == ("new" if kept else before), faulty.called
+            assert not kept or isinstance(file_system, NoExchange)
+        elif lasting or raised is not None:  # a save that could not clean up any more raised nothing
+            assert raised is None or isinstance(raised, KeyboardInterrupt) == (make_error is KeyboardInterrupt)
+            if isinstance(file_system, NoLocks):
+                kill_points.age(tmp_path)
+            sweep(tmp_path, file_system=file_system if isinstance(file_system, NoLocks) else Quick())
+            found = version_of(target)  # a sweep completes an exchange that was begun
+            assert found in (before, "new"), faulty.called
         if found is not None:
+            left = {*contents("old"), *contents("new")} if lasting else set(contents("old"))
+            assert set(contents(found)) <= names_in(target) <= {*contents(found), *left}, faulty.called
             remove(target)
+        assert names_in(tmp_path) == set(), faulty.called
         if faulty.calls < first:
             break
-    assert outcomes == {before, "new"}
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("before", "file_system"), SAVING)
-def test_control_c_at_each_call_of_a_save(
-    tmp_path: Path, before: str | None, file_system: FileSystem, after: bool
-) -> None:
-    target = tmp_path / "ctx"
-    for first in range(1, 1000):
-        if before is not None:
-            save(target, before)
-        faulty = FailAt(file_system, first, KeyboardInterrupt, after=after)
-        descriptors = len(os.listdir("/dev/fd"))
-        try:
-            save(target, "new", faulty, overwrite=before is not None)
-        except KeyboardInterrupt:
-            assert faulty.calls >= first
-        assert len(os.listdir("/dev/fd")) == descriptors
-        found = version_of(target)
-        assert found in (before, "new")
-        kill_points.age(tmp_path)
-        sweep(tmp_path, file_system=file_system)
-        assert names_in(tmp_path) == ({"ctx"} if found else set())
-        if found is not None:
-            remove(target)
-        if faulty.calls < first:
-            break
-    assert found == "new"
+    assert faulty.calls < first and outcomes >= ({before, "new"} if lasting else {"new"})
+    assert make_error is KeyboardInterrupt or lasting or failed > 40
 
 
 @pytest.mark.parametrize("how", [Quick, NoExchange])

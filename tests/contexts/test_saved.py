@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import walk
 from harness import (
     NEW,
     PAD,
@@ -29,10 +28,11 @@ from harness import (
     prompt,
     tiny,
 )
+from pairwise import combinations
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache, verify
+from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache, calibrate, verify
 from hf_offload_cache.contexts import read_manifest
 from hf_offload_cache.errors import (
     BudgetError,
@@ -69,12 +69,6 @@ def _forked(cache: Any, folder: Path) -> Any:
     return copy.deepcopy(cache)
 
 
-def _saved_and_used_on(cache: Any, folder: Path) -> Any:
-    if not isinstance(cache, DynamicCache):
-        cache.save(folder / "context")
-    return cache
-
-
 def _saved_twice(cache: Any, folder: Path) -> Any:
     """A context of a context, after a turn in between."""
     if isinstance(cache, DynamicCache):
@@ -83,6 +77,12 @@ def _saved_twice(cache: Any, folder: Path) -> Any:
     first.fork().close()
     (folder / "second").mkdir()
     return _open(first, folder / "second")
+
+
+def _saved_and_used_on(cache: Any, folder: Path) -> Any:
+    if not isinstance(cache, DynamicCache):
+        cache.save(folder / "context")
+    return cache
 
 
 LONG = 620
@@ -170,8 +170,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "way"), combinations(list(CASES), list(WAYS), times=2))
 def test_exact_goes_on_as_dynamic_cache(case: str, way: str, tmp_path: Path) -> None:
     model = tiny("llama")
     expected = CASES[case](model, DynamicCache(config=model.config), lambda cache: WAYS[way](cache, tmp_path))
@@ -188,15 +187,12 @@ def test_exact_goes_on_as_dynamic_cache(case: str, way: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("case", "exact"),
-    [
-        ("_greedy", "bitwise"), ("_sample", True), ("_padded", True),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (
-            ("_greedy", True), ("_sample", "bitwise"), ("_padded", "bitwise"),
-        )),
-    ],
+    ("name", "case", "exact"),
+    combinations(
+        ["gemma3", "gpt_oss", "mistral_sliding", "deepseek_v2", "opt", "qwen3"], ["_greedy", "_sample", "_padded"],
+        {"bitwise": "bitwise", "exact": True}, times=2,
+    ),
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "mistral_sliding", "deepseek_v2", "opt", "qwen3"])
 def test_models_with_other_layers(name: str, case: str, exact: bool | str, tmp_path: Path) -> None:
     """Sliding windows, latent keys, attention that is not ours: all come back."""
     model = tiny(name)
@@ -214,8 +210,7 @@ def test_models_with_other_layers(name: str, case: str, exact: bool | str, tmp_p
         cache.close()
 
 
-@pytest.mark.parametrize("way", ["reopened", "forked", "saved twice"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "way"), combinations(list(CASES), ["reopened", "forked", "saved twice"], times=2))
 def test_sparse_goes_on_as_it_would_have(case: str, way: str, tmp_path: Path) -> None:
     """The same selections, to the last bit of the logits: nothing was fitted anew."""
     model = long_model()
@@ -242,11 +237,18 @@ def _prefilled(model: Any, rows: int = 1, cls: type[OffloadCache] = DiskSwapCach
     return cache
 
 
-def test_opening_reads_no_keys_and_values(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A context of the long model, which no test changes."""
+    folder = tmp_path_factory.mktemp("saved") / "context"
+    with _prefilled(long_model()) as cache:
+        cache.save(folder)
+    return folder
+
+
+def test_opening_reads_no_keys_and_values(saved: Path) -> None:
     model = long_model()
-    with _prefilled(model) as cache:
-        cache.save(tmp_path / "context")
-    with DiskSwapCache.open(tmp_path / "context", model) as cache:
+    with DiskSwapCache.open(saved, model) as cache:
         assert cache.report().bytes_read == 0 and cache.report().tokens == LONG - 1
         generate(model, cache, ids_of(model), max_new_tokens=1)
         stored = sum(store.capacity * store.record_bytes for store in cache.storage.stores)
@@ -287,18 +289,6 @@ def test_what_is_cropped_and_refilled_in_one_fork_stays_in_the_other() -> None:
                 assert_exact(generate(model, other, ids), generate(model, each, ids), bitwise=True)
 
 
-def test_reordering_one_fork_leaves_the_other() -> None:
-    model = long_model()
-    with _prefilled(model, rows=2) as cache, cache.fork() as twin:
-        expected = generate(model, twin, ids_of(model, 2))
-        with cache.fork() as third:
-            third.reorder_cache(torch.tensor([1, 1]))
-            cache.reorder_cache(torch.tensor([0, 0]))
-            cache.close()
-            again = generate(model, third, ids_of(model, 2)[[1, 1]])
-    assert torch.equal(again.tokens[0], expected.tokens[1]) and torch.equal(again.tokens[1], expected.tokens[1])
-
-
 def test_a_cache_beside_its_forks_holds_no_buffers() -> None:
     """What prefilling in pieces streamed through is given back, and made again where it is wanted."""
     model, ids = long_model(), ids_of(long_model())
@@ -330,27 +320,20 @@ def test_forks_share_the_disk(tmp_path: Path) -> None:
             fork.close()
 
 
-def test_the_batch_is_repeated_after_opening(tmp_path: Path) -> None:
-    """One document, four questions in one batch: each as it is alone."""
-    model = tiny("llama")
-    questions = prompt(model, 4, 6, seed=4)
-    with _prefilled(model, cls=OffloadCache) as cache:
-        cache.save(tmp_path / "context")
-    document = ids_of(model)[:, :-1]
-    with OffloadCache.open(tmp_path / "context", model) as cache:
-        cache.batch_repeat_interleave(4)
-        result = generate(model, cache, torch.cat([document.expand(4, -1), questions], 1))
-    expected = generate(model, DynamicCache(config=model.config), torch.cat([document.expand(4, -1), questions], 1))
-    assert_exact(expected, result)
-
-
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
+    """And a place within another context. All fields are saved but those of a machine or a run."""
     model, other = tiny("llama"), fresh("llama", seed=1)
     with _prefilled(model) as cache:
         cache.save(tmp_path / "context")
+        with pytest.raises(ContextError, match="lies in another"):
+            cache.save(tmp_path / "context" / "inner")
+        names = {field.name for field in dataclasses.fields(cache.config)} - set(DiskSwapConfig.of_a_run)
+    with pytest.raises(CacheClosedError):
+        cache.save(tmp_path / "other")
+    assert set(read_manifest(tmp_path / "context").config) == names
     with pytest.raises(ContextMismatchError, match="weights"):
         DiskSwapCache.open(tmp_path / "context", other)
     with pytest.raises(ContextMismatchError, match=r"model_type.*llama.*qwen2|model_type.*qwen2.*llama"):
@@ -360,26 +343,36 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("group_size", 8), ("rank", 4), ("summary_dtype", "float32")])
-def test_fields_that_the_format_fixes(field: str, value: Any, tmp_path: Path) -> None:
+def test_fields_that_the_format_fixes(field: str, value: Any, saved: Path) -> None:
     model = long_model()
-    with _prefilled(model) as cache:
-        cache.save(tmp_path / "context")
-    with pytest.raises(ConfigError, match=field):
-        DiskSwapCache.open(tmp_path / "context", model, **{field: value})
+    with pytest.raises(ConfigError, match=f"{field} is fixed in a saved context"):
+        DiskSwapCache.open(saved, model, **{field: value})
 
 
-def test_fields_of_a_run_apply(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_an_adapter_is_refused_by_name(own: bool, tmp_path: Path) -> None:
+    """What is stored was made with another one, or with none."""
+    model, adapter, context = long_model(), str(tmp_path / "adapter"), tmp_path / "context"
+    calibrate(model, [prompt(model, 1, 560, seed=3)], rank=8).save(adapter)
+    with _prefilled(model, adapter=adapter if own else None) as cache:
+        cache.save(context)
+        before = generate(model, cache, ids_of(model))
+    with pytest.raises(ConfigError, match="adapter is fixed in a saved context"):
+        DiskSwapCache.open(context, model, adapter=adapter)
+    with DiskSwapCache.open(context, model, adapter=None) as cache:
+        assert_exact(before, generate(model, cache, ids_of(model)), bitwise=True)
+
+
+def test_fields_of_a_run_apply(saved: Path) -> None:
     model = long_model()
-    with _prefilled(model) as cache:
-        cache.save(tmp_path / "context")
     fields: dict[str, Any] = {"num_selected": 20, "num_recent": 4, "reuse_capacity": 0, "engine": "mapped"}
     fields["group_size"] = 4  # as it is stored
-    with DiskSwapCache.open(tmp_path / "context", model, **fields) as cache:
+    with DiskSwapCache.open(saved, model, **fields) as cache:
         assert {name: getattr(cache.config, name) for name in fields} == fields
         first = generate(model, cache, ids_of(model))
     with _prefilled(model, **fields) as cache:
         assert first.tokens.shape == generate(model, cache, ids_of(model)).tokens.shape
-    with DiskSwapCache.open(tmp_path / "context", model, exact=True) as cache:
+    with DiskSwapCache.open(saved, model, exact=True) as cache:
         expected = generate(model, DynamicCache(config=model.config), ids_of(model))
         assert_exact(expected, generate(model, cache, ids_of(model)))
 
@@ -408,26 +401,6 @@ def test_nothing_to_save(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_context_is_not_replaced_unasked(tmp_path: Path) -> None:
-    model, target = long_model(), tmp_path / "context"
-    with _prefilled(model) as cache:
-        cache.save(target)
-        with pytest.raises(FileExistsError):
-            cache.save(target)
-        generate(model, cache, ids_of(model), max_new_tokens=20)
-        cache.save(target, overwrite=True)
-        tokens = cache.input_ids
-    with DiskSwapCache.open(target, model) as cache:
-        assert torch.equal(cache.input_ids, tokens) and tokens.shape == (1, LONG + 19)
-
-
-def test_no_context_there(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for place in (tmp_path / "nothing", tmp_path / "empty"):
-        with pytest.raises(ContextError, match=place.name):
-            DiskSwapCache.open(place, tiny("llama"))
-
-
 def test_a_mask_that_shows_padding_is_refused(tmp_path: Path) -> None:
     model, mask = long_model(), padding(2, LONG)
     ids = ids_of(model, 2).masked_fill(mask == 0, PAD)
@@ -447,13 +420,11 @@ def test_a_mask_that_shows_padding_is_refused(tmp_path: Path) -> None:
         assert cache.report().tokens == LONG + 1
 
 
-def test_a_budget_on_opening(tmp_path: Path) -> None:
+def test_a_budget_on_opening(saved: Path) -> None:
     model = long_model()
-    with _prefilled(model) as cache:
-        cache.save(tmp_path / "context")
     with pytest.raises(BudgetError, match="memory"):
-        DiskSwapCache.open(tmp_path / "context", model, memory=20_000, max_context=700)
-    with DiskSwapCache.open(tmp_path / "context", model, memory="2MiB", max_context=700) as cache:
+        DiskSwapCache.open(saved, model, memory=20_000, max_context=700)
+    with DiskSwapCache.open(saved, model, memory="2MiB", max_context=700) as cache:
         generate(model, cache, ids_of(model))
         report = cache.report()
         assert report.memory_budget == 2 * 2**20 and report.peak_memory_bytes <= report.memory_budget
@@ -480,57 +451,6 @@ def test_encrypted(tmp_path: Path) -> None:
         assert_exact(expected, generate(model, cache, ids_of(model)), bitwise=True)
 
 
-@pytest.mark.parametrize("pattern", ["*.records", "*.state", "manifest.json"])
-def test_a_file_that_is_missing_or_cut(pattern: str, tmp_path: Path) -> None:
-    model = tiny("llama")
-    with _prefilled(model) as cache:
-        cache.save(tmp_path / "context")
-    path = sorted((tmp_path / "context").glob(pattern))[0]
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises((CorruptRecordError, ContextError), match="context"):
-        DiskSwapCache.open(tmp_path / "context", model)
-    path.unlink()
-    with pytest.raises((CorruptRecordError, ContextError), match="context"):
-        DiskSwapCache.open(tmp_path / "context", model)
-    path.write_bytes(content)
-    DiskSwapCache.open(tmp_path / "context", model).close()
-
-
-def test_config_fields_are_saved(tmp_path: Path) -> None:
-    """All but those of a machine or a run."""
-    model = tiny("llama")
-    with _prefilled(model) as cache:
-        cache.save(tmp_path / "context")
-        names = {field.name for field in dataclasses.fields(cache.config)} - set(DiskSwapConfig.of_a_run)
-    assert set(read_manifest(tmp_path / "context").config) == names
-
-
-@pytest.mark.parametrize("name", ["falcon_h1", "jamba", "qwen3_next", "lfm2", "gemma3n_text"])
-def test_linear_states_and_shared_keys(name: str, tmp_path: Path) -> None:
-    """Hybrids keep linear states beside an offloaded history; some layers attend with the keys of others."""
-    model = walk.tiny_model(walk.architectures()[name])
-    ids, more = prompt(model, 2), prompt(model, 2, 9, seed=8)
-
-    def turns(cache: Any, between: Callable[[Any], Any]) -> Decoded:
-        first = generate(model, cache, ids, max_new_tokens=5)
-        return generate(model, between(cache), torch.cat([first.tokens, more], 1), max_new_tokens=10)
-
-    expected = turns(DynamicCache(config=model.config), lambda cache: cache)
-    made: list[Any] = []
-
-    def between(cache: Any) -> Any:
-        made.append(_open(cache, tmp_path))
-        made.append(made[0].fork())
-        generate(model, made[0], torch.cat([made[0].input_ids, more, more], 1), max_new_tokens=3)
-        return made[1]
-
-    with OffloadCache(model, **SMALL) as cache:
-        assert_exact(expected, turns(cache, between))
-    for cache in made:
-        cache.close()
-
-
 def test_parts_of_two_encrypted_contexts_cannot_be_mixed(tmp_path: Path) -> None:
     """Whoever has not the key may write anything, digests included, and gets an error."""
     pytest.importorskip("cryptography")
@@ -551,16 +471,6 @@ def test_parts_of_two_encrypted_contexts_cannot_be_mixed(tmp_path: Path) -> None
     OffloadCache.open(tmp_path / "a", model, encryption_key=lambda: bytes(32)).close()
 
 
-def test_a_context_is_not_saved_into_another(tmp_path: Path) -> None:
-    model = tiny("llama")
-    with _prefilled(model) as cache:
-        cache.save(tmp_path / "context")
-        with pytest.raises(ContextError, match="lies in another"):
-            cache.save(tmp_path / "context" / "inner")
-    with pytest.raises(CacheClosedError):
-        cache.save(tmp_path / "other")
-
-
 def test_adapters_that_changed_since(tmp_path: Path) -> None:
     """What is held was made with the adapter; it cannot be saved as if it had not been."""
     peft = pytest.importorskip("peft")
@@ -577,19 +487,6 @@ def test_adapters_that_changed_since(tmp_path: Path) -> None:
         OffloadCache.open(tmp_path / "context", wrapped)
     with OffloadCache.open(tmp_path / "context", wrapped) as cache:
         assert_exact(following, generate(wrapped, cache, turn))
-
-
-def test_soft_prompts_are_told(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    model = fresh("llama")
-    wrapped = peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
-    with OffloadCache(wrapped, **SMALL) as cache:
-        with torch.no_grad():
-            wrapped(ids_of(model), past_key_values=cache)
-        cache.save(tmp_path / "context")
-    with pytest.raises(ContextMismatchError, match="adapters"):
-        OffloadCache.open(tmp_path / "context", model)
-    OffloadCache.open(tmp_path / "context", wrapped).close()
 
 
 def test_a_mask_may_hide_more_and_padding_may_go() -> None:

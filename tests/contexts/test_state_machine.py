@@ -549,51 +549,33 @@ def run_sparse(machine: type[Sparse], fields: dict[str, Any], examples: int) -> 
             cache.__dict__.pop("update", None)
 
 
+MACHINES: dict[str, tuple[type[Sparse], dict[str, Any], int]] = {
+    "sparse": (Sparse, SPARSE, 6),
+    "tree, memory": (Tree, {**TREE, "abstracts": "memory"}, 6),
+    "tree, disk": (Tree, {**TREE, "abstracts": "disk"}, 6),
+    "replicas, memory": (Tree, {**PACKED, "abstracts": "memory"}, 4),
+    "replicas, disk": (Tree, {**PACKED, "abstracts": "disk"}, 4),
+    "clusters, memory": (Clustered, {**CLUSTERS, "centroids": "memory"}, 4),
+    "clusters, disk": (Clustered, {**CLUSTERS, "centroids": "disk"}, 4),
+}
+"""What is run, of which fields, and how many examples of it."""
+
+
 def test_exact() -> None:
     run(Exact, 6)
 
 
-def test_sparse() -> None:
-    run_sparse(Sparse, SPARSE, 6)
-
-
-@pytest.mark.parametrize("place", ["memory", "disk"])
-def test_tree(place: str) -> None:
-    run_sparse(Tree, {**TREE, "abstracts": place}, 6)
-
-
-@pytest.mark.parametrize("place", ["memory", "disk"])
-def test_tree_with_replicas(place: str) -> None:
-    run_sparse(Tree, {**PACKED, "abstracts": place}, 4)
-
-
-@pytest.mark.parametrize("place", ["memory", "disk"])
-def test_clusters(place: str) -> None:
-    run_sparse(Clustered, {**CLUSTERS, "centroids": place}, 4)
+@pytest.mark.parametrize("name", MACHINES)
+def test_selecting(name: str) -> None:
+    run_sparse(*MACHINES[name])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_exact_for_long() -> None:
-    run(Exact, 150)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_sparse_for_long() -> None:
-    run_sparse(Sparse, SPARSE, 100)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("place", ["memory", "disk"])
-def test_tree_for_long(place: str) -> None:
-    run_sparse(Tree, {**TREE, "abstracts": place}, 60)
-    run_sparse(Tree, {**PACKED, "abstracts": place}, 30)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("place", ["memory", "disk"])
-def test_clusters_for_long(place: str) -> None:
-    run_sparse(Clustered, {**CLUSTERS, "centroids": place}, 60)
+@pytest.mark.parametrize("name", ["exact", *MACHINES])
+def test_for_long(name: str) -> None:
+    if name == "exact":
+        run(Exact, 150)
+    else:
+        machine, fields, few = MACHINES[name]
+        run_sparse(machine, fields, 15 * few)

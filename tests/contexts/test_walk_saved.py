@@ -15,7 +15,8 @@ from transformers import DynamicCache
 from hf_offload_cache import OffloadCache
 from hf_offload_cache.model import no_place
 
-SOME = ("llama", "gemma3_text", "gpt_neox", "qwen3_next", "minimax_m3_vl_text", "deepseek_v3", "bloom", "inkling_text")
+SOME = ("llama", "gemma3_text", "gpt_neox", "qwen3_next", "minimax_m3_vl_text", "deepseek_v3", "bloom", "inkling_text",
+        "gemma3n_text")  # fmt: skip
 """Kinds of layers and of attention that differ; the others are slow."""
 
 

@@ -160,6 +160,7 @@ print("answer", model.generate(ids, max_new_tokens=4, do_sample=False)[0, 4500:]
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", once("run"), ids=" ".join)
 def test_another_program_runs(
     words: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -180,6 +181,7 @@ def test_another_program_runs(
 WALK = ["python", "-m", "hf_offload_cache.testing"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given", sorted({tuple(words[3:]) for _, words in COMMANDS if words[:3] == WALK}), ids=" ".join
 )

@@ -133,8 +133,7 @@ def test_what_is_loaded_is_there(site: Path) -> None:
 
 
 def test_the_site_is_searched_from_the_disk(site: Path) -> None:
-    """Browsers refuse a page that is opened from a disk both `fetch` and workers: the index is a script, too, and each
-    page has a worker in a frame."""
+    """Browsers refuse a page that is opened from a disk both `fetch` and workers."""
     index = (site / "search" / "search_index.js").read_text()
     assert index == "var __index = " + (site / "search" / "search_index.json").read_text()
     found = json.loads(index.removeprefix("var __index = "))["docs"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,9 @@ import torch
 from harness import fresh
 from transformers import DynamicCache
 
-from eval import (
-    bench,
-    bench_decode,
-    bench_text,
-    calls,
-    compare,
-    memory,
-    needles,
-    phases,
-    speed_targets,
-    synthetic,
-)
+from eval import bench, bench_decode, bench_text, calls, compare, memory, phases, synthetic
 from eval.bench_text import ALONE, DYNAMIC, FIRST, STATIC
-from eval.contenders import FULL, NO_REUSE, OWN, SINGLE, SLOW, Setting
+from eval.contenders import FULL, NO_REUSE, OWN, SINGLE, SLOW
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.config import parse_size
 
@@ -68,11 +56,7 @@ def test_account_agrees_with_the_process(cache: str, chunk: int, fields: dict[st
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "fields"),
-    [
-        ("1/6", {"abstracts": "disk"}),
-        ("1/5", {"compress": 0.5}),
-        (None, {}),
-    ],
+    [("1/6", {"abstracts": "disk"}), ("1/5", {"compress": 0.5}), (None, {})],
     ids=["abstracts on the disk", "replicas", "resident"],
 )
 def test_account_of_a_tree_agrees_with_the_process(budget: str | None, fields: dict[str, Any]) -> None:
@@ -92,17 +76,6 @@ def test_a_false_account_does_not_agree() -> None:
     assert not memory.agrees(10 << 20, 14 << 20)
 
 
-def test_resident_file_pages_are_seen(tmp_path: Path) -> None:
-    """mincore tells pages in the page cache from pages that are not."""
-    with DiskSwapCache(synthetic.build_model(TINY), path=tmp_path, engine="direct") as cache:
-        synthetic.fill(cache, synthetic.build_model(TINY), TINY, 512)
-        cache.storage.prefetcher.flush()
-        store = cache.storage.stores[0]
-        assert memory.resident_file_bytes(store) == 0
-        Path(f"/proc/self/fd/{store._file.fd}").read_bytes()
-        assert memory.resident_file_bytes(store) >= store.disk_bytes // 2
-
-
 # --- speed -------------------------------------------------------------------------------------------------------
 
 
@@ -120,23 +93,6 @@ def test_methods_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     full, own = (found["rows"][name]["off"] for name in (FULL, OWN))
     assert full["bytes_read"] > own["bytes_read"] > 0 and own["store_seconds"] > 0
     assert found["rows"][SINGLE]["group_size"] == 1 and found["rows"][NO_REUSE]["hit_rate"] == 0
-
-
-def test_what_does_not_fit_is_left_out_with_the_reason(tmp_path: Path) -> None:
-    setting = Setting(replace(TINY, heads=4, kv_heads=2), 1024, memory=None, path=str(tmp_path), profile="emmc")
-    found = compare.compare(setting, (OWN, "StaticCache"), ("on",), 1, 1, 1)
-    assert list(found["rows"]) == [OWN] and "emmc" in found["left_out"]["StaticCache"]
-    setting = replace(setting, profile="own")
-    found = compare.compare(setting, (OWN, FULL), ("on",), 1, 1, 1, disk_limit=1 << 20)
-    assert "disk" in found["left_out"][FULL]
-    found = compare.compare(replace(setting, memory=1e-3), (OWN,), ("on",), 1, 1, 1)
-    assert not found["rows"] and "memory" in found["left_out"][OWN]
-
-
-def test_speed_targets_of_hand_made_rows() -> None:
-    rows = {name: {"off": {"store_seconds": own}} for name, own in ((OWN, 0.01), (NO_REUSE, 0.03), (FULL, 0.4))}
-    assert speed_targets.over_ours({"rows": rows}, (FULL, NO_REUSE), "off", "store_seconds") == pytest.approx(3)
-    assert speed_targets.over_ours({"rows": rows}, (SINGLE,), "off", "store_seconds") is None
 
 
 def test_rows_of_all_contenders_on_text() -> None:
@@ -193,29 +149,6 @@ def test_a_phase_is_what_is_left_of_it(tmp_path: Path) -> None:
             model(ids[:, place : place + 1], past_key_values=cache)
     found = set(phases.phases(json.loads(path.read_text()), first=4))
     assert {"attend", "rank", "gather", "read", "append"} <= found <= {*phases.MEANS, "step"}
-
-
-# --- needles and promises ----------------------------------------------------------------------------------------
-
-
-class Words:
-    """A tokenizer that counts words."""
-
-    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[str]]:
-        return {"input_ids": text.split()}
-
-
-@pytest.mark.parametrize("facts", [1, 4])
-def test_needles_hold_the_fact_at_its_depth(facts: int) -> None:
-    """Each document has as many facts as asked for, one near its depth, and the length asked for."""
-    samples = list(needles.make_needles(Words(), 5, 1500, seed=facts, facts=facts))  # type: ignore[arg-type]
-    for sample in samples:
-        assert sample.document.count(sample.fact) == 1
-        assert len(re.findall("Remember this: ", sample.document)) == facts
-        before, total = (len(text.split()) for text in (sample.document.partition(sample.fact)[0], sample.document))
-        assert 1200 <= total <= 1500 and abs(before / total - sample.depth) < 0.15
-    assert len({sample.code for sample in samples}) == 5
-    assert needles.parse_setting("low:rank=24,cache=spec") == ("low", {"rank": 24, "cache": "spec"})
 
 
 def test_promises_are_judged() -> None:

@@ -14,15 +14,13 @@ import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from long_llama import SOME, SPARSE, long_model
-from long_models import long_fresh
 from rope_models import long_rope
 from walk import tiny_model
 from words import words
 
-from eval.continuations import Asked, Continuations, Needed, runs
 from eval.lm_eval import OffloadLM, main
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.console import default_model, offloading_class
+from hf_offload_cache.console import offloading_class
 from hf_offload_cache.errors import BudgetError, ConfigError
 from hf_offload_cache.model import Geometry, foreign_hooks
 from hf_offload_cache.registry import CACHES
@@ -70,7 +68,15 @@ def close(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -
     )
 
 
-@pytest.mark.parametrize(("name", "batch"), [*((name, 1) for name in CACHES), ("disk-swap", 3), ("cluster", 8)])
+SOME_CACHES = [
+    pytest.param(name, marks=[] if name in ("disk-swap", "cluster") else pytest.mark.slow) for name in CACHES
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [("disk-swap", 1), ("cluster", 8), *(pytest.param(name, 3, marks=pytest.mark.slow) for name in CACHES)],
+)
 def test_exact_scores_are_the_plain_ones(name: str, batch: int, tmp_path: Path) -> None:
     document = text(400, 3) + " w9 w8"
     first, second = likeliest(document).split()
@@ -132,24 +138,9 @@ def test_a_request_of_no_tokens_is_refused(tmp_path: Path) -> None:
     assert close(lm._loglikelihood_tokens(asked), plain(max_length=6)._loglikelihood_tokens(asked))
 
 
-def test_a_model_that_gives_logits_of_all_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is asked for, as some do."""
-    expected = plain().loglikelihood(instances("loglikelihood", CHOICES), disable_tqdm=True)
-    forward = type(long_model()).forward
-    monkeypatch.setattr(
-        type(long_model()), "forward", lambda self, logits_to_keep=0, **kwargs: forward(self, **kwargs)
-    )
-    for batch in (1, 3):
-        found = ours(tmp_path, exact=True, batch_size=batch).loglikelihood(
-            instances("loglikelihood", CHOICES), disable_tqdm=True
-        )
-        assert close(found, expected)
-
-
-@pytest.mark.parametrize("name", list(CACHES))
+@pytest.mark.parametrize("name", SOME_CACHES)
 def test_a_batch_has_the_scores_of_one_by_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a cache selects, and in fewer forwards: one for each token of the longest of a batch. Five rows go behind
-    the long context, of one, two, two, five and nine tokens, and three behind the short one."""
+    """Where a cache selects, and in fewer forwards: one for each token of the longest of a batch."""
     asked = instances("loglikelihood", [*CHOICES, *ALIKE])
     alone = ours(tmp_path, cache=name, **SOME).loglikelihood(asked, disable_tqdm=True)
     shapes = forwards(monkeypatch)
@@ -160,7 +151,7 @@ def test_a_batch_has_the_scores_of_one_by_one(name: str, tmp_path: Path, monkeyp
     assert not close(batched, ours(tmp_path, exact=True).loglikelihood(asked, disable_tqdm=True))
 
 
-@pytest.mark.parametrize("name", ["Lfm2", "Jamba", "Gemma3Text"])
+@pytest.mark.parametrize("name", ["Lfm2", "Gemma3Text", pytest.param("Jamba", marks=pytest.mark.slow)])
 def test_states_and_windows_go_with_a_batch(name: str, tmp_path: Path) -> None:
     """Convolutions; a state that goes on in steps of one token alone; windows."""
     model = tiny_model(getattr(transformers, f"{name}Config"))
@@ -180,17 +171,6 @@ def test_a_model_that_keeps_a_state_alone_is_plain(caplog: pytest.LogCaptureFixt
     expected = HFLM(model, tokenizer=words(), **OPTIONS)._loglikelihood_tokens(asked, disable_tqdm=True)
     assert lm._loglikelihood_tokens(asked, disable_tqdm=True) == expected
     assert "nothing to offload" in caplog.text
-
-
-@pytest.mark.parametrize("name", list(CACHES))
-def test_a_score_does_not_depend_on_what_else_was_asked(name: str, tmp_path: Path) -> None:
-    """A neighbour begins with the same tokens; what is learnt of them is not what is learnt of the whole context."""
-    document = text(640, 3)
-    own, neighbour = (f"{document} {text(200, seed)}" for seed in (7, 11))
-    lm = ours(tmp_path, cache=name, **SOME)
-    (alone,) = lm.loglikelihood(instances("loglikelihood", [(own, " w5 w6 w9")]), disable_tqdm=True)
-    both = [(neighbour, " w5 w6"), (own, " w5 w6 w9"), (neighbour + " w8", " w5 w6")]
-    assert lm.loglikelihood(instances("loglikelihood", both), disable_tqdm=True)[1] == alone
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
@@ -217,12 +197,12 @@ def test_a_batch_of_texts_has_one_budget(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(OffloadLM, "_model_generate", noted)
     assert len(lm.generate_until(asked, disable_tqdm=True)) == 3
     assert [rows for rows, _ in peaks] == [2, 1] and all(0.2 < share <= 1 for _, share in peaks)
-
-
-def test_dynamic_is_plain(tmp_path: Path) -> None:
-    asked = instances("loglikelihood", CHOICES)
-    lm = OffloadLM(long_model(), cache="dynamic", tokenizer=words(), **OPTIONS)
-    assert lm.loglikelihood(asked, disable_tqdm=True) == plain().loglikelihood(asked, disable_tqdm=True)
+    info = lm.get_model_info()
+    assert (info["cache"], info["cache_memory"], info["cache_fields"]) == ("disk-swap", "1/3", {})
+    with pytest.raises(BudgetError):
+        ours(tmp_path, memory=1000).loglikelihood(instances("loglikelihood", CHOICES), disable_tqdm=True)
+    with pytest.raises(ConfigError, match="floor must be"):
+        ours(tmp_path, memory="1/13", floor="1/2")
 
 
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
@@ -243,8 +223,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_a_context_is_prefilled_once_and_what_is_shared_once(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two questions of three answers each about one document, and one about another; where a cache selects, nothing is
-    shared but a context's own."""
+    """Two questions of three answers each about one document, and one about another."""
     document, shapes = text(400, 3), forwards(monkeypatch)
     asked = [(f"{document} {text(20, seed)}", f" w{answer}") for seed in (7, 11) for answer in (5, 6, 9)]
     lm = ours(tmp_path, cache="disk-swap", **fields)
@@ -276,25 +255,6 @@ def test_scores_go_through_the_selection(tmp_path: Path) -> None:
     assert max(abs(own[0] - theirs[0]) for own, theirs in zip(found[:3], exact[:3], strict=True)) > 1e-3
 
 
-def test_a_budget_is_of_each_request_or_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = instances("loglikelihood", [(text(1200, 3), end) for end in (" w5", " w6 w7", " w7 w7", " w8 w7")])
-    lm, planned, made = ours(tmp_path, memory="1/2"), [], DiskSwapCache.for_budget
-
-    def noted(*args: Any, **kwargs: Any) -> DiskSwapCache:
-        planned.append(args[1:])
-        return made(*args, **kwargs)
-
-    monkeypatch.setattr(DiskSwapCache, "for_budget", noted)
-    for batch in (1, 3):
-        lm = ours(tmp_path, memory="1/2", batch_size=batch)
-        assert all(score < 0 for score, _ in lm.loglikelihood(asked, disable_tqdm=True))
-    assert planned == [("1/2", 1202, 1), ("1/2", 1202, 3)]
-    with pytest.raises(BudgetError):
-        ours(tmp_path, memory=1000).loglikelihood(asked, disable_tqdm=True)
-    info = lm.get_model_info()
-    assert (info["cache"], info["cache_memory"], info["cache_fields"]) == ("disk-swap", "1/2", {})
-
-
 def test_requests_that_are_too_short_for_a_share_are_answered_plainly_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -317,28 +277,6 @@ def test_requests_that_are_too_short_for_a_share_are_answered_plainly_and_counte
             own(requests, **quiet)
 
 
-def test_requests_that_had_the_floor_in_the_place_of_their_share_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whatever their length: results say that their memory was not what was asked for."""
-    lm = ours(tmp_path, memory="1/13", floor="400KiB")
-    with pytest.warns(UserWarning, match="set another floor"):
-        lm.loglikelihood(instances("loglikelihood", [(text(1500, 3), " w5 w6"), (text(1500, 3), " w7")]), True)
-        lm.generate_until(instances("generate_until", [(text(1500, 3), {"max_gen_toks": 5})]), True)
-    info = lm.get_model_info()
-    assert (info["cache_floor_requests"], info["cache_plain_requests"], lm.requests) == (3, 0, 3)
-    assert "2 had floor=400KiB a sequence" in caplog.text and "3 had floor=400KiB a sequence" in caplog.text
-    with pytest.raises(ConfigError, match="floor must be"):
-        ours(tmp_path, memory="1/13", floor="1/2")
-
-
-def test_what_is_answered_plainly_has_scores_of_a_batch(tmp_path: Path) -> None:
-    asked = instances("loglikelihood", [(text(40, 3), end) for end in (" w5 w6", " w7", " w8 w9 w10", " w8 w9 w11")])
-    lm = ours(tmp_path, memory="1/3", batch_size=3)
-    assert close(lm.loglikelihood(asked, disable_tqdm=True), plain().loglikelihood(asked, disable_tqdm=True))
-    assert lm.plain_requests == 4
-
-
 @pytest.mark.parametrize(
     ("memory", "model", "steps"),
     [("1/3", None, [44]), (None, None, [39, 1, 1, 1, 1, 1]), ("1/3", transformers.JambaConfig, [39, 1, 1, 1, 1, 1])],
@@ -346,8 +284,7 @@ def test_what_is_answered_plainly_has_scores_of_a_batch(tmp_path: Path) -> None:
 def test_what_is_answered_plainly_goes_in_one_piece(
     memory: str | None, model: Any, steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A short request is no slower than by `hf`; where a cache selects, or the model has a state, it is decoded token
-    by token."""
+    """A short request is no slower than by `hf`."""
     lm, seen = ours(tmp_path, memory=memory), []
     if model is not None:
         options = {"tokenizer": words(), **OPTIONS}
@@ -364,24 +301,6 @@ def test_what_is_answered_plainly_goes_in_one_piece(
     assert seen == steps
     theirs = HFLM(lm.model, tokenizer=words(), **OPTIONS)
     assert close(found, theirs.loglikelihood(asked, disable_tqdm=True))
-
-
-def test_requests_within_bytes_as_they_are_are_answered_plainly_and_no_others(tmp_path: Path) -> None:
-    lm = ours(tmp_path, memory=Geometry.of(long_model()).full_kv_bytes(42, 1))
-    short, longer = (instances("loglikelihood", [(text(length, 3), " w6 w8")]) for length in (40, 41))
-    expected = plain().loglikelihood(short, disable_tqdm=True)
-    assert close(lm.loglikelihood(short, disable_tqdm=True), expected) and lm.plain_requests == 1
-    with pytest.raises(BudgetError):
-        lm.loglikelihood(longer, disable_tqdm=True)
-
-
-def test_a_batch_that_is_to_be_found_is_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    asked = instances("loglikelihood", CHOICES)
-    lm = ours(tmp_path, batch_size="auto:4", exact=True)
-    assert lm.batch_size == 1 and "batch_size=auto is 1" in caplog.text
-    assert close(lm.loglikelihood(asked, disable_tqdm=True), plain().loglikelihood(asked, disable_tqdm=True))
-    as_hf = OffloadLM(long_model(), cache="dynamic", tokenizer=words(), batch_size="auto", **OPTIONS)
-    assert as_hf.batch_size == "auto"
 
 
 @pytest.fixture(scope="module")
@@ -404,34 +323,6 @@ def test_what_from_pretrained_takes_goes_to_the_model(saved: str, tmp_path: Path
     assert all(score < 0 for score, _ in found)
 
 
-def test_weights_of_four_bits(saved: str, tmp_path: Path) -> None:
-    """transformers has no argument of the old name; the scores are those of the model as transformers loads it."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    options = {"device": "cpu", "max_length": 2000}
-    lm = OffloadLM(saved, path=str(tmp_path), load_in_4bit=True, bnb_4bit_quant_type="nf4", exact=True, **options)
-    assert isinstance(lm.model.model.layers[0].mlp.up_proj, bitsandbytes.nn.Linear4bit)
-    bits = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    model = transformers.AutoModelForCausalLM.from_pretrained(saved, quantization_config=bits)
-    asked = instances("loglikelihood", CHOICES[3:])
-    expected = HFLM(model, tokenizer=words(), **options).loglikelihood(asked, disable_tqdm=True)
-    assert close(lm.loglikelihood(asked, disable_tqdm=True), expected)
-
-
-def test_the_default_model_goes_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_default_model(dtype: torch.dtype) -> tuple[Any, Any]:
-        return long_fresh("llama").to(dtype), words()  # the model itself is unpacked for half a minute, in each type
-
-    monkeypatch.setattr(default_model, "load_default_model", load_default_model)
-    lm = OffloadLM(device="cpu", dtype="bfloat16")
-    assert (lm.model.device.type, lm.model.dtype, lm.device.type) == ("cpu", torch.bfloat16, "cpu")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this is where there is no CUDA")
-def test_a_device_of_cuda_where_there_is_none_is_the_cpu() -> None:
-    """As `hf` has it: lm-eval's command names that device where its user names none."""
-    assert OffloadLM(device="cuda:0").model.device.type == "cpu"
-
-
 @pytest.mark.parametrize(("wrong", "hint"), [
     ({"num_selekted": 3}, "did you mean 'num_selected'"), ({"load_in_4bits": True}, "did you mean 'load_in_4bit'"),
     ({"colour": "blue"}, "neither a field of cache=disk-swap"), ({"cache": "dynamic", "num_selected": 3}, "neither"),
@@ -441,18 +332,16 @@ def test_what_nobody_takes_is_refused(wrong: dict[str, Any], hint: str, saved: s
         OffloadLM(saved, **wrong)
 
 
-def test_what_decides_how_a_model_is_loaded_needs_a_name() -> None:
-    for wrong in ({"attn_implementation": "eager"}, {"peft": "a folder"}, {"load_in_4bit": True}):
-        for model in (None, long_model()):
-            with pytest.raises(ConfigError, match="give pretrained=NAME"):
-                OffloadLM(model, **wrong)
-
-
 def test_what_there_is_not_is_refused_before_a_model_is_loaded() -> None:
+    """And what decides how a model is loaded needs a name."""
     for wrong in ({"cache": "disc"}, {"num_selekted": 3}, {"memory": "a lot"}, {"cache": "dynamic", "memory": "1/2"},
                   {"dtype": "flot16"}):  # fmt: skip
         with pytest.raises(ConfigError):
             OffloadLM("there is no such model", **wrong)
+    for wrong in ({"attn_implementation": "eager"}, {"peft": "a folder"}, {"load_in_4bit": True}):
+        for model in (None, long_model()):
+            with pytest.raises(ConfigError, match="give pretrained=NAME"):
+                OffloadLM(model, **wrong)
 
 
 def test_adapters_that_are_prompts_are_refused() -> None:
@@ -461,39 +350,6 @@ def test_adapters_that_are_prompts_are_refused() -> None:
     adapted = peft.get_peft_model(copy.deepcopy(long_model()), options)
     with pytest.raises(ConfigError, match="cache=dynamic"):
         OffloadLM(adapted, tokenizer=words(), **OPTIONS)
-
-
-def test_neighbours_share_what_they_have_in_common() -> None:
-    one, other = tuple(range(600)), (*range(500), 7, 8, 9)
-    assert list(runs(sorted([one, other, (4, 5)]))) == [([other, one], 500), ([(4, 5)], 0)]
-    assert list(runs([(1,)])) == [([(1,)], 0)]
-    nested = tuple(range(400)), tuple(range(600))
-    assert list(runs(nested)) == [(list(nested), 399)]
-
-
-def test_a_context_of_one_token_is_not_prefilled(tmp_path: Path) -> None:
-    """Rows of a batch begin with it; what differs in its last token is one row."""
-    shapes: list[tuple[int, ...]] = []
-
-    def logits(ids: torch.Tensor, cache: Any, wanted: int) -> torch.Tensor:
-        assert wanted == 1
-        shapes.append(tuple(ids.shape))
-        with torch.no_grad():
-            found: torch.Tensor = long_model()(ids, past_key_values=cache).logits.log_softmax(-1)
-        return found
-
-    def make(needed: Needed) -> DiskSwapCache:
-        assert needed == (4, min(batch, 2), 4)
-        return DiskSwapCache(long_model(), path=tmp_path)
-
-    asked: list[Asked] = [((3,), (4, 5, 7)), ((3,), (6,)), ((3,), (4, 5, 7)), ((3,), (4, 5, 8))]
-    every = []
-    for batch, expected in ((1, [(1, 1)] * 4), (2, [(2, 1)] * 3)):
-        found = dict(Continuations(make, logits, share=False, whole=lambda cache: False, batch=batch).scored(asked))
-        assert shapes == expected and found[0] == found[2] != found[3]
-        every.append([found[place] for place in range(4)])
-        shapes.clear()
-    assert close(*every)
 
 
 def command(monkeypatch: pytest.MonkeyPatch, does: Any) -> None:

@@ -1,4 +1,4 @@
-"""Every study runs as a command on a tiny model, and its summary is right for hand-made rows."""
+"""Every study runs as a command on a tiny model; what all of them count by is right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from long_llama import long_model
 from words import words as tokens
 
 from eval import compare, synthetic
-from eval.studies import common, found_facts, long_equal_mass, speed_chunks, speed_growth, teacher_forced, watch
+from eval.studies import common, found_facts, speed_chunks, watch
 from hf_offload_cache.streaming import loader
 
 TEXT = "--tokens 700 --steps 4 --samples 1"
@@ -102,12 +102,6 @@ def test_a_study_resumes_where_it_was_interrupted(tmp_path: Path, capsys: pytest
         assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_contenders_come_from_the_command_line() -> None:
-    usual = {"a": {"rank": 8}}
-    found = [teacher_forced.contenders_of(argparse.Namespace(set=own), usual, memory=1) for own in ([], ["b:memory=2"])]
-    assert found == [{"a": {"memory": 1, "rank": 8}}, {"b": {"memory": 2}}]
-
-
 def test_weights_of_a_hand_made_attention() -> None:
     """Two query heads of one key head; keys in two parts; exp of the scaled scores is 1, 2, 5 and 1, 1, 1."""
     keys = torch.tensor([[1.0, 0.0], [2.0, 0.0], [5.0, 0.0]]).log().nan_to_num(neginf=0.0)[None, None]
@@ -134,18 +128,3 @@ def test_needles_are_lost_of_those_that_the_full_cache_finds() -> None:
     row = found_facts.lost(rows)["small"]
     assert (row["asked"], row["lost"], row["of"], row["refused"], row["of_refused"]) == (4, 2, 3, 1, 1)
     assert row["lost_share"] == pytest.approx(2 / 3)
-
-
-def test_time_is_interpolated_at_equal_mass() -> None:
-    values = [("adaptive, 400", 0.7, 100.0), ("static, 800", 0.6, 110.0), ("static, 1600", 0.8, 190.0)]
-    values.append(("local, 800", 0.6, 120.0))
-    rows = [{"name": name, "mass": mass, "ms": ms, "MB": 1.0} for name, mass, ms in values]
-    found = long_equal_mass.summary(rows)["over adaptive"]
-    assert found == pytest.approx({"static, at equal mass": 1.5, "local, with less mass": 1.2})
-
-
-def test_growth_is_of_what_a_step_takes_beyond_the_model() -> None:
-    rows = [{"tokens": tokens, "method": "the model alone", "ms": ms} for tokens, ms in ((131072, 30), (8192, 20))]
-    rows += [{"tokens": tokens, "method": "AbstractTreeCache", "ms": ms} for tokens, ms in ((131072, 130), (8192, 60))]
-    found = speed_growth.summary(rows)
-    assert found["beyond_ms"] == {"AbstractTreeCache": {"8192": 40, "131072": 100}}

@@ -53,19 +53,6 @@ def test_every_selection_is_well_formed(kind: Any, sinks: int, reuse: int, chose
         assert (np.diff(groups, axis=1) > 0).all() and (groups[:, :count] == np.arange(count)).all()
 
 
-@pytest.mark.parametrize("kind", [PaperSwapCache, RandomSwapCache])
-def test_padding_has_no_influence(kind: Any, chosen: list[np.ndarray]) -> None:
-    mask = torch.ones(2, LONG, dtype=torch.long)
-    mask[1, :101] = 0
-    results = []
-    for token in (0, 77):
-        ids = prompt(long_model(), 2, LONG).masked_fill(mask == 0, token)
-        with sparse(kind) as cache:
-            results.append(generate(long_model(), cache, ids, attention_mask=mask, max_new_tokens=8))
-    assert all(groups[1].min() == 101 // 4 and groups[0].min() == 0 for groups in chosen)
-    assert torch.equal(results[0].logits, results[1].logits)
-
-
 def test_the_papers_rule_looks_ahead_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the first layer are decided before their own query is there: what is asked for is what was read."""
     asked: list[tuple[int, bool]] = []
@@ -82,16 +69,6 @@ def test_the_papers_rule_looks_ahead_only(monkeypatch: pytest.MonkeyPatch) -> No
         report = cache.report()
     assert report.hit_rate == 0
     assert report.prefetch_hit_rate == pytest.approx(2 / 3)
-
-
-def test_random_is_reproducible_and_reads_nothing_ahead(chosen: list[np.ndarray]) -> None:
-    for _ in range(2):
-        with sparse(RandomSwapCache) as cache:
-            generate(long_model(), cache, prompt(long_model(), 1, LONG), max_new_tokens=5)
-            assert cache.report().prefetch_hit_rate == cache.report().hit_rate
-    half = len(chosen) // 2
-    assert half and all((one == other).all() for one, other in zip(chosen[:half], chosen[half:], strict=True))
-    assert (chosen[0] != chosen[3]).any()
 
 
 def test_the_papers_source_is_the_previous_layers_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from harness import generate, prompt
 from long_llama import long_model
 
 from examples.own_method import PageCache, PagePredictor
+from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.config import SelectiveConfig
 from hf_offload_cache.console import main as console
 from hf_offload_cache.errors import ConfigError, ContextMismatchError
@@ -46,13 +47,16 @@ def test_no_private_name() -> None:
     assert len(names) > 30 and [name for name in names if name.startswith("_") and name != "__future__"] == []
 
 
-def test_pages_are_of_sixteen_tokens() -> None:
+def test_pages_are_of_sixteen_tokens(tmp_path: Path) -> None:
     with PageCache(long_model(), num_selected=64, engine="memory") as cache:
         generate(long_model(), cache, prompt(long_model(), 1, 300), max_new_tokens=3)
         assert cache.offloaded[0].history.form.group_size == 16
         assert cache.offloaded[0].history.units == (302 - 32) // 16
-        with pytest.raises(ConfigError, match="PageConfig has no field 'rank'"):
-            PageCache(long_model(), rank=3)
+        cache.save(tmp_path / "context")
+    with pytest.raises(ConfigError, match="PageConfig has no field 'rank'"):
+        PageCache(long_model(), rank=3)
+    with pytest.raises(ContextMismatchError, match="cache is PageCache, not DiskSwapCache"):
+        DiskSwapCache.open(tmp_path / "context", long_model())
 
 
 def test_the_bound_is_no_less_than_any_score() -> None:
@@ -73,16 +77,6 @@ def test_the_bound_is_no_less_than_any_score() -> None:
     importance = predictor.importance(Query(query, 1.0, None, lambda: keys), summaries)
     assert importance.shape == (2, 6)
     assert importance.argmax(1).tolist() == [4, 2] and torch.allclose(importance.sum(1), torch.tensor(4.0))
-
-
-def test_another_class_does_not_open_its_context(tmp_path: Path) -> None:
-    from hf_offload_cache import DiskSwapCache
-
-    with PageCache(long_model(), path=tmp_path) as cache:
-        generate(long_model(), cache, prompt(long_model(), 1, 100), max_new_tokens=3)
-        cache.save(tmp_path / "context")
-    with pytest.raises(ContextMismatchError, match="cache is PageCache, not DiskSwapCache"):
-        DiskSwapCache.open(tmp_path / "context", long_model())
 
 
 def test_planned_in_the_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

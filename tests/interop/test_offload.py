@@ -19,6 +19,7 @@ import torch
 import transformers
 from harness import COMMON, assistant_of, build, fresh, prompt, tiny
 from long_llama import long_model
+from pairwise import combinations
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -61,12 +62,13 @@ def nothing_is_left() -> Any:
     assert (dict(vars(own)), threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
-@pytest.mark.parametrize("name", list(CACHES))
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3}],
-    ids=["greedy", "beams", "samples", "candidates"],
-)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {}, "beams": {"num_beams": 3}, "samples": {"do_sample": True, "num_return_sequences": 2},
+    "candidates": {"prompt_lookup_num_tokens": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), combinations(list(CACHES), OPTIONS))
 def test_it_generates_what_a_dynamic_cache_does(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     own, ids = model(), prompt(model(), 1, 60)
     expected = generated(own, ids, **options)
@@ -88,28 +90,6 @@ def test_each_request_has_a_cache_of_its_own_and_a_budget_of_its_size(tmp_path: 
     assert held == [(1500 + NEW + 1) * entry // 2, 2 * (900 + NEW + 1) * entry // 2]
 
 
-def test_what_names_a_cache_is_left_alone(tmp_path: Path) -> None:
-    own, ids = model(), prompt(model(), 1, 40)
-    with offload(own, path=tmp_path) as done:
-        theirs = DynamicCache(config=own.config)
-        generated(own, ids, past_key_values=theirs)
-        assert theirs.get_seq_length() == 40 + NEW - 1
-        generated(own, ids, cache_implementation="static")
-        generated(own, ids, use_cache=False)
-        generated(own, ids, generation_config=GenerationConfig(cache_implementation="dynamic"))
-    assert done.requests == 0
-
-
-def test_none_is_no_cache_and_a_models_own_default_neither(tmp_path: Path) -> None:
-    own, ids = copy.deepcopy(model()), prompt(model(), 1, 40)
-    expected = generated(own, ids)
-    with offload(own, path=tmp_path, exact=True) as done:
-        assert torch.equal(generated(own, ids, past_key_values=None), expected)
-        own.generation_config.cache_implementation = "hybrid"
-        assert torch.equal(generated(own, ids), expected)
-    assert done.requests == 2
-
-
 def test_a_request_is_as_large_as_generate_finds_it(tmp_path: Path) -> None:
     """Given by position, and what is not given is the model's."""
     own, ids = copy.deepcopy(long_model()), prompt(long_model(), 1, 900)
@@ -126,13 +106,6 @@ def test_a_request_is_as_large_as_generate_finds_it(tmp_path: Path) -> None:
     assert done.requests == 3
 
 
-def test_what_is_returned_holds_no_closed_cache(tmp_path: Path) -> None:
-    own = model()
-    with offload(own, path=tmp_path):
-        found = generated(own, prompt(own, 1, 40), return_dict_in_generate=True)
-    assert found.past_key_values is None and found.sequences.shape == (1, 40 + NEW)
-
-
 def test_a_request_that_fails_leaves_the_next_one_whole(tmp_path: Path) -> None:
     own, ids = model(), prompt(model(), 1, 40)
     expected = generated(own, ids)
@@ -144,7 +117,9 @@ def test_a_request_that_fails_leaves_the_next_one_whole(tmp_path: Path) -> None:
         with pytest.raises(KeyError, match="stop"):
             generated(own, ids, stopping_criteria=[fail])
         assert torch.equal(generated(own, ids), expected)
-    assert done.requests == 1
+        found = generated(own, ids, return_dict_in_generate=True)
+        assert found.past_key_values is None and torch.equal(found.sequences, expected)  # no closed cache
+    assert done.requests == 2
     with offload(own, memory=10, path=tmp_path), pytest.raises(BudgetError):
         generated(own, ids)
     with pytest.raises(KeyError), offload(own, path=tmp_path):
@@ -218,19 +193,8 @@ def test_threads_do_not_share_a_cache(tmp_path: Path) -> None:
     assert done.requests == 3 and all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def test_adapters(tmp_path: Path) -> None:
-    own, ids = copy.deepcopy(model()), prompt(model(), 1, 40)
-    adapted = peft.get_peft_model(own, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    adapted.eval()
-    expected = adapted.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False)
-    with offload(adapted, path=tmp_path, exact=True) as done:
-        assert torch.equal(adapted.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False), expected)
-    assert done.requests == 1
-
-
 def test_adapters_that_are_switched_between_requests(tmp_path: Path) -> None:
-    """And off, and merged: each request is of those that act when it begins; a cache of one's own that began with
-    another is of that one."""
+    """And off, and merged."""
     ids = prompt(model(), 1, 40)
     adapted = peft.get_peft_model(fresh("llama"), lora(0), adapter_name="first")
     torch.manual_seed(1)
@@ -301,8 +265,7 @@ def test_adapters_that_are_prompts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory", [None, "1MiB"])
 def test_a_prefix_is_refused_before_anything_runs(memory: str | None, tmp_path: Path) -> None:
-    """PEFT puts it into a cache of its own. Where the model in the wrapper was named, when it is asked for; and not
-    while it is switched off."""
+    """PEFT puts it into a cache of its own."""
     prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=7)
     adapted, ids = prompted(prefix), prompt(model(), 1, 40)
     options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
@@ -388,8 +351,9 @@ def test_an_assistant_keeps_its_own_cache(whose: str, tmp_path: Path) -> None:
         del assistant.generate
 
 
-@pytest.mark.parametrize("whose", ["the model's", "all"])
-@pytest.mark.parametrize("options", [{"assistant_early_exit": 1}, {"assistant_model": None}], ids=["early", "itself"])
+@pytest.mark.parametrize(
+    ("whose", "options"), [("the model's", {"assistant_early_exit": 1}), ("all", {"assistant_model": None})]
+)
 def test_a_model_that_is_its_own_assistant(whose: str, options: dict[str, Any], tmp_path: Path) -> None:
     own, ids = fresh("llama"), prompt(model(), 1, 40)
     options = {name: own if value is None else value for name, value in options.items()}
@@ -437,8 +401,7 @@ def without_an_end(build: Any) -> Any:
     return own
 
 
-@pytest.mark.parametrize("memory", [None, "1/13"])
-@pytest.mark.parametrize("name", list(NO_PLACE))
+@pytest.mark.parametrize(("name", "memory"), combinations(list(NO_PLACE), [None, "1/13"]))
 def test_a_model_that_has_no_place_for_it_is_left_alone(name: str, memory: str | None, tmp_path: Path) -> None:
     """By `offload_all`, and refused by who names it; no attribute is left."""
     build, said = NO_PLACE[name]
@@ -517,20 +480,23 @@ def test_a_memory_in_bytes_is_never_exceeded(tmp_path: Path) -> None:
         generated(own, ids)
 
 
-def test_a_floor_is_a_size() -> None:
-    with pytest.raises(ConfigError, match="floor must be"), offload(model(), memory="1/13", floor="1/2"):
-        pass
-
-
-@pytest.mark.parametrize(("memory", "said"), [("half", "memory must be bytes"), ("0.5", "a share is written '1/13'")])
-def test_a_memory_that_cannot_be_is_told_before_a_request(memory: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"memory": "half"}, "memory must be bytes"), ({"memory": "0.5"}, "a share is written '1/13'"),
+        ({"memory": "1/13", "floor": "1/2"}, "floor must be"),
+    ],
+)  # fmt: skip
+def test_a_memory_that_cannot_be_is_told_before_a_request(given: dict[str, Any], said: str) -> None:
     own = model()
-    with pytest.raises(ConfigError, match=said), offload(own, memory=memory):
+    with pytest.raises(ConfigError, match=said), offload(own, **given):
         pass
     assert "generate" not in vars(own)
 
 
-@pytest.mark.parametrize("name", sorted(CACHES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "spec" else []) for name in sorted(CACHES)]
+)
 def test_windows_alone_are_within_a_budget_or_too_much_for_it(name: str, tmp_path: Path) -> None:
     own, ids = tiny("mistral_sliding"), prompt(model(), 1, 40)
     expected = generated(own, ids)

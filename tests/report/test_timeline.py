@@ -75,7 +75,10 @@ def inside(span: Event, outer: Event) -> bool:
 # ---------------------------------------------------------------------------------------------- a generation
 
 
-@pytest.fixture(scope="module", params=["auto", "direct", "mapped", "memory"])
+SLOW = [pytest.param(engine, marks=pytest.mark.slow) for engine in ("direct", "mapped")]
+
+
+@pytest.fixture(scope="module", params=["auto", "memory", *SLOW])
 def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Event], Any, int]:
     """The events of a sparse generation, its report, and the bytes that had been read when the first token came."""
     path = tmp_path_factory.mktemp("trace") / "trace.json"
@@ -97,8 +100,11 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_every_step_layer_and_attention_is_there(traced: tuple[list[Event], Any, int]) -> None:
     events, _, _ = traced
+    assert_well_formed(events)
     found = spans(events, "compute")
+    assert {span["track"] for span in found} == {"compute"}, "what nests belongs on one line"
     steps = [span for span in found if span["name"] in ("prefill", "decode")]
+    assert all(any(inside(span, step) for step in steps) for span in found), "something lies between the steps"
     assert [step["name"] for step in steps] == ["prefill"] * (PROMPT // CHUNK) + ["decode"] * NEW
     assert [step["args"]["history"] for step in steps[:3]] == [0, CHUNK, 2 * CHUNK]
     assert steps[-1]["args"] == {"step": len(steps), "sequences": 2, "tokens": 1, "history": PROMPT + NEW - 1}
@@ -112,15 +118,6 @@ def test_every_step_layer_and_attention_is_there(traced: tuple[list[Event], Any,
         for part in within:
             if part["name"] in ("attention", "rest of block"):
                 assert inside(part, blocks[part["args"]["layer"]])
-
-
-def test_spans_nest_and_none_is_negative(traced: tuple[list[Event], Any, int]) -> None:
-    events, _, _ = traced
-    assert_well_formed(events)
-    found = spans(events, "compute")
-    assert {span["track"] for span in found} == {"compute"}, "what nests belongs on one line"
-    steps = [span for span in found if span["name"] in ("prefill", "decode")]
-    assert all(any(inside(span, step) for step in steps) for span in found), "something lies between the steps"
 
 
 def test_ranking_looking_ahead_and_gathering_are_apart(traced: tuple[list[Event], Any, int]) -> None:
@@ -149,7 +146,7 @@ def test_what_is_waited_for_is_there(traced: tuple[list[Event], Any, int]) -> No
     assert seconds >= report.stall_seconds, "a wait that the counters know is not on the timeline"
 
 
-def test_bytes_of_the_reads_are_those_of_the_report(traced: tuple[list[Event], Any, int]) -> None:
+def test_bytes_are_those_of_the_report(traced: tuple[list[Event], Any, int]) -> None:
     events, report, before = traced
     steps = [span for span in spans(events, "compute") if span["name"] == "decode"]
     reads = [span for span in spans(events, "reads") if span["end"] > steps[0]["begin"]]
@@ -157,10 +154,6 @@ def test_bytes_of_the_reads_are_those_of_the_report(traced: tuple[list[Event], A
     assert sum(read["args"]["bytes"] for read in reads) == report.bytes_read - before > 0
     everything = sum(read["args"]["bytes"] for read in spans(events, "reads"))
     assert everything == report.bytes_read
-
-
-def test_bytes_of_the_writes_are_those_of_the_report(traced: tuple[list[Event], Any, int]) -> None:
-    events, report, _ = traced
     assert sum(write["args"]["bytes"] for write in spans(events, "writes")) == report.bytes_written > 0
 
 
@@ -272,38 +265,27 @@ def test_a_trace_is_its_owners_whatever_the_umask(tmp_path: Path, mask: int, the
     assert_well_formed(json.loads(path.read_text()))
 
 
-def test_two_caches_do_not_share_a_trace(tmp_path: Path) -> None:
-    model, path = tiny("llama"), tmp_path / "trace.json"
-    with sparse(model, path) as cache:
-        with pytest.raises(ConfigError, match=r"trace.*another cache"):
-            sparse(model, path)
-        generate(model, cache, prompt(model), max_new_tokens=2)
-    with sparse(model, path):
-        pass
-    assert_well_formed(json.loads(path.read_text()))
-
-
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    """Whether the cache is closed or forgotten; while it is open, another cache gets another file."""
     model, path = tiny("llama"), tmp_path / "trace.json"
     with DiskSwapCache(model, **SMALL) as cache:  # what a first use keeps for good
         generate(model, cache, prompt(model), max_new_tokens=2)
     descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    with sparse(model, path, path=tmp_path) as cache:
+    for how in ("closed", "forgotten"):
+        cache = sparse(model, path, path=tmp_path)
+        with pytest.raises(ConfigError, match=r"trace.*another cache"):
+            sparse(model, path)
         generate(model, cache, prompt(model), max_new_tokens=2)
+        account = cache.storage.account
         assert cache.report().memory_by_owner["timeline"] == Trace.HELD_BYTES
-    cache.close()
-    assert "timeline" not in {owner for owner, held in cache.storage.account.by_owner.items() if held}
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads)
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_cache_that_is_forgotten_ends_its_trace(tmp_path: Path) -> None:
-    model, path = tiny("llama"), tmp_path / "trace.json"
-    cache = sparse(model, path)
-    generate(model, cache, prompt(model), max_new_tokens=2)
-    del cache
-    gc.collect()
-    assert_well_formed(json.loads(path.read_text()))
+        if how == "closed":
+            cache.close()
+            assert "timeline" not in {owner for owner, held in account.by_owner.items() if held}
+        del cache
+        gc.collect()
+        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads)
+        assert list(tmp_path.iterdir()) == [path]
+        assert_well_formed(json.loads(path.read_text()))
 
 
 def test_a_step_that_raised_is_marked_and_ends_where_it_was_heard_of_last(tmp_path: Path) -> None:
@@ -382,6 +364,13 @@ def test_times_and_details(tmp_path: Path) -> None:
     assert second["begin"] - first["begin"] == 10**9
     assert second["args"] == {"share": "nan"}
     assert third["dur"] == 0
+    trace = Trace(tmp_path / "raised.json")
+    with pytest.raises(OSError), trace.span("outer", 3), trace.span("inner"):
+        raise OSError
+    trace.close()
+    inner, outer = spans(json.loads((tmp_path / "raised.json").read_text()), "compute")
+    assert (inner["name"], inner["args"]) == ("inner", {"raised": "OSError"})
+    assert (outer["name"], outer["args"]) == ("outer", {"layer": 3, "raised": "OSError"}) and inside(inner, outer)
 
 
 def test_many_spans_are_written_and_few_are_held(tmp_path: Path) -> None:
@@ -459,17 +448,6 @@ def test_a_block_with_two_attentions_and_a_step_that_is_not_described(tmp_path: 
     found = spans(events, "compute")
     assert [span["name"] for span in found] == names
     assert all(before["end"] <= after["begin"] for before, after in pairwise(found[:4]))
-
-
-def test_a_span_of_a_block_that_raised(tmp_path: Path) -> None:
-    trace = Trace(tmp_path / "trace.json")
-    with pytest.raises(OSError), trace.span("outer", 3), trace.span("inner"):
-        raise OSError
-    trace.close()
-    inner, outer = spans(json.loads((tmp_path / "trace.json").read_text()), "compute")
-    assert (inner["name"], inner["args"]) == ("inner", {"raised": "OSError"})
-    assert (outer["name"], outer["args"]) == ("outer", {"layer": 3, "raised": "OSError"})
-    assert inside(inner, outer)
 
 
 def test_a_forked_process_leaves_the_file_alone(tmp_path: Path) -> None:

@@ -28,14 +28,10 @@ def set_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return set_to
 
 
-def test_a_wait_has_its_time() -> None:
-    assert Deadline(60.0).expires() == NOW + 60
-    assert Deadline(None).expires() is None
-
-
 def test_after_a_stall_none_until_there_is_an_answer() -> None:
     for seconds, usual in ((60.0, NOW + 60), (None, None)):
         waiting = Deadline(seconds)
+        assert waiting.expires() == usual
         error = waiting.missed("layer 3: reading record 4")
         assert error.errno == errno.ETIMEDOUT and str(error).count("layer 3: reading record 4: no answer for") == 1
         assert waiting.stalled and waiting.expires() == NOW
@@ -110,11 +106,8 @@ def test_a_wait_with_a_limit(monkeypatch: pytest.MonkeyPatch, ahead: float) -> N
     assert calls.entered == [(7, 2, 5, 1 | 8, 24)], "waits (1), with an argument (8)"
     expected = max(0.0, ahead)
     assert calls.times == [(int(expected), int(expected % 1 * 10**9))]
-
-
-def test_the_limit_is_no_error_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert waiter(Calls(-1, errno.ETIME), monkeypatch, True).wait(0, 1, NOW + 1) == 0
-    assert waiter(Calls(-1, errno.EINTR), monkeypatch, True).wait(0, 1, NOW + 1) == -1
+    for number, answer in ((errno.ETIME, 0), (errno.EINTR, -1)):  # the limit is no error, and others are
+        assert waiter(Calls(-1, number), monkeypatch, True).wait(0, 1, NOW + 1) == answer
 
 
 @pytest.mark.parametrize("submit", [0, 2])

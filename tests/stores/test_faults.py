@@ -4,59 +4,30 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from store_cases import buffered, fails, needs, with_free_space
 
 from hf_offload_cache.errors import StoreError, StoreFullError
-from hf_offload_cache.stores import (
-    MemoryStore,
-    ScratchFile,
-    Store,
-    aligned_empty,
-    open_store,
-    probe_direct,
-    probe_uring,
-)
+from hf_offload_cache.stores import MemoryStore, Store, aligned_empty, open_store
 from hf_offload_cache.testing import RECORD_BYTES, FaultyStore, fill, open_descriptors, pattern, read
 
 
 @pytest.fixture(params=["direct", "mapped", "mapped, buffered", "uring", "uring, buffered"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    engine, _, buffered = request.param.partition(", ")
-    if engine == "direct" and not probe_direct(tmp_path)[0]:
-        pytest.skip("no O_DIRECT here")
-    if engine == "uring" and not probe_uring(tmp_path)[0]:
-        pytest.skip(probe_uring(tmp_path)[1])
-    if buffered:
-        monkeypatch.setattr(ScratchFile, "try_direct", lambda self: "not in this test")
+    engine, _, without_direct = request.param.partition(", ")
+    needs(engine, tmp_path)
+    if without_direct:
+        buffered(monkeypatch)
     before = open_descriptors()
     store = open_store(engine, tmp_path, RECORD_BYTES, "layer 3")
     yield store
     monkeypatch.undo()
     store.close()
     assert open_descriptors() == before
-
-
-def raising(number: int) -> Callable[..., int]:
-    def call(*args: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    return call
-
-
-def with_free_space(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    real = os.fstatvfs
-
-    def fstatvfs(fd: int) -> os.statvfs_result:
-        values = list(real(fd))
-        values[1], values[4] = 1, nbytes  # f_frsize, f_bavail
-        return os.statvfs_result(values)
-
-    monkeypatch.setattr(os, "fstatvfs", fstatvfs)
 
 
 def test_no_room_to_grow(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,17 +39,9 @@ def test_no_room_to_grow(store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path
     for part in ("layer 3", f"{10 * RECORD_BYTES:,}", f"{9 * RECORD_BYTES:,}", str(tmp_path)):
         assert part in str(caught.value)
     assert len(store.allocate(9)) == 9, "nothing was taken by the refusal, and a smaller step still fits"
-    with pytest.raises(StoreFullError):
+    with pytest.raises(StoreFullError):  # what is promised and not written yet is not free
         store.allocate(1)
     assert torch.equal(read(store, ids), records)
-
-
-def test_space_promised_and_not_written_yet_is_not_free(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.allocate(64)
-    with_free_space(monkeypatch, 100 * RECORD_BYTES)
-    with pytest.raises(StoreFullError):
-        store.allocate(60)
-    assert len(store.allocate(30)) == 30
 
 
 def test_a_file_system_that_does_not_tell(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +53,7 @@ def test_a_file_system_that_does_not_tell(store: Store, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
 def test_growing_fails(store: Store, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     ids, records = fill(store, 64)
-    monkeypatch.setattr(os, "ftruncate", raising(number))
+    monkeypatch.setattr(os, "ftruncate", fails(number))
     with pytest.raises(StoreError, match="layer 3") as caught:
         store.allocate(5)
     assert isinstance(caught.value, StoreFullError) == (number == errno.ENOSPC)
@@ -106,7 +69,7 @@ def test_a_write_fails(store: Store, monkeypatch: pytest.MonkeyPatch, number: in
     ids, records = fill(store, 8)
     written = store.bytes_written
     fresh = store.allocate(2)
-    monkeypatch.setattr(os, "pwrite", raising(number))
+    monkeypatch.setattr(os, "pwrite", fails(number))
     with pytest.raises(StoreError, match=r"layer 3.*records 8\.\.9") as caught:
         store.write(fresh, pattern(2))
     assert isinstance(caught.value, StoreFullError) == (number != errno.EIO)
@@ -122,13 +85,9 @@ def test_partial_writes_are_carried_on(store: Store, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:4096], offset))
     ids, records = fill(store, 5)
     assert torch.equal(read(store, ids), records)
-
-
-def test_a_write_that_makes_no_progress(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = store.allocate(1)
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 0)
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 0)  # and one that makes no progress is not
     with pytest.raises(StoreError, match=r"record 0.*short write"):
-        store.write(ids, pattern(1))
+        store.write(ids[:1], pattern(1))
 
 
 def test_the_file_ends_too_early(store: Store) -> None:
@@ -141,13 +100,11 @@ def test_the_file_ends_too_early(store: Store) -> None:
 
 
 def test_a_read_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not probe_direct(tmp_path)[0]:
-        pytest.skip("no O_DIRECT here")
-    store = open_store("direct", tmp_path, RECORD_BYTES, "layer 3")
+    store = open_store(needs("direct", tmp_path), tmp_path, RECORD_BYTES, "layer 3")
     ids, records = fill(store, 8)
     counted = store.reads, store.bytes_read
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", raising(errno.EIO))
+        patch.setattr(os, "preadv", fails(errno.EIO))
         with pytest.raises(StoreError, match=r"layer 3.*records 2\.\.4 \(3\)") as caught:
             read(store, ids[2:5])
         assert (caught.value.errno, type(caught.value.__cause__)) == (errno.EIO, OSError)
@@ -174,8 +131,8 @@ def test_advice_fails(tmp_path: Path) -> None:
 
 
 def test_a_failed_sync_makes_all_reads_doubtful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScratchFile, "try_direct", lambda self: "not in this test")
-    monkeypatch.setattr(os, "fdatasync", raising(errno.EIO))
+    buffered(monkeypatch)
+    monkeypatch.setattr(os, "fdatasync", fails(errno.EIO))
     store = open_store("mapped", tmp_path, RECORD_BYTES, "layer 3")
     early, _ = fill(store, 10)
     with pytest.raises(StoreError, match=r"layer 3.*writing"):
@@ -214,18 +171,12 @@ class TestFaultyStore:
             calls[name]()
 
     def test_short(self) -> None:
+        for wrong in (("reed", 1), ("read", 0), ("free", 1)):
+            with pytest.raises(ValueError, match=r"reed|0 and 1|short"):
+                FaultyStore(MemoryStore(RECORD_BYTES, "layer 3"), *wrong, short=wrong[0] == "free")
         store = FaultyStore(MemoryStore(RECORD_BYTES, "layer 3"), "read", 1, short=True)
         ids, records = fill(store, 4)
         out = aligned_empty(4, RECORD_BYTES).zero_()
         with pytest.raises(StoreError):
             store.read(ids, out)
         assert torch.equal(out, torch.cat([records[:2], torch.zeros_like(records[:2])]))
-
-    def test_refuses_what_makes_no_sense(self) -> None:
-        inner = MemoryStore(RECORD_BYTES, "layer 3")
-        with pytest.raises(ValueError, match="'reed'"):
-            FaultyStore(inner, "reed", 1)
-        with pytest.raises(ValueError, match="0 and 1"):
-            FaultyStore(inner, "read", 0)
-        with pytest.raises(ValueError, match="short"):
-            FaultyStore(inner, "free", 1, short=True)

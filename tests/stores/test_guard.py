@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,53 +10,26 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from store_cases import KEY, content_of, needs, put
 
 from hf_offload_cache.errors import CorruptRecordError
-from hf_offload_cache.stores import (
-    Checksums,
-    Encryption,
-    RecordGuard,
-    Store,
-    aligned_empty,
-    open_store,
-    probe_direct,
-    probe_uring,
-)
+from hf_offload_cache.stores import Checksums, Encryption, RecordGuard, Store, aligned_empty, open_store
 from hf_offload_cache.stores import guard as guard_module
 from hf_offload_cache.testing import RECORD_BYTES, fill, pattern, read
 
-KEY = bytes(range(32))
-
 
 @pytest.fixture(params=["direct", "mapped", "uring"])
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    probe = {"direct": probe_direct, "uring": probe_uring}.get(request.param)
-    if probe is not None and not probe(tmp_path)[0]:
-        pytest.skip(probe(tmp_path)[1])
-    return request.param
-
-
-@pytest.fixture
-def make(engine: str, tmp_path: Path) -> Iterator[Callable[[RecordGuard | None], Store]]:
-    stores: list[Store] = []
-
-    def make(guard: RecordGuard | None) -> Store:
-        stores.append(open_store(engine, tmp_path, RECORD_BYTES, "layer 3", guard=guard))
-        return stores[-1]
-
-    yield make
-    for store in stores:
-        store.close()
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[RecordGuard | None], Store]]:
+    with contextlib.ExitStack() as stores:
+        engine = needs(request.param, tmp_path)
+        yield lambda guard: stores.enter_context(
+            contextlib.closing(open_store(engine, tmp_path, RECORD_BYTES, "layer 3", guard=guard))
+        )
 
 
 def flip(store: Store, record: int, position: int = 5) -> None:
-    """Change one bit on the disk, behind the store's back."""
-    with open(f"/proc/self/fd/{store._file.fd}", "r+b", buffering=0) as file:  # type: ignore[attr-defined]
-        file.seek(record * RECORD_BYTES + position)
-        byte = file.read(1)[0]
-        file.seek(record * RECORD_BYTES + position)
-        file.write(bytes([byte ^ 1]))
-        os.fsync(file.fileno())
+    place = record * RECORD_BYTES + position
+    put(store, place, bytes([content_of(store).read_bytes()[place] ^ 1]))
 
 
 @pytest.mark.parametrize("kind", ["checksums", "encryption"])
@@ -64,8 +37,7 @@ def test_a_flipped_bit_is_named(make: Callable[[RecordGuard | None], Store], kin
     store = make(Encryption(KEY) if kind == "encryption" else None)
     ids, records = fill(store, 30)
     flip(store, 17)
-    reason = "the bytes or the key are wrong" if kind == "encryption" else "its checksum differs"
-    with pytest.raises(CorruptRecordError, match=rf"layer 3: record 17 is not .*{reason}.*{os.getcwd()[:1]}") as caught:
+    with pytest.raises(CorruptRecordError, match=r"layer 3: record 17\b.*" + ("key|checksum")) as caught:
         read(store, ids)
     assert caught.value.errno == 5
     out = aligned_empty(3, RECORD_BYTES).zero_()
@@ -89,31 +61,6 @@ def test_the_disk_may_be_trusted(make: Callable[[RecordGuard | None], Store]) ->
     flip(store, 1)
     found = read(store, ids)
     assert torch.equal(found[::2], records[::2]) and int((found != records).sum()) == 1
-
-
-def test_a_record_that_was_never_written(make: Callable[[RecordGuard | None], Store]) -> None:
-    """Zeros of a file's hole are no content."""
-    store = make(None)
-    written, _ = fill(store, 2)
-    never = store.allocate(1)
-    with pytest.raises(CorruptRecordError, match=r"record 2\b"):
-        read(store, np.r_[written, never])
-
-
-def test_records_exchanged_on_the_disk(make: Callable[[RecordGuard | None], Store]) -> None:
-    store = make(None)
-    ids, _ = fill(store, 6)
-    content = Path(f"/proc/self/fd/{store._file.fd}")  # type: ignore[attr-defined]
-    with open(content, "r+b", buffering=0) as file:
-        found = file.read(6 * RECORD_BYTES)
-        one, other = found[RECORD_BYTES : 2 * RECORD_BYTES], found[4 * RECORD_BYTES : 5 * RECORD_BYTES]
-        for place, record in ((1, other), (4, one)):
-            file.seek(place * RECORD_BYTES)
-            file.write(record)
-        os.fsync(file.fileno())
-    for wrong in (1, 4):
-        with pytest.raises(CorruptRecordError, match=rf"record {wrong}\b"):
-            read(store, ids[[0, wrong]])
 
 
 def test_tags_are_the_digests_of_what_was_written() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_cases import needs, put
 
 from hf_offload_cache.errors import CacheClosedError, CorruptRecordError, StalledError, StoreError, StoreFullError
 from hf_offload_cache.stores import (
@@ -19,12 +20,10 @@ from hf_offload_cache.stores import (
     LayeredStore,
     MappedStore,
     MemoryStore,
-    RecordGuard,
     Transfer,
     aligned_empty,
     choose_engine,
     open_store,
-    probe_direct,
     runs,
 )
 from hf_offload_cache.testing import (
@@ -41,6 +40,17 @@ from hf_offload_cache.testing import (
 
 def in_memory() -> FreezableStore:
     return MemoryStore(RECORD_BYTES, "layer 3")
+
+
+def mapped(directory: Path) -> Callable[[], FreezableStore]:
+    return lambda: MappedStore(directory, RECORD_BYTES, "layer 3")
+
+
+def started(store: LayeredStore, *ids: int, out: torch.Tensor | None = None) -> Transfer:
+    """A read of the records that the store has begun."""
+    transfer = store.start(np.array(ids), aligned_empty(len(ids), RECORD_BYTES) if out is None else out)
+    assert transfer is not None
+    return transfer
 
 
 def frozen(
@@ -69,72 +79,6 @@ class TestLayeredStoreOverAnEmptyPart(FreezableStoreTests):
         part = open_store(engine, directory, record_bytes, "layer 3")
         part.freeze()
         return LayeredStore([part], lambda: open_store(engine, directory, record_bytes, "layer 3"))
-
-
-class TestLayeredStoreOverFullParts(FreezableStoreTests):
-    """The conformance suite for what is above: the parts are in memory, and ids begin behind them."""
-
-    grows_when_frozen = True
-
-    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
-        part = MemoryStore(record_bytes, "layer 3")
-        fill(part, 3)
-        part.freeze()
-        part.bytes_written = 0
-        return _Shifted(LayeredStore([part], lambda: MemoryStore(record_bytes, "layer 3")), 3)
-
-
-class _Shifted(WrapperStore):
-    """A layered store whose ids count from the first one above its parts; the rest stays out of sight."""
-
-    def __init__(self, inner: LayeredStore, base: int) -> None:
-        super().__init__(inner)
-        self.base = base
-        self.first_id = -base
-
-    def allocate(self, count: int) -> np.ndarray:
-        return self.inner.allocate(count) - self.base
-
-    def free(self, ids: np.ndarray) -> None:
-        for identity in ids.tolist():
-            if identity < 0:
-                raise StoreError(22, f"{self.name}: {identity}")
-        self.inner.free(ids + self.base)
-
-    def write(self, ids: np.ndarray, records: torch.Tensor) -> None:
-        self._refuse(ids)
-        self.inner.write(ids + self.base if ids.dtype == np.int64 else ids, records)
-
-    def read(self, ids: np.ndarray, out: torch.Tensor) -> None:
-        self._refuse(ids)
-        self.inner.read(ids + self.base if ids.dtype == np.int64 else ids, out)
-
-    def advise(self, ids: np.ndarray) -> None:
-        self.inner.advise(ids + self.base)
-
-    def _refuse(self, ids: np.ndarray) -> None:
-        if len(ids) and ids.min() < 0:
-            raise StoreError(22, f"{self.name}: {ids.min()}")
-
-    @property
-    def capacity(self) -> int:
-        return self.inner.capacity - self.base
-
-    @property
-    def parts(self) -> tuple[FreezableStore, ...]:
-        return self.inner.parts  # type: ignore[attr-defined]
-
-    def share(self) -> FreezableStore:
-        return _Shifted(self.freezable.share(), self.base)  # type: ignore[arg-type]
-
-    def export(self, folder_fd: int, name: str, live: np.ndarray | None = None) -> RecordGuard:
-        if len(self.parts) == 1:
-            return self.inner.export(folder_fd, name, live)
-        return self.parts[1].export(folder_fd, name, live)
-
-    @property
-    def written(self) -> np.ndarray:
-        return self.inner.written[self.base :]
 
 
 ENGINES = ("memory", "mapped", "auto")
@@ -265,12 +209,12 @@ def test_ids_of_one_store_cost_nothing() -> None:
 
 def test_stretches_go_to_their_stores() -> None:
     store, (below, above) = layers(first := Step(end=2.0), second := Step(end=1.0))
-    ids, out = np.array([1, 2, 15, 10, 3, 19]), aligned_empty(6, RECORD_BYTES)
-    transfer = store.start(ids, out)
+    out = aligned_empty(6, RECORD_BYTES)
+    transfer = started(store, 1, 2, 15, 10, 3, 19, out=out)
     assert [given[0].tolist() for given in below.given] == [[1, 2], [3]]
     assert [given[0].tolist() for given in above.given] == [[5, 0], [9]]
     assert above.given[0][1].data_ptr() == out[2:].data_ptr()
-    assert transfer is not None and transfer.runs and not transfer.done() and transfer.finished_at is None
+    assert transfer.runs and not transfer.done() and transfer.finished_at is None
     first.over = True
     assert not transfer.done()
     transfer.drop()
@@ -284,23 +228,21 @@ def test_a_store_that_can_only_block() -> None:
     """First: others read all of it. Later: what was begun goes on, and the rest is read by whoever finishes."""
     ids, out = np.array([9, 10]), aligned_empty(2, RECORD_BYTES)
     store, (_, above) = layers(None, step := Step())
-    assert store.start(ids, out) is None
-    assert above.given == [] and step.log == []
+    assert store.start(ids, out) is None and above.given == [] and step.log == []
     store, (below, above) = layers(step := Step(), None)
-    transfer = store.start(ids, out)
-    assert transfer is not None and transfer.runs
+    transfer = started(store, 9, 10, out=out)
+    assert transfer.runs
     transfer.finish()
     assert torch.equal(out[1:], read(above.inner, np.array([0])))
     late, _ = layers(None, None)
     late.parts[0].answer = LateRead(late.parts[0].read, ids[:1], out[:1])  # type: ignore[attr-defined]
-    transfer = late.start(ids, out)
-    assert transfer is not None and not transfer.runs, "all that is left happens in `finish`"
+    assert not started(late, 9, 10, out=out).runs, "all that is left happens in `finish`"
 
 
 def test_a_start_that_fails_leaves_nothing_under_way() -> None:
     store, _ = layers(step := Step(), StoreError(5, "broken"))
     with pytest.raises(StoreError, match="broken"):
-        store.start(np.array([9, 10]), aligned_empty(2, RECORD_BYTES))
+        started(store, 9, 10)
     assert step.log == ["drop", "wait"]
 
 
@@ -308,9 +250,7 @@ def test_a_start_that_fails_leaves_nothing_under_way() -> None:
 def test_a_failure_is_raised_when_the_others_have_ended(failing: int) -> None:
     steps = [Step(), Step()]
     steps[failing].errors = [CorruptRecordError(5, "flipped")]
-    store, _ = layers(*steps)
-    transfer = store.start(np.array([9, 10]), aligned_empty(2, RECORD_BYTES))
-    assert transfer is not None
+    transfer = started(layers(*steps)[0], 9, 10)
     for _ in range(2):
         with pytest.raises(CorruptRecordError, match="flipped"):
             transfer.finish()
@@ -319,19 +259,16 @@ def test_a_failure_is_raised_when_the_others_have_ended(failing: int) -> None:
 
 
 def test_a_stalled_one_may_be_waited_for_again() -> None:
-    store, _ = layers(Step(), Step((StalledError(110, "no answer"),)))
-    transfer = store.start(np.array([9, 10]), aligned_empty(2, RECORD_BYTES))
-    assert transfer is not None
+    transfer = started(layers(Step(), Step((StalledError(110, "no answer"),)))[0], 9, 10)
     with pytest.raises(StalledError):
         transfer.finish()
     transfer.finish()
     assert transfer.done()
 
 
-def test_dropped_late_reads_say_so(tmp_path: Path) -> None:
-    store = LayeredStore([frozen(4, 0)[0], frozen(4, 1)[0]], in_memory)
-    transfer = store.start(np.array([3, 4]), aligned_empty(2, RECORD_BYTES))
-    assert transfer is not None and not transfer.runs
+def test_dropped_late_reads_say_so() -> None:
+    transfer = started(LayeredStore([frozen(4, 0)[0], frozen(4, 1)[0]], in_memory), 3, 4)
+    assert not transfer.runs
     transfer.drop()
     with pytest.raises(CacheClosedError):
         transfer.finish()
@@ -355,27 +292,30 @@ def test_counters_are_sums() -> None:
 
 
 def test_what_is_shared_is_told_from_what_is_not(tmp_path: Path) -> None:
-    def make() -> FreezableStore:
-        return MappedStore(tmp_path, RECORD_BYTES, "layer 3")
-
+    make = mapped(tmp_path)
     part, _ = frozen(40, 0, make)
     with closing(LayeredStore([part], make)) as store:
         assert (store.own_disk_bytes, store.disk_bytes) == (0, part.disk_bytes)
         tables = store.tables_bytes
         assert tables >= 40 * 8
         fill(store, 10)
-        assert store.own_disk_bytes == 10 * RECORD_BYTES
-        assert store.disk_bytes == part.disk_bytes + 10 * RECORD_BYTES
+        assert store.own_disk_bytes == store.disk_bytes - part.disk_bytes == 10 * RECORD_BYTES
         assert store.tables_bytes >= tables + 64 * 8
         with closing(part.share()) as other, closing(LayeredStore([other], make)) as fork:
             assert (fork.own_disk_bytes, fork.disk_bytes) == (0, part.disk_bytes)
         assert store.memory_bytes == sum(one.memory_bytes for one in store._layout.stores)
 
 
-def test_records_of_parts_are_not_freed() -> None:
+def test_parts_are_neither_freed_nor_written_to() -> None:
     part, records = frozen(5, 0)
     store = LayeredStore([part], in_memory)
-    ids, _ = fill(store, 4)
+    ids, own = fill(store, 4)
+    for some in ([4], [4, 5], [5, 0]):
+        with pytest.raises(StoreError, match=r"layer 3: record [04] frozen"):
+            store.write(np.array(some), pattern(len(some), seed=9))
+    assert torch.equal(read(store, np.r_[:5, ids]), torch.cat([records, own]))
+    with pytest.raises(StoreError, match=r"record 7000 outside the"):
+        store.write(np.array([7000]), pattern(1))
     store.free(np.array([0, 4, 6, 7]))
     assert set(store.allocate(2).tolist()) == {6, 7}
     assert torch.equal(read(store, np.arange(5)), records)
@@ -383,32 +323,15 @@ def test_records_of_parts_are_not_freed() -> None:
     for wrong in ([-1], [10**6], [6, 6]):
         with pytest.raises(StoreError, match="layer 3"):
             store.free(np.array(wrong))
-    assert len(ids) == 4
-
-
-def test_parts_are_not_written_to() -> None:
-    part, records = frozen(5, 0)
-    store = LayeredStore([part], in_memory)
-    ids, own = fill(store, 2)
-    for some in ([4], [4, 5], [5, 0]):
-        with pytest.raises(StoreError, match=r"layer 3: record [04] frozen"):
-            store.write(np.array(some), pattern(len(some), seed=9))
-    assert torch.equal(read(store, np.r_[:5, ids]), torch.cat([records, own]))
-    with pytest.raises(StoreError, match=r"record 7000 outside the"):
-        store.write(np.array([7000]), pattern(1))
 
 
 def test_errors_call_records_by_their_own_ids(tmp_path: Path) -> None:
-    def make() -> FreezableStore:
-        return MappedStore(tmp_path, RECORD_BYTES, "layer 3")
-
+    make = mapped(tmp_path)
     parts = [frozen(5, 0, make)[0], frozen(6, 1, make)[0]]
     with closing(LayeredStore(parts, make)) as store:
         ids, _ = fill(store, 3)
         for part, record in ((parts[1], 2), (store._layout.own, 1)):
-            with open(f"/proc/self/fd/{part._file.fd}", "r+b") as file:  # type: ignore[union-attr]
-                file.seek(record * RECORD_BYTES)
-                file.write(bytes(64))
+            put(part, record * RECORD_BYTES, bytes(64))
         with pytest.raises(CorruptRecordError, match=r"layer 3: record 7 is not"):
             read(store, np.arange(11))
         with pytest.raises(CorruptRecordError, match=r"layer 3: record 12 is not"):
@@ -500,23 +423,14 @@ def test_parts_that_do_not_fit_together() -> None:
     with pytest.raises(ValueError, match="8192 bytes, got 4096"):
         store.allocate(1)
     assert wrong.memory_bytes == 0, "it is closed"
-
-
-def test_a_failing_own_store_is_reported_as_it_is(tmp_path: Path) -> None:
-    store = LayeredStore([frozen(2, 0)[0]], lambda: FaultyStore(in_memory(), "write", 1))
-    with pytest.raises(StoreError, match="made to fail"):
-        fill(store, 1)
+    with pytest.raises(StoreError, match="made to fail"):  # a failing one is reported as it is
+        fill(LayeredStore([frozen(2, 0)[0]], lambda: FaultyStore(in_memory(), "write", 1)), 1)
 
 
 def test_direct_parts_are_left_to_other_threads(tmp_path: Path) -> None:
-    if not probe_direct(tmp_path)[0]:
-        pytest.skip("no O_DIRECT here")
-
-    def make() -> FreezableStore:
-        return open_store("direct", tmp_path, RECORD_BYTES, "layer 3")
-
-    part, records = frozen(3, 0, make)
-    with closing(LayeredStore([part], make)) as store:
+    engine = needs("direct", tmp_path)
+    part, records = frozen(3, 0, lambda: open_store(engine, tmp_path, RECORD_BYTES, "layer 3"))
+    with closing(LayeredStore([part], lambda: open_store(engine, tmp_path, RECORD_BYTES, "layer 3"))) as store:
         ids, own = fill(store, 2)
         assert store.start(np.array([2, 3]), aligned_empty(2, RECORD_BYTES)) is None and not store.advises
         assert torch.equal(read(store, np.r_[0:3, ids]), torch.cat([records, own]))

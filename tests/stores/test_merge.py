@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_cases import KEY, fails, needs, put
 
 from hf_offload_cache.errors import CorruptRecordError, StoreError, StoreFullError
 from hf_offload_cache.stores import (
@@ -29,13 +30,10 @@ from hf_offload_cache.stores import (
     open_guard,
     open_named,
     open_store,
-    probe_direct,
-    probe_uring,
 )
 from hf_offload_cache.stores import layered as merge
 from hf_offload_cache.testing import RECORD_BYTES, FaultyStore, WrapperStore, fill, open_descriptors, read
 
-KEY = bytes(range(32))
 Make = Callable[[], FreezableStore]
 
 
@@ -57,12 +55,6 @@ def grown(make: Make, sizes: list[int], *, merged: bool = False) -> tuple[Layere
 
 def capacities(store: LayeredStore) -> list[int]:
     return [part.capacity for part in store.parts]
-
-
-def damage(part: FreezableStore, record: int) -> None:
-    with open(f"/proc/self/fd/{part._file.fd}", "r+b") as file:  # type: ignore[attr-defined]
-        file.seek(record * RECORD_BYTES + 100)
-        file.write(bytes(range(64)))
 
 
 @contextmanager
@@ -115,12 +107,8 @@ def test_what_is_small_beside_the_part_before_it_stays() -> None:
 @pytest.mark.parametrize("engine", ["memory", "mapped", "direct", "uring"])
 def test_sixty_saves(tmp_path: Path, engine: str) -> None:
     """Files, descriptors and bytes copied stay few; every record reads back, from forks of every age too."""
-    if engine == "uring" and not probe_uring(tmp_path)[0]:
-        pytest.skip(probe_uring(tmp_path)[1])
-    if engine == "direct" and not probe_direct(tmp_path)[0]:
-        pytest.skip("no O_DIRECT here")
     before = open_descriptors()
-    with closing(LayeredStore((), maker(tmp_path, engine))) as store:
+    with closing(LayeredStore((), maker(tmp_path, needs(engine, tmp_path)))) as store:
         all_records = [fill(store, 40, seed=99)[1]]
         store.freeze()
         document = store.parts[0]
@@ -180,8 +168,7 @@ def test_a_merged_part_is_saved_and_opened(tmp_path: Path, engine: str, guard: C
 
 @pytest.mark.parametrize("engine", ["memory", "mapped"])
 def test_what_is_not_needed_is_left_out(tmp_path: Path, engine: str) -> None:
-    """Records that were freed, that nobody wrote, or that are not live, at the end too: ids stay, and take no disk but
-    where they are few between others."""
+    """Records that were freed, that nobody wrote, or that are not live, at the end too."""
     store, records = grown(maker(tmp_path, engine), [7, 5, 4])
     ids, gone = fill(store, 100, seed=8)
     store.free(ids[10:20])
@@ -242,25 +229,15 @@ def test_parts_of_a_context_are_merged_with_what_came_after(tmp_path: Path) -> N
             assert torch.equal(read(store, np.arange(60)), torch.cat(expected))
 
 
-def test_nothing_is_merged_before_it_is_frozen(tmp_path: Path) -> None:
-    store, _ = grown(maker(tmp_path), [3, 3, 3, 3])
-    with closing(store):
-        ids, records = fill(store, 3, seed=7)
-        with pytest.raises(StoreError, match=r"layer 3.*freeze"):
-            store.merge()
-        assert capacities(store) == [3] * 4 and torch.equal(read(store, ids), records)
-
-
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("guard", guards(), ids=["checked", "trusted", "encrypted"])
 def test_a_damaged_record_gets_no_valid_tag(tmp_path: Path, guard: Callable[[], RecordGuard]) -> None:
-    """Also where reads trust the disk. It is named by its id, and everything is as before; when nobody needs it any
-    more, the others are merged without it."""
+    """Also where reads trust the disk."""
     store, records = grown(maker(tmp_path, guard=guard), [7, 5, 4, 3, 4])
     with closing(store):
-        damage(store.parts[2], 1)
+        put(store.parts[2], 1 * RECORD_BYTES + 100, bytes(range(64)))
         before, parts = open_descriptors(), store.parts
         for _ in range(2):
             with pytest.raises(CorruptRecordError, match=r"layer 3: record 13 is not"):
@@ -303,29 +280,19 @@ def test_a_store_that_cannot_be_written(tmp_path: Path, operation: str, most: in
         assert capacities(store) == [7, 142] and torch.equal(read(store, np.arange(149)), records)
 
 
-def test_no_file_can_be_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["no file can be made", "a part cannot be read"])
+def test_a_merge_that_fails_changes_nothing(tmp_path: Path, what: str) -> None:
     store, records = grown(maker(tmp_path), [7, 5, 4, 3, 4])
     with closing(store):
-        parts = store.parts
-
-        def make() -> FreezableStore:
-            raise StoreError(errno.EMFILE, "layer 3: no descriptor left")
-
-        store._make_own = make
-        with pytest.raises(StoreError, match="no descriptor"):
+        if what == "a part cannot be read":
+            store._arrange((*store.parts[:3], FaultyStore(store.parts[3], "read", 1), store.parts[4]), None)
+        else:
+            store._make_own = fails(errno.EMFILE)
+        parts, before = store.parts, open_descriptors()
+        with pytest.raises(OSError, match=r"made to fail|Too many open files"):
             store.merge()
-        assert store.parts == parts and torch.equal(read(store, np.arange(23)), records)
-
-
-def test_a_part_that_cannot_be_read(tmp_path: Path) -> None:
-    store, records = grown(maker(tmp_path), [7, 5, 4, 3, 4])
-    with closing(store):
-        faulty = FaultyStore(store.parts[3], "read", 1)
-        store._arrange((*store.parts[:3], faulty, store.parts[4]), None)
-        before = open_descriptors()
-        with pytest.raises(StoreError, match="made to fail"):
-            store.merge()
-        assert open_descriptors() == before and torch.equal(read(store, np.arange(23)), records)
+        assert store.parts == parts and open_descriptors() == before
+        assert torch.equal(read(store, np.arange(23)), records)
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
@@ -350,14 +317,17 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         assert max(batches) == 2**20 and sum(batches) == 900 * RECORD_BYTES
 
 
-def test_merging_parts_that_hold_nothing(tmp_path: Path) -> None:
-    store, records = grown(maker(tmp_path), [3, 2, 2, 2, 2])
+def test_nothing_is_merged_before_it_is_frozen_and_parts_may_hold_nothing(tmp_path: Path) -> None:
+    store, records = grown(maker(tmp_path), [3, 2, 2, 2])
     with closing(store):
-        live = np.zeros(11, dtype=bool)
-        store.merge(live)
+        fill(store, 2, seed=7)
+        with pytest.raises(StoreError, match=r"layer 3.*freeze"):
+            store.merge()
+        assert capacities(store) == [3, 2, 2, 2] and torch.equal(read(store, np.arange(9)), records)
+        store.freeze()
+        store.merge(np.zeros(11, dtype=bool))
         assert capacities(store) == [3, 8] and not store.written[3:].any()
-        assert store.parts[1].disk_bytes == 0
-        assert torch.equal(read(store, np.arange(3)), records[:3])
+        assert store.parts[1].disk_bytes == 0 and torch.equal(read(store, np.arange(3)), records[:3])
 
 
 def test_an_error_holds_no_map(tmp_path: Path) -> None:
@@ -365,7 +335,7 @@ def test_an_error_holds_no_map(tmp_path: Path) -> None:
     before = open_descriptors()
     store = MappedStore(tmp_path, RECORD_BYTES, "layer 3")
     ids, _ = fill(store, 4)
-    damage(store, 2)
+    put(store, 2 * RECORD_BYTES + 100, bytes(range(64)))
     with pytest.raises(CorruptRecordError) as caught:
         read(store, ids)
     os.truncate(f"/proc/self/fd/{store._file.fd}", RECORD_BYTES)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from store_cases import KEY, buffered, content_of, fails, needs, with_free_space
 
 from hf_offload_cache.errors import StoreError, StoreFullError
 from hf_offload_cache.stores import (
@@ -33,12 +35,9 @@ from hf_offload_cache.stores import (
     open_guard,
     open_named,
     open_store,
-    probe_direct,
     probe_uring,
 )
 from hf_offload_cache.testing import RECORD_BYTES, fill, open_descriptors, pattern, read
-
-KEY = bytes(range(32))
 
 
 @pytest.fixture
@@ -58,28 +57,12 @@ def frozen(directory: Path, count: int = 6, guard: RecordGuard | None = None) ->
     return store, records
 
 
-def raising(number: int, *, after: int = 0, real: Callable | None = None) -> Callable:
-    calls = []
-
-    def call(*args: object, **named: object) -> object:
-        calls.append(args)
-        if len(calls) > after:
-            raise OSError(number, os.strerror(number))
-        assert real is not None
-        return real(*args, **named)
-
-    return call
-
-
 @pytest.mark.parametrize(
     ("engine", "kind"),
     [("uring", UringStore), ("direct", DirectStore), ("mapped", MappedStore), ("memory", MappedStore)],
 )
 def test_every_engine_reads_a_saved_store(tmp_path: Path, folder: int, engine: str, kind: type[FreezableStore]) -> None:
-    if engine == "uring" and not probe_uring(tmp_path)[0]:
-        pytest.skip(probe_uring(tmp_path)[1])
-    if engine == "direct" and not probe_direct(tmp_path)[0]:
-        pytest.skip("no O_DIRECT here")
+    needs(engine, tmp_path)
     store, records = frozen(tmp_path, 200)
     with closing(store):
         guard = store.export(folder, "saved")
@@ -101,7 +84,7 @@ def test_a_folder_without_o_direct(tmp_path: Path, folder: int, monkeypatch: pyt
     store, records = frozen(tmp_path)
     with closing(store):
         guard = store.export(folder, "saved")
-    monkeypatch.setattr(RecordFile, "try_direct", lambda self: "not in this test")
+    buffered(monkeypatch)
     expected: list[tuple[str, bool, type[FreezableStore]]] = [("direct", False, MappedStore)]
     if probe_uring(tmp_path)[0]:
         expected += [("direct", True, UringStore), ("memory", True, UringStore), ("uring", False, UringStore)]
@@ -112,13 +95,7 @@ def test_a_folder_without_o_direct(tmp_path: Path, folder: int, monkeypatch: pyt
             assert torch.equal(read(opened, np.arange(6)), records)
         if ring is not None:
             ring.close()
-
-
-def test_a_saved_store_without_tags_is_trusted(tmp_path: Path, folder: int) -> None:
-    store, records = frozen(tmp_path)
-    with closing(store):
-        store.export(folder, "saved")
-    with closing(open_named("mapped", folder, "saved", 6, RECORD_BYTES, "layer 3")) as opened:
+    with closing(open_named("mapped", folder, "saved", 6, RECORD_BYTES, "layer 3")) as opened:  # without tags: trusted
         assert torch.equal(read(opened, np.arange(6)), records)
 
 
@@ -160,17 +137,16 @@ def test_linking_takes_no_space(tmp_path: Path, folder: int) -> None:
 @pytest.mark.parametrize(
     "number", [errno.EXDEV, errno.EPERM, errno.ENOENT, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS]
 )
-@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize("without_direct", [False, True])
 def test_where_linking_is_refused_it_is_copied(
-    tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch, number: int, buffered: bool
+    tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch, number: int, without_direct: bool
 ) -> None:
-    if buffered:
-        monkeypatch.setattr(RecordFile, "try_direct", lambda self: "not in this test")
-        monkeypatch.setattr(ScratchFile, "try_direct", lambda self: "not in this test")
+    if without_direct:
+        buffered(monkeypatch)
     count = 2 * BOUNCE_BYTES // RECORD_BYTES + 3
     store, records = frozen(tmp_path, count, Encryption(KEY))
     with closing(store):
-        monkeypatch.setattr(os, "link", raising(number))
+        monkeypatch.setattr(os, "link", fails(number))
         umask = os.umask(0)
         try:
             guard = store.export(folder, "saved")
@@ -179,7 +155,7 @@ def test_where_linking_is_refused_it_is_copied(
         status = os.stat("saved", dir_fd=folder)
         assert status.st_mode & 0o777 == 0o600 and status.st_nlink == 1
         assert status.st_ino != os.fstat(store._file.fd).st_ino  # type: ignore[attr-defined]
-        sealed = Path(f"/proc/self/fd/{store._file.fd}").read_bytes()  # type: ignore[attr-defined]
+        sealed = content_of(store).read_bytes()
         assert (tmp_path / "contexts" / "saved").read_bytes() == sealed, "ciphertext is copied as it is"
     opened = open_named(
         "mapped", folder, "saved", count, RECORD_BYTES, "layer 3",
@@ -195,7 +171,7 @@ def test_other_refusals_are_errors(
 ) -> None:
     store, records = frozen(tmp_path)
     with closing(store):
-        monkeypatch.setattr(os, "link", raising(number))
+        monkeypatch.setattr(os, "link", fails(number))
         with pytest.raises(StoreError, match=r"layer 3: saving as 'saved'") as caught:
             store.export(folder, "saved")
         assert caught.value.errno == number and os.listdir(folder) == []
@@ -209,21 +185,14 @@ def test_no_room_for_a_copy(tmp_path: Path, folder: int, monkeypatch: pytest.Mon
     store: Store
     if kind == "file":
         store, records = frozen(tmp_path)
-        monkeypatch.setattr(os, "link", raising(errno.EXDEV))
+        monkeypatch.setattr(os, "link", fails(errno.EXDEV))
     else:
         store = MemoryStore(RECORD_BYTES, "layer 3")
         records = fill(store, 6)[1]
         store.freeze()
     with closing(store):
-        real = os.fstatvfs
-
-        def fstatvfs(fd: int) -> os.statvfs_result:
-            values = list(real(fd))
-            values[1], values[4] = 1, 6 * RECORD_BYTES - 1  # f_frsize, f_bavail
-            return os.statvfs_result(values)
-
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fstatvfs", fstatvfs)
+            with_free_space(patch, 6 * RECORD_BYTES - 1)
             with pytest.raises(StoreFullError, match=rf"layer 3.*{6 * RECORD_BYTES:,} .*{6 * RECORD_BYTES - 1:,} free"):
                 store.export(folder, "saved")
             assert os.listdir(folder) == []
@@ -243,10 +212,10 @@ def test_a_copy_that_fails_leaves_no_name(
     """At whichever call: an error, nothing of that name, and the records are as they were."""
     store, records = frozen(tmp_path, 2 * BOUNCE_BYTES // RECORD_BYTES)
     with closing(store):
-        monkeypatch.setattr(os, "link", raising(errno.EXDEV))
+        monkeypatch.setattr(os, "link", fails(errno.EXDEV))
         with monkeypatch.context() as patch:
-            patch.setattr(RecordFile, "try_direct", lambda self: "not in this test")
-            failing = raising(number, after=after, real=getattr(os, call))
+            buffered(patch)
+            failing = fails(number, after=after, real=getattr(os, call))
             patch.setattr(os, call, failing)
             try:
                 store.export(folder, "saved")
@@ -266,7 +235,7 @@ def test_a_sync_that_failed_is_not_forgotten(tmp_path: Path, folder: int, monkey
     store, _ = frozen(tmp_path)
     with closing(store):
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", raising(errno.EIO))
+            patch.setattr(os, "fsync", fails(errno.EIO))
             with pytest.raises(StoreError, match="layer 3"):
                 store.export(folder, "saved")
         assert os.listdir(folder) == []
@@ -274,45 +243,24 @@ def test_a_sync_that_failed_is_not_forgotten(tmp_path: Path, folder: int, monkey
             store.export(folder, "saved")
 
 
-def test_content_is_synced_before_it_has_a_name(tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    for name in ("fsync", "link"):
-        real = getattr(os, name)
-        monkeypatch.setattr(
-            os, name, lambda *args, real=real, name=name, **more: (order.append(name), real(*args, **more))[1]
-        )
-    store, _ = frozen(tmp_path)
-    with closing(store):
-        store.export(folder, "saved")
-    assert order == ["fsync", "link"]
-
-
-def test_copies_are_synced_too(tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[tuple[int, int]] = []
-    real = os.fsync
+@pytest.mark.parametrize("copied", [False, True])
+def test_content_is_synced_before_it_has_a_name(
+    tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    order: list[Any] = []
+    sync, link = os.fsync, fails(errno.EXDEV) if copied else os.link
 
     def fsync(fd: int) -> None:
-        real(fd)
-        synced.append((os.fstat(fd).st_ino, os.fstat(fd).st_size))
+        sync(fd)
+        order.append((os.fstat(fd).st_ino, os.fstat(fd).st_size))
 
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "link", lambda *args, **more: (order.append("link"), link(*args, **more))[1])
     store, _ = frozen(tmp_path)
     with closing(store):
-        monkeypatch.setattr(os, "link", raising(errno.EXDEV))
-        monkeypatch.setattr(os, "fsync", fsync)
         store.export(folder, "saved")
-        assert synced[-1] == (os.stat("saved", dir_fd=folder).st_ino, 6 * RECORD_BYTES)
-
-
-def test_to_another_file_system(tmp_path: Path) -> None:
-    if not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
-        pytest.skip("no other file system at a known place")
-    store, records = frozen(Path("/dev/shm"))
-    with closing(store):
-        descriptor = os.open(tmp_path, os.O_RDONLY)
-        guard = store.export(descriptor, "saved")
-        with closing(open_named("mapped", descriptor, "saved", 6, RECORD_BYTES, "layer 3", guard=guard)) as opened:
-            assert torch.equal(read(opened, np.arange(6)), records)
-        os.close(descriptor)
+    synced = os.stat("saved", dir_fd=folder).st_ino, 6 * RECORD_BYTES
+    assert order[-1] == synced if copied else order == [synced, "link"]
 
 
 def test_a_file_that_had_a_name_once_is_copied(tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,33 +287,17 @@ def test_a_file_system_that_keeps_nothing_private(
 
     store, _ = frozen(tmp_path)
     with closing(store):
-        monkeypatch.setattr(os, "link", raising(errno.EPERM))
+        monkeypatch.setattr(os, "link", fails(errno.EPERM))
         with monkeypatch.context() as patch:
             patch.setattr(os, "fstat", fstat)
             with pytest.raises(StoreError, match="cannot keep a file from other users"):
                 store.export(folder, "saved")
         assert os.listdir(folder) == []
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fchmod", raising(errno.EPERM))
+            patch.setattr(os, "fchmod", fails(errno.EPERM))
             patch.setattr(os, "fstat", fstat)
             scratch = ScratchFile(tmp_path, "layer 3")
         scratch.close()
-
-
-@pytest.mark.parametrize("umask", [0, 0o777])
-@pytest.mark.parametrize("unnamed", [True, False])
-def test_scratch_files_are_private_whatever_the_umask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int, unnamed: bool
-) -> None:
-    if not unnamed:
-        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    before = os.umask(umask)
-    try:
-        scratch = ScratchFile(tmp_path, "layer 3")
-    finally:
-        os.umask(before)
-    with closing(scratch):
-        assert os.fstat(scratch.fd).st_mode & 0o777 == 0o600
 
 
 def test_the_descriptor_is_shared_and_closed_with_the_last(tmp_path: Path) -> None:
@@ -388,8 +320,7 @@ def test_the_descriptor_is_shared_and_closed_with_the_last(tmp_path: Path) -> No
 
 def test_closing_a_share_leaves_the_reads_of_another_alone(tmp_path: Path) -> None:
     """On one ring and one descriptor."""
-    if not probe_uring(tmp_path)[0]:
-        pytest.skip(probe_uring(tmp_path)[1])
+    needs("uring", tmp_path)
     ring = Ring(1)
     store = UringStore(tmp_path, RECORD_BYTES, "layer 3", ring)
     ids, records = fill(store, 8)

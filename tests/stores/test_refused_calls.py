@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import seccomp
 
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent.parent
 
 PROGRAM = """

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,21 +19,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from store_cases import needs
 
 from hf_offload_cache.errors import CacheClosedError, ForkedProcessError, StalledError, StoreError
-from hf_offload_cache.stores import Batch, Ring, UringStore, aligned_empty, probe_uring, runs
+from hf_offload_cache.stores import Batch, Ring, UringStore, aligned_empty, runs
 from hf_offload_cache.stores.uring import queues as io_uring
 from hf_offload_cache.stores.uring.uring_store import _cut
-from hf_offload_cache.testing import RECORD_BYTES, fill, open_descriptors, pattern, read
+from hf_offload_cache.testing import RECORD_BYTES, fill, open_descriptors, read
 
 LONG = 30.0
 
 
 @pytest.fixture(autouse=True)
 def needs_uring(tmp_path: Path) -> Iterator[None]:
-    works, reason = probe_uring(tmp_path)
-    if not works:
-        pytest.skip(reason)
+    needs("uring", tmp_path)
     gc.collect()
     before = open_descriptors()
     yield
@@ -250,42 +248,40 @@ def test_a_forked_child_keeps_off(ring: Ring, file: tuple[int, np.ndarray], pipe
     assert (pipe.memory[0] == 1).all(), "the parent's read was not touched"
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EBUSY, errno.EINTR])
-def test_the_kernel_asks_to_try_again(
-    ring: Ring, file: tuple[int, np.ndarray], monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    fd, content = file
-    real, calls = io_uring.enter, []
+def refusing(monkeypatch: pytest.MonkeyPatch, number: int, when: Callable[[int], bool]) -> list[int]:
+    """The kernel's call fails with this errno when `when(call)`; the calls are counted in the list."""
+    real, calls = io_uring.enter, list[int]()
 
-    def refuse_two_of_three(*arguments: int) -> int:
-        calls.append(arguments)
-        if len(calls) % 3:
+    def enter(*arguments: int) -> int:
+        calls.append(len(calls) + 1)
+        if when(calls[-1]):
             ctypes.set_errno(number)
             return -1
         return real(*arguments)
 
-    monkeypatch.setattr(io_uring, "enter", refuse_two_of_three)
+    monkeypatch.setattr(io_uring, "enter", enter)
+    return calls
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EBUSY, errno.EINTR])
+def test_the_kernel_asks_to_try_again(
+    ring: Ring, file: tuple[int, np.ndarray], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    calls = refusing(monkeypatch, number, lambda call: call % 3 != 0)
     out = np.zeros((20, 512), np.uint8)
-    ring.wait(queue(ring, fd, np.arange(20), out))
-    assert np.array_equal(out, content[:20])
-    assert len(calls) > 3
+    ring.wait(queue(ring, file[0], np.arange(20), out))
+    assert np.array_equal(out, file[1][:20]) and len(calls) > 3
 
 
 def test_another_error_of_the_kernel(
     ring: Ring, file: tuple[int, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fd, content = file
-
-    def refuse(*arguments: int) -> int:
-        ctypes.set_errno(errno.ENXIO)
-        return -1
-
-    out = np.zeros((6, 512), np.uint8)
+    out, again = np.zeros((6, 512), np.uint8), np.zeros((6, 512), np.uint8)
     with monkeypatch.context() as patch:
-        patch.setattr(io_uring, "enter", refuse)
+        refusing(patch, errno.ENXIO, lambda call: True)
         with pytest.raises(OSError, match="io_uring_enter"):
             queue(ring, fd, np.arange(6), out)
-    again = np.zeros((6, 512), np.uint8)
     ring.wait(queue(ring, fd, np.arange(6), again))
     assert np.array_equal(again, content[:6])
     assert not out[4:].any(), "what was not submitted then is not read later"
@@ -392,39 +388,27 @@ def test_what_waits_behind_a_stalled_read(with_deadline: Ring, file: tuple[int, 
 
 
 @pytest.mark.alone
-def test_a_stalled_read_outlives_its_ring(with_deadline: Ring, pipe: Pipe) -> None:
-    """After `close` a thread holds the memory and the descriptor until the read has ended."""
+@pytest.mark.parametrize("how", ["closed", "forgotten"])
+def test_a_stalled_read_outlives_its_ring(pipe: Pipe, how: str) -> None:
+    """A thread holds the memory and the descriptor until the read has ended."""
 
     class Kept:
         pass
 
-    kept, gone = Kept(), threading.Event()
+    kept, gone, rings = Kept(), threading.Event(), [Ring(4, timeout=0.05)]
     weakref.finalize(kept, gone.set)
     address = np.array([pipe.memory.ctypes.data])
-    with_deadline.read(pipe.out, np.zeros(1, int), address, np.array([512]), (kept, pipe.memory))
+    rings[0].read(pipe.out, np.zeros(1, int), address, np.array([512]), (kept, pipe.memory))
     descriptors = open_descriptors()
-    with_deadline.close()
-    with_deadline.close()
-    del kept
-    keepers = [thread for thread in threading.enumerate() if thread.name == "hf_offload_cache-ring"]
-    assert len(keepers) == 1 and keepers[0].daemon
-    assert not gone.is_set() and open_descriptors() == descriptors
-    pipe.feed()
-    keepers[0].join(LONG)
-    assert not keepers[0].is_alive()
-    assert gone.is_set() and open_descriptors() < descriptors
-    assert (pipe.memory[0] == 1).all()
-
-
-@pytest.mark.alone
-def test_a_ring_that_is_forgotten_while_it_is_stalled(pipe: Pipe) -> None:
-    rings = [Ring(4, timeout=0.05)]
-    pipe.stall(rings[0])
+    for _ in range(2 * (how == "closed")):
+        rings[0].close()
     rings.clear()
-    keepers = [thread for thread in threading.enumerate() if thread.name == "hf_offload_cache-ring"]
-    assert len(keepers) == 1
+    del kept
+    (keeper,) = [thread for thread in threading.enumerate() if thread.name == "hf_offload_cache-ring"]
+    assert keeper.daemon and not gone.is_set() and open_descriptors() == descriptors
     pipe.feed()
-    keepers[0].join(LONG)
+    keeper.join(LONG)
+    assert not keeper.is_alive() and gone.is_set() and open_descriptors() < descriptors
     assert (pipe.memory[0] == 1).all()
 
 
@@ -444,41 +428,51 @@ def test_ctrl_c_while_a_forgotten_ring_is_waited_for(pipe: Pipe, monkeypatch: py
     assert (pipe.memory[0] == 1).all(), "the kernel was not left to write to memory that is given back"
 
 
-@pytest.mark.parametrize("why", ["no thread can be started", "the interpreter ends"])
+STALLED = """
+import gc, os, sys, threading, weakref
+import numpy as np
+from hf_offload_cache.stores import Ring
+
+class Kept:
+    pass
+
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
+
+why = sys.argv[1]
+out, into = os.pipe()
+memory, kept = np.zeros(512, dtype=np.uint8), Kept()
+held = weakref.ref(kept)
+ring = Ring(4, timeout=float(why) if why[0].isdigit() else None if why == "None" else 0.05)
+ring.read(out, np.zeros(1, int), np.array([memory.ctypes.data]), np.array([512]), (kept, memory))
+if why.startswith("the interpreter"):
+    ring._deadline.shorten_for_exit()
+elif why.startswith("no thread"):
+    threading.Thread.start = refuse
+else:
+    sys.exit(0)
+ring.close()
+del ring, kept
+gc.collect()
+assert threading.active_count() == 1 and held() is not None
+os.write(into, bytes([7]) * 512)
+while not memory[-1]:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "no thread can be started", "the interpreter ends", "0.05",
+        *(pytest.param(timeout, marks=pytest.mark.slow) for timeout in ("None", "3600.0")),
+    ],
+)  # fmt: skip
 def test_memory_that_nobody_can_wait_for_is_kept(why: str) -> None:
-    script = """
-        import gc, os, sys, threading, weakref
-        import numpy as np
-        from hf_offload_cache.stores.uring.ring import Ring
-
-        class Kept:
-            pass
-
-        def refuse(thread):
-            raise RuntimeError("can't start new thread")
-
-        out, into = os.pipe()
-        memory, kept = np.zeros(512, dtype=np.uint8), Kept()
-        held = weakref.ref(kept)
-        ring = Ring(4, timeout=0.05)
-        ring.read(out, np.zeros(1, int), np.array([memory.ctypes.data]), np.array([512]), (kept, memory))
-        if sys.argv[1] == "the interpreter ends":
-            ring._deadline.shorten_for_exit()
-        else:
-            threading.Thread.start = refuse
-        ring.close()
-        del ring, kept
-        gc.collect()
-        assert threading.active_count() == 1 and held() is not None
-        os.write(into, bytes([7]) * 512)
-        while not memory[-1]:
-            pass
-        print("it was still written to")
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), why], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "it was still written to\n", "")
+    """A timeout: the interpreter ends with a read that is stalled."""
+    command = [sys.executable, "-c", STALLED, why]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -492,35 +486,10 @@ def test_nothing_of_a_ring_is_left(closed: bool) -> None:
     assert deadline() is None
 
 
-@pytest.mark.parametrize("timeout", ["None", "3600.0", "0.05"])
-def test_the_interpreter_ends_with_a_stalled_read(timeout: str) -> None:
-    script = f"""
-        import os
-        import numpy as np
-        from hf_offload_cache.stores.uring.ring import Ring
-
-        out, into = os.pipe()
-        memory = np.zeros(512, dtype=np.uint8)
-        ring = Ring(4, timeout={timeout})
-        ring.read(out, np.zeros(1, int), np.array([memory.ctypes.data]), np.array([512]), memory)
-        print("end")
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
-
-
 def test_a_timeout_costs_no_system_call(file: tuple[int, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
     """What has completed is taken in without one, and what has not takes one for the wait."""
-    real, calls, ring = io_uring.enter, [], Ring(4, timeout=60.0)
-
-    def counted(*arguments: int) -> int:
-        calls.append(arguments)
-        return real(*arguments)
-
-    monkeypatch.setattr(io_uring, "enter", counted)
-    out = np.zeros((2, 512), np.uint8)
+    ring, out = Ring(4, timeout=60.0), np.zeros((2, 512), np.uint8)
+    calls = refusing(monkeypatch, 0, lambda call: False)
     batch = queue(ring, file[0], np.arange(2), out)
     assert len(calls) == 1
     memory = ring._memory
@@ -584,18 +553,6 @@ def test_a_device_error_names_the_records(tmp_path: Path, monkeypatch: pytest.Mo
     store.close()
 
 
-def test_the_descriptor_is_gone(tmp_path: Path) -> None:
-    store = UringStore(tmp_path, RECORD_BYTES, "layer 3")
-    ids, _ = fill(store, 20)
-    write_only = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(write_only, store._file.fd)
-    os.close(write_only)
-    with pytest.raises(StoreError, match=r"layer 3: reading record 4\b") as caught:
-        read(store, ids[4:10:2])
-    assert caught.value.errno == errno.EBADF
-    store.close()
-
-
 def test_closing_a_store_gives_up_what_has_not_begun(tmp_path: Path, pipe: Pipe) -> None:
     ring = Ring(1)
     store, other = (UringStore(tmp_path, RECORD_BYTES, f"layer {index}", ring) for index in (3, 4))
@@ -655,18 +612,3 @@ def test_long_runs_are_cut(tmp_path: Path) -> None:
     assert torch.equal(read(store, chosen), records[chosen])
     assert store.reads - before == len(runs(chosen)) == 3
     store.close()
-
-
-def test_stores_share_a_ring(tmp_path: Path) -> None:
-    ring = Ring(4)
-    stores = [UringStore(tmp_path, RECORD_BYTES, f"layer {index}", ring) for index in range(3)]
-    ids = [store.allocate(50) for store in stores]
-    for index, store in enumerate(stores):
-        store.write(ids[index], pattern(50, seed=index))
-    outs = [aligned_empty(25, RECORD_BYTES) for _ in stores]
-    transfers = [store.start(ids[index][::2], outs[index]) for index, store in enumerate(stores)]
-    for index in (1, 2, 0):
-        transfers[index].finish()
-        assert torch.equal(outs[index], pattern(50, seed=index)[::2])
-        stores[index].close()
-    ring.close()

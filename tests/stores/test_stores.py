@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import errno
+import fcntl
 import functools
 import gc
+import io
 import mmap
 import os
-import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from store_cases import OfAnEngine, buffered, fails, needs
 
 from hf_offload_cache.errors import StalledError, StoreError
 from hf_offload_cache.stores import (
@@ -41,29 +45,8 @@ from hf_offload_cache.testing import (
     LatencyStore,
     fill,
     open_descriptors,
-    pattern,
     read,
 )
-
-
-@pytest.fixture
-def needs_direct(tmp_path: Path) -> None:
-    works, reason = probe_direct(tmp_path)
-    if not works:
-        pytest.skip(reason)
-
-
-@pytest.fixture
-def needs_uring(tmp_path: Path) -> None:
-    works, reason = probe_uring(tmp_path)
-    if not works:
-        pytest.skip(reason)
-
-
-@pytest.fixture
-def no_uring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose seccomp profile forbids it."""
-    refuse_rings(monkeypatch, errno.EPERM)
 
 
 def refuse_rings(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -82,24 +65,23 @@ def needs_a_disk(tmp_path: Path) -> None:
 
 @pytest.fixture
 def no_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScratchFile, "try_direct", lambda self: "O_DIRECT refused by this test")
+    buffered(monkeypatch)
 
 
-class TestMemoryStore(FreezableStoreTests):
-    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
-        return MemoryStore(record_bytes, "layer 3")
+class TestMappedStore(OfAnEngine):
+    pass
 
 
-@pytest.mark.usefixtures("needs_direct")
-class TestDirectStore(FreezableStoreTests):
-    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
-        return DirectStore(directory, record_bytes, "layer 3")
+class TestMemoryStore(OfAnEngine):
+    engine = "memory"
 
 
-@pytest.mark.usefixtures("needs_uring")
-class TestUringStore(FreezableStoreTests):
-    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
-        return UringStore(directory, record_bytes, "layer 3")
+class TestDirectStore(OfAnEngine):
+    engine = "direct"
+
+
+class TestUringStore(OfAnEngine):
+    engine = "uring"
 
 
 @pytest.mark.usefixtures("no_direct")
@@ -115,39 +97,25 @@ class TestUringStoreOfALittleRing(TestUringStore):
         monkeypatch.setattr(uring, "Ring", functools.partial(Ring, 2))
 
 
-class TestMappedStore(FreezableStoreTests):
-    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
-        return MappedStore(directory, record_bytes, "layer 3")
-
-
 @pytest.mark.usefixtures("no_direct")
 class TestMappedStoreWithBufferedWrites(TestMappedStore):
     pass
 
 
 class TestMappedStoreOnAPlatformWithLess(TestMappedStore):
-    """As on macOS: no O_TMPFILE, O_DIRECT, posix_fadvise or fdatasync."""
+    """As on macOS; and pages are larger than records."""
 
     @pytest.fixture(autouse=True)
     def _less(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(mmap, "PAGESIZE", 65536)
         for name in ("O_TMPFILE", "O_DIRECT", "posix_fadvise", "fdatasync"):
             monkeypatch.delattr(os, name, raising=False)
 
 
-class TestMappedStoreWithPagesLargerThanRecords(TestMappedStore):
-    @pytest.fixture(autouse=True)
-    def _pages(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(mmap, "PAGESIZE", 65536)
-
-
-class TestLatencyStore(FreezableStoreTests):
-    def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
-        return LatencyStore(MemoryStore(record_bytes, "layer 3"), 0.0)
-
-
 class TestFaultyStoreBeforeItsFault(FreezableStoreTests):
     def make_store(self, directory: Path, record_bytes: int) -> FreezableStore:
-        return FaultyStore(MappedStore(directory, record_bytes, "layer 3"), "read", 10**9, advises=True)
+        latent = LatencyStore(MappedStore(directory, record_bytes, "layer 3"), 0.0)
+        return FaultyStore(latent, "read", 10**9, advises=True)
 
 
 def test_free_list_prefers_a_gap_that_holds_all() -> None:
@@ -162,45 +130,32 @@ def test_free_list_prefers_a_gap_that_holds_all() -> None:
     assert (free.available, free.capacity) == (1, 22)
 
 
-@pytest.mark.usefixtures("needs_direct")
-def test_probe_leaves_nothing(tmp_path: Path) -> None:
+def test_probe_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("direct", tmp_path)
     before = open_descriptors()
     assert probe_direct(tmp_path) == (True, "")
-    assert open_descriptors() == before
-    assert list(tmp_path.iterdir()) == []
+    assert open_descriptors() == before and list(tmp_path.iterdir()) == []
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    assert probe_direct(tmp_path) == (False, "this platform has no O_DIRECT")
 
 
 @pytest.mark.parametrize("failing", ["fcntl", "pwrite"])
 def test_probe_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    def refuse(*args: object) -> int:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    refuse, real = fails(errno.EINVAL), fcntl.fcntl
 
-    import fcntl
+    def without_direct(fd: int, command: int, *rest: int) -> int:
+        return refuse() if rest and rest[0] & os.O_DIRECT else real(fd, command, *rest)
 
-    if failing == "pwrite":
-        monkeypatch.setattr(os, "pwrite", refuse)
-    else:
-        real = fcntl.fcntl
-        monkeypatch.setattr(
-            fcntl,
-            "fcntl",
-            lambda fd, command, *rest: refuse() if rest and rest[0] & os.O_DIRECT else real(fd, command, *rest),
-        )
+    monkeypatch.setattr(*((os, "pwrite", refuse) if failing == "pwrite" else (fcntl, "fcntl", without_direct)))
     before = open_descriptors()
     works, reason = probe_direct(tmp_path)
-    assert not works
-    assert "Invalid argument" in reason and str(tmp_path) in reason
-    assert choose_engine("auto", tmp_path)[0] == "mapped"
-    assert "Invalid argument" in choose_engine("auto", tmp_path)[1]
+    assert not works and "Invalid argument" in reason and str(tmp_path) in reason
+    engine, said = choose_engine("auto", tmp_path)
+    assert engine == "mapped" and "Invalid argument" in said
     for call in (lambda: choose_engine("direct", tmp_path), lambda: DirectStore(tmp_path, 4096, "layer 3")):
         with pytest.raises(StoreError, match=r'Invalid argument.*engine="mapped"'):
             call()
     assert open_descriptors() == before
-
-
-def test_probe_without_the_constant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "O_DIRECT", raising=False)
-    assert probe_direct(tmp_path) == (False, "this platform has no O_DIRECT")
 
 
 def test_choose_engine(tmp_path: Path) -> None:
@@ -219,13 +174,10 @@ def test_choose_engine(tmp_path: Path) -> None:
     [("memory", MemoryStore), ("uring", UringStore), ("direct", DirectStore), ("mapped", MappedStore)],
 )
 def test_open_store(tmp_path: Path, engine: str, kind: type[FreezableStore]) -> None:
-    if engine == "direct" and not probe_direct(tmp_path)[0]:
-        pytest.skip("no O_DIRECT here")
-    if engine == "uring" and not probe_uring(tmp_path)[0]:
-        pytest.skip(probe_uring(tmp_path)[1])
-    store = open_store(engine, tmp_path, 4096, "layer 7")
-    assert (type(store), store.name, store.record_bytes) == (kind, "layer 7", 4096)
-    store.close()
+    with closing(open_store(needs(engine, tmp_path), tmp_path, 4096, "layer 7")) as store:
+        assert (type(store), store.name, store.record_bytes) == (kind, "layer 7", 4096)
+    with pytest.raises(ValueError, match="choose_engine"):
+        open_store("auto", tmp_path, 4096, "layer 7")
 
 
 @pytest.mark.parametrize(
@@ -247,24 +199,14 @@ def test_without_io_uring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbe
     assert open_descriptors() == before
 
 
-@pytest.mark.usefixtures("no_uring", "no_direct")
-def test_neither_io_uring_nor_direct(tmp_path: Path) -> None:
-    assert choose_engine("auto", tmp_path)[0] == "mapped"
-
-
-@pytest.mark.usefixtures("needs_uring")
 def test_a_kernel_whose_ring_has_no_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs("uring", tmp_path)
     monkeypatch.setattr(io_uring, "OP_READ", 255)
     before = open_descriptors()
     works, why = probe_uring(tmp_path)
     assert not works and "Invalid argument" in why
     assert choose_engine("auto", tmp_path)[0] != "uring"
     assert open_descriptors() == before
-
-
-def test_open_store_wants_a_resolved_engine(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="choose_engine"):
-        open_store("auto", tmp_path, 4096, "layer 7")
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
@@ -278,25 +220,29 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_unlinked_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str) -> None:
-        raise PermissionError(errno.EPERM, "not here")
-
     monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(os, "unlink", fails(errno.EPERM))
     before = open_descriptors()
-    with pytest.raises(StoreError, match="not here"):
+    with pytest.raises(StoreError, match="not permitted"):
         ScratchFile(tmp_path, "layer 7")
     assert open_descriptors() == before
 
 
-def test_scratch_file_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for _ in range(2):
-        scratch = ScratchFile(tmp_path, "layer 7")
-        assert os.fstat(scratch.fd).st_mode & 0o777 == 0o600
-        assert os.fstat(scratch.fd).st_nlink == 0
-        assert not os.get_inheritable(scratch.fd)
-        scratch.close()
+@pytest.mark.parametrize("umask", [0, 0o777])
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_scratch_files_are_private_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int, unnamed: bool
+) -> None:
+    if not unnamed:
         monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    before = os.umask(umask)
+    try:
+        scratch = ScratchFile(tmp_path, "layer 7")
+    finally:
+        os.umask(before)
+    with closing(scratch):
+        status = os.fstat(scratch.fd)
+        assert (status.st_mode & 0o777, status.st_nlink) == (0o600, 0) and not os.get_inheritable(scratch.fd)
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs at a known place")
@@ -306,9 +252,6 @@ def test_a_disk_that_is_memory_is_named() -> None:
 
 
 def test_file_system_of_a_mount_with_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import builtins
-    import io
-
     mounts = "disk / ext4 rw 0 0\nram /a\\040b tmpfs rw 0 0\nnet /a\\040b/c nfs rw 0 0\n"
     monkeypatch.setattr(builtins, "open", lambda *args, **kwargs: io.StringIO(mounts))
     places = ("/", "/a b", "/a b/x", "/a bc", "/a b/c/d")
@@ -317,14 +260,13 @@ def test_file_system_of_a_mount_with_a_space(tmp_path: Path, monkeypatch: pytest
     assert kinds == ["ext4", "tmpfs", "tmpfs", "ext4", "nfs"]
 
 
-@pytest.mark.usefixtures("needs_direct", "needs_a_disk")
+@pytest.mark.usefixtures("needs_a_disk")
 @pytest.mark.parametrize("engine", ["direct", "uring", "uring, buffered"])
 def test_reads_leave_the_page_cache_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
-    if engine != "direct" and not probe_uring(tmp_path)[0]:
-        pytest.skip(probe_uring(tmp_path)[1])
+    needs("direct", tmp_path)
     if engine.endswith("buffered"):
-        monkeypatch.setattr(ScratchFile, "try_direct", lambda self: "not in this test")
-    store = open_store(engine.partition(",")[0], tmp_path, RECORD_BYTES, "layer 3")
+        buffered(monkeypatch)
+    store = open_store(needs(engine.partition(",")[0], tmp_path), tmp_path, RECORD_BYTES, "layer 3")
     ids, _ = fill(store, 256)  # 2 MiB: a multiple of what is synced at once
     read(store, ids)
     assert cached_pages(store._file.fd, 256 * RECORD_BYTES) == 0
@@ -335,7 +277,7 @@ def test_reads_leave_the_page_cache_empty(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("direct_writes", [True, False])
 def test_mapped_store_drops_what_it_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_writes: bool) -> None:
     if not direct_writes:
-        monkeypatch.setattr(ScratchFile, "try_direct", lambda self: "not in this test")
+        buffered(monkeypatch)
     store = MappedStore(tmp_path, RECORD_BYTES, "layer 3")
     ids, records = fill(store, 256)  # 2 MiB: a multiple of what is synced at once
     assert (store.memory_bytes, cached_pages(store._file.fd, 256 * RECORD_BYTES)) == (0, 0)
@@ -399,27 +341,9 @@ def test_the_file_grows_in_bounded_steps(tmp_path: Path, record_bytes: int) -> N
     store.close()
 
 
-def test_a_batch_that_is_written_while_another_is_read_twice_is_whole(tmp_path: Path) -> None:
-    """Reused records: what the map showed before must not come back."""
-    store = MappedStore(tmp_path, RECORD_BYTES, "layer 3")
-    ids, _ = fill(store, 32)
-    for round_ in range(10):
-        store.advise(ids)
-        thread = threading.Thread(target=read, args=(store, ids))
-        thread.start()
-        thread.join()
-        store.free(ids)
-        ids = store.allocate(32)
-        new = pattern(32, seed=100 + round_)
-        store.write(ids, new)
-        assert torch.equal(read(store, ids), new)
-    store.close()
-
-
-def test_a_stalled_read_is_told_from_a_failed_one(
-    tmp_path: Path, needs_uring: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_read_is_told_from_a_failed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says which records, and may be waited for again."""
+    needs("uring", tmp_path)
     store = UringStore(tmp_path, RECORD_BYTES, "layer 3")
     ids, records = fill(store, 4)
     out = aligned_empty(2, RECORD_BYTES)

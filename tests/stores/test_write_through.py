@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from store_cases import buffered, fails
 
 from hf_offload_cache.errors import StoreError
-from hf_offload_cache.stores import MOST_PARTS, THROUGH_BYTES, FileStore, ScratchFile, choose_engine, open_store, spans
+from hf_offload_cache.stores import MOST_PARTS, THROUGH_BYTES, FileStore, choose_engine, open_store, spans
 from hf_offload_cache.testing import RECORD_BYTES, pattern, read
 
 MOST = THROUGH_BYTES // RECORD_BYTES
@@ -23,7 +24,7 @@ MOST = THROUGH_BYTES // RECORD_BYTES
 @pytest.fixture(params=["uring or direct", "mapped", "mapped, buffered"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     if request.param == "mapped, buffered":
-        monkeypatch.setattr(ScratchFile, "try_direct", lambda self: "not in this test")
+        buffered(monkeypatch)
     engine = "mapped" if "mapped" in request.param else "auto"
     made = open_store(choose_engine(engine, tmp_path)[0], tmp_path, RECORD_BYTES, "layer 3")
     yield made
@@ -115,16 +116,6 @@ def test_one_request_and_zeros_between(store: FileStore, monkeypatch: pytest.Mon
     assert store.bytes_written - before == (near[-2] + 1 + 1) * RECORD_BYTES, "zeros are counted"
 
 
-def test_what_holds_something_stays(store: FileStore) -> None:
-    ids = store.allocate(12)
-    kept = pattern(2, seed=2)
-    store.write(ids[[3, 7]], kept)
-    records = pattern(5, seed=3)
-    store.write(ids[[1, 5, 6, 9, 10]], records)
-    assert torch.equal(read(store, ids[[3, 7]]), kept)
-    assert torch.equal(read(store, ids[[1, 5, 6, 9, 10]]), records)
-
-
 def test_a_partial_write_is_carried_on(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, real = store.allocate(12), os.pwritev
 
@@ -140,12 +131,8 @@ def test_a_partial_write_is_carried_on(store: FileStore, monkeypatch: pytest.Mon
 
 def test_a_write_that_fails(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = store.allocate(12)
-
-    def refuses(*arguments: Any) -> int:
-        raise OSError(errno.EIO, "no")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", refuses)
+        patch.setattr(os, "pwritev", fails(errno.EIO))
         with pytest.raises(StoreError, match=r"layer 3: writing records 2\.\.5 \(2\)"):
             store.write(ids[[2, 5]], pattern(2))
         patch.setattr(os, "pwritev", lambda fd, parts, offset: 0)

@@ -50,42 +50,17 @@ class Handler(SimpleHTTPRequestHandler):
             if served.pause:
                 time.sleep(served.pause)
 
-    def do_HEAD(self) -> None:
-        file = Path(self._served.folder, self.path.strip("/").split("/")[-1])
-        if not file.is_file():
-            self.send_error(404)
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(file.stat().st_size))
-        self.end_headers()
-
-    def do_PUT(self) -> None:
-        """What comes in chunks is a file then, unless `refuses`."""
-        name, data = self.path.strip("/").split("/")[-1], b""
-        while size := int(self.rfile.readline(), 16):
-            data += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        if self._served.refuses:
-            self.send_error(403)
-            return
-        Path(self._served.folder, name).write_bytes(data)
-        self.send_response(201)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
     def log_message(self, *args: Any) -> None:
         """Nothing."""
 
 
 class Served:
     """A folder that is served. `dead`: connections are closed without a word; `pause`: seconds between 4,096 bytes;
-    `trickles`: an object that comes byte by byte, as long as it is named here; `refuses` what is put there."""
+    `trickles`: an object that comes byte by byte, as long as it is named here."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.fault = folder, (lambda name, data: data)
         self.dead, self.pause, self.said, self.trickles = False, 0.0, 0, ""
-        self.refuses = False
         self.asked: list[str] = []
         self.url = ""
 

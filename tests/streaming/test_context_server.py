@@ -12,16 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from long_context import publish_short, streamed_short
 from long_llama import long_model
 from nothing_left import no_threads_and_descriptors
 
-from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.console import main as console
 from hf_offload_cache.streaming import ContextServer, context_server
 
 NAME, DIGEST = "stream.json", "0123456789" * 4
-IDS = torch.randint(3, 90, (1, 129), generator=torch.Generator().manual_seed(0))
 
 
 @contextlib.contextmanager
@@ -166,14 +164,10 @@ def test_what_is_no_request_is_answered_or_closed(folder: Path) -> None:
 
 def test_contexts_are_streamed_from_it(tmp_path: Path) -> None:
     """Of a folder that was published to, or of several below it."""
-    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
-        long_model()(IDS[:, :128], past_key_values=cache)
-        publish_context(cache, tmp_path / "served" / "manual", level="lossless", chunk_tokens=64)
+    publish_short(tmp_path / "served" / "manual", tmp_path)
     for folder, path in ((tmp_path / "served" / "manual", ""), (tmp_path / "served", "/manual")):
         with serving(folder) as port:
-            cache = stream_context(f"http://127.0.0.1:{port}{path}", long_model(), IDS, path=tmp_path)
-            with cache:
-                assert cache.get_seq_length() == 128 and cache.stream_report.lost == 0
+            assert streamed_short(f"http://127.0.0.1:{port}{path}", tmp_path).lost == 0
 
 
 def test_an_address_that_cannot_be_had_is_an_error(folder: Path) -> None:

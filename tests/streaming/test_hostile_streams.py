@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import random
 import shutil
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import long_context
 import pytest
 import torch
 import zstandard
@@ -19,7 +21,7 @@ from hostile_files import Verdict, blake_name, change_state, faults, judged, pac
 from lanes_in_order import stream_first
 from long_llama import long_model
 
-from hf_offload_cache import DiskSwapCache, publish_context, stream_context
+from hf_offload_cache import stream_context
 
 CONTEXT, MORE, SIZE = 768, 8, 128
 MIB = 2**20
@@ -38,10 +40,8 @@ def ids() -> torch.Tensor:
 
 
 def published(folder: Path) -> Path:
-    with DiskSwapCache(long_model(), path=folder) as cache:
-        with torch.no_grad():
-            long_model()(ids()[:, :CONTEXT], past_key_values=cache)
-        publish_context(cache, str(folder / "right"), chunk_tokens=SIZE, active_mass=0.9)
+    options = {"level": "default", "chunk_tokens": SIZE, "active_mass": 0.9}
+    long_context.published(folder / "right", folder, tokens=ids()[:, :CONTEXT], **options)
     return folder / "right"
 
 
@@ -106,7 +106,7 @@ def test_what_comes_along_with_a_context(tmp_path: Path) -> None:
     """It can be done without: the context is loaded whatever it is."""
     right = published(tmp_path)
     cases = [("as it was published", functools.partial(load, right, tmp_path))]
-    found = judged(_joined(cases, changed_beside(right, tmp_path, 16, 1)), ROOM)
+    found = judged(itertools.chain(cases, changed_beside(right, tmp_path, 16, 1)), ROOM)
     assert len(found) > 12 and {one.kind for one in found} == {"answered"}, told(found)
     assert not faults(found, PEAK), told(faults(found, PEAK))
 
@@ -117,11 +117,6 @@ def test_much_that_comes_along_with_a_context(seed: int, tmp_path: Path) -> None
     found = judged(changed_beside(published(tmp_path), tmp_path, 100, seed), ROOM)
     assert {one.kind for one in found} == {"answered"}, told([one for one in found if one.kind != "answered"])
     assert not faults(found, PEAK), told(faults(found, PEAK))
-
-
-def _joined(*parts: Any) -> Iterator[Any]:
-    for part in parts:
-        yield from part
 
 
 def test_active_blocks_that_would_take_memory_are_told(tmp_path: Path) -> None:

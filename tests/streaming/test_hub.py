@@ -8,19 +8,17 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
-from harness import prompt
 from hub import REPOSITORY, Hub, hub
 from lanes_in_order import stream_first
+from long_context import SIZE, ids, is_right, published
 from long_llama import long_model
-from transformers import DynamicCache
 
-from hf_offload_cache import DiskSwapCache, publish_context, stream_context
+from hf_offload_cache import stream_context
 from hf_offload_cache.errors import StoreError
 from hf_offload_cache.streaming import NAME, loader
 from hf_offload_cache.streaming import objects as hub_commits
 
-CONTEXT, SIZE, URL = 256, 64, f"hf://{REPOSITORY}/contexts/manual"
+CONTEXT, URL = 256, f"hf://{REPOSITORY}/contexts/manual"
 
 
 @pytest.fixture
@@ -36,20 +34,11 @@ def options(repository: Hub) -> dict[str, Any]:
     return {"endpoint": repository.url, "token": "nobody's", "skip_instance_cache": True}
 
 
-def ids() -> torch.Tensor:
-    return prompt(long_model(), 1, CONTEXT + 30)
+def publish(repository: Hub, tmp_path: Path, url: str = URL, **more: Any) -> Any:
+    return published(url, tmp_path, tokens=ids()[:, :CONTEXT], **{"options": options(repository), **more})
 
 
-def publish(repository: Hub, tmp_path: Path, **more: Any) -> Any:
-    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
-        long_model()(ids()[:, :CONTEXT], past_key_values=cache)
-        own = {"level": "lossless", "chunk_tokens": SIZE, "options": options(repository), **more}
-        return publish_context(cache, URL, **own)
-
-
-def test_a_repository_has_it_in_two_commits(
-    repository: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repository_has_it_in_two_commits(repository: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of all objects, and behind it the manifest's; and again none of those that are there."""
     stream_first(monkeypatch)
     manifest = publish(repository, tmp_path)
@@ -57,22 +46,17 @@ def test_a_repository_has_it_in_two_commits(
     named = {cell.name for row in manifest.cells for cell in row if cell is not None} | {manifest.learnt.name}
     assert sorted(objects) == sorted(f"contexts/manual/{name}" for name in named)
     assert last == [f"contexts/manual/{NAME}"]
-    model = long_model()
-    with stream_context(URL, model, ids(), path=tmp_path, options=options(repository)) as cache, torch.no_grad():
+    with stream_context(URL, long_model(), ids(), path=tmp_path, options=options(repository)) as cache:
         report = cache.stream_report
         assert report is not None and not report.trouble and report.streamed == report.cells
-        found = model(ids()[:, CONTEXT:], past_key_values=cache).logits
-        expected = model(ids(), past_key_values=DynamicCache(config=model.config)).logits[:, CONTEXT:]
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        is_right(cache)
     with pytest.raises(FileExistsError, match="overwrite=True"):
         publish(repository, tmp_path)
     publish(repository, tmp_path, overwrite=True)
     assert repository.commits[2:] == [last]
 
 
-def test_a_commit_has_so_many_files_and_bytes(
-    repository: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_has_so_many_files_and_bytes(repository: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_commits, "_FILES", 4)
     manifest = publish(repository, tmp_path)
     count = 1 + sum(cell is not None for row in manifest.cells for cell in row)
@@ -97,7 +81,7 @@ def test_a_hub_that_refuses_is_named_and_nothing_is_half_there(
     assert f"contexts/manual/{NAME}" in repository.files
 
 
-@pytest.mark.parametrize("status", [401, 403, 429, 500])
+@pytest.mark.parametrize("status", [401, 500])
 def test_a_hub_that_tells_nothing_is_not_taken_for_an_empty_one(
     status: int, repository: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +107,5 @@ def test_what_others_have_removed_is_put_there_again(repository: Hub, tmp_path: 
 
 
 def test_a_repository_that_there_is_not_is_named(repository: Hub, tmp_path: Path) -> None:
-    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
-        long_model()(ids()[:, :CONTEXT], past_key_values=cache)
-        with pytest.raises(StoreError, match="hf://someone/other: reaching it"):
-            publish_context(cache, "hf://someone/other", options=options(repository))
+    with pytest.raises(StoreError, match="hf://someone/other: reaching it"):
+        publish(repository, tmp_path, "hf://someone/other")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -9,35 +10,47 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lanes_in_order import compute_all, compute_from
-from long_context import CONTEXT, SIZE, ids, published_in, short_forwards
+from long_context import CONTEXT, SIZE, ids, manifest_at, published
 from long_llama import long_model
 from static_server import served
 
-from hf_offload_cache import DiskSwapCache, publish_context, stream_context
+from hf_offload_cache import stream_context
 from hf_offload_cache.methods.disk_swap import learnt_keys
-from hf_offload_cache.streaming import NAME, Cells, ComputingSpeed, Extras, Loader, State, StreamManifest
+from hf_offload_cache.streaming import Cells, ComputingSpeed, Extras, Loader, State
+
+pytestmark = pytest.mark.usefixtures("one_chunk_at_a_time")
 
 
-@pytest.fixture(autouse=True)
-def one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with short_forwards(monkeypatch):
-        yield
+@contextlib.contextmanager
+def streamed_while_held_back(
+    place: Path, tmp_path: Path, name: str, go: threading.Event | None = None, **fields: Any
+) -> Iterator[Any]:
+    """A cache of what is published there, but for the object `name`, which comes once `go` is set, at the latest when
+    all else is there."""
+    go = go or threading.Event()
+    with served(place) as server:
+        server.fault = lambda asked, data: (go.wait(60), data)[1] if asked == name else data
+        with stream_context(server.url, long_model(), ids(), path=tmp_path, **fields) as cache:
+            go.set()
+            yield cache
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A published context."""
-    return published_in(tmp_path)
+def fitted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """With how many tokens what is chosen by was found out."""
+    found, fit = list[int](), learnt_keys.fit_coding
+    monkeypatch.setattr(
+        learnt_keys, "fit_coding", lambda keys, tokens, *more: (found.append(tokens), fit(keys, tokens, *more))[1]
+    )
+    return found
 
 
 @pytest.mark.parametrize(("taking", "computed"), [(1e6, 0), (0.0, 1)])
 def test_what_comes_while_the_rest_is_taken_in_is_not_computed(
     taking: float, computed: int, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All has come but one cell, just above the first layer: computing it would be faster than a slow link, but not
-    than taking in what is there."""
+    """All has come but one cell, just above the first layer."""
     speed, asked = ComputingSpeed(), threading.Event()
     if taking:
         speed.note_taking(1, taking)
@@ -71,56 +84,36 @@ def test_a_last_chunk_that_seals_nothing_leaves_no_layer_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was to be learnt never comes, and behind the last whole chunk lies one token."""
-    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
-        long_model()(ids()[:, : CONTEXT + 1], past_key_values=cache)
-        manifest = publish_context(cache, str(tmp_path / "published"), level="lossless", chunk_tokens=SIZE)
-    go, claim = threading.Event(), Cells.claim
-    last = CONTEXT // SIZE
+    manifest = published(tmp_path / "published", tmp_path, tokens=ids()[:, : CONTEXT + 1])
+    claim, last = Cells.claim, CONTEXT // SIZE
 
     def claim_the_last_chunk(cells: Cells) -> Any:
         return claim(cells) if cells.of_state()[State.FREE] > last * (cells.layers - 1) else None
 
     monkeypatch.setattr(Cells, "claim", claim_the_last_chunk)
-    with served(tmp_path / "published") as server:
-        server.fault = lambda name, data: (go.wait(60), data)[1] if name == manifest.learnt.name else data
-        with stream_context(server.url, long_model(), ids(), path=tmp_path) as cache:
-            go.set()
-            assert cache.get_seq_length() == CONTEXT + 1
-            assert all(layer.predictor.ready(layer.history.units) for layer in cache.offloaded)
+    with streamed_while_held_back(tmp_path / "published", tmp_path, manifest.learnt.name) as cache:
+        assert cache.get_seq_length() == CONTEXT + 1
+        assert all(layer.predictor.ready(layer.history.units) for layer in cache.offloaded)
 
 
-def test_what_is_of_no_use_is_not_waited_for(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_of_no_use_is_not_waited_for(
+    place: Path, tmp_path: Path, fitted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cache with other fields finds out what it chooses by with its first column that is long enough."""
-    manifest, go, fitted = StreamManifest.parse((place / NAME).read_bytes(), ""), threading.Event(), list[int]()
-    fit, speed = learnt_keys.fit_coding, ComputingSpeed()
+    speed = ComputingSpeed()
     monkeypatch.setattr(ComputingSpeed, "of", lambda model: speed)
     compute_all(monkeypatch)
-
-    def counted(keys: Any, tokens: int, *more: Any) -> Any:
-        fitted.append(tokens)
-        return fit(keys, tokens, *more)
-
-    monkeypatch.setattr(learnt_keys, "fit_coding", counted)
-    with served(place) as server:
-        server.fault = lambda name, data: (go.wait(60), data)[1] if name == manifest.learnt.name else data
-        with stream_context(server.url, long_model(), ids(), path=tmp_path, summary_bytes=16):
-            go.set()
-    assert fitted and min(fitted) < CONTEXT - SIZE
+    with streamed_while_held_back(place, tmp_path, manifest_at(place).learnt.name, summary_bytes=16):
+        assert fitted and min(fitted) < CONTEXT - SIZE
 
 
 @pytest.mark.parametrize("comes", ["before the last column", "never"])
 def test_what_is_to_come_is_not_found_out(
-    comes: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    comes: str, place: Path, tmp_path: Path, fitted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each layer's keys are made compact by what was learnt where the context was published; only where that has not
-    come by the last column each finds it out, once."""
-    manifest, go, fitted = StreamManifest.parse((place / NAME).read_bytes(), ""), threading.Event(), list[int]()
-    fit, look = learnt_keys.fit_coding, Extras.look
+    """Each layer's keys are made compact by what was learnt where the context was published."""
+    go, look = threading.Event(), Extras.look
     compute_all(monkeypatch)
-
-    def counted(keys: Any, tokens: int, *more: Any) -> Any:
-        fitted.append(tokens)
-        return fit(keys, tokens, *more)
 
     def look_late(extras: Extras, lane: Any) -> None:
         if comes != "never" and lane.cells.of_state()[State.COMPUTED] >= lane.cells.layers:
@@ -131,14 +124,10 @@ def test_what_is_to_come_is_not_found_out(
                 time.sleep(0.01)
         look(extras, lane)
 
-    monkeypatch.setattr(learnt_keys, "fit_coding", counted)
     monkeypatch.setattr(Extras, "look", look_late)
-    with served(place) as server:
-        server.fault = lambda name, data: (go.wait(60), data)[1] if name == manifest.learnt.name else data
-        with stream_context(server.url, long_model(), ids(), path=tmp_path) as cache:
-            go.set()
-            assert cache.stream_report is not None and cache.stream_report.computed == cache.stream_report.cells
-            layers = cache.offloaded
-            assert all(layer.predictor.ready(layer.history.units) for layer in layers)
-            assert len(fitted) == (0 if comes != "never" else len(layers))
-            assert len(set(fitted)) <= 1 and all(one > CONTEXT - 2 * SIZE for one in fitted)
+    with streamed_while_held_back(place, tmp_path, manifest_at(place).learnt.name, go) as cache:
+        assert cache.stream_report is not None and cache.stream_report.computed == cache.stream_report.cells
+        layers = cache.offloaded
+        assert all(layer.predictor.ready(layer.history.units) for layer in layers)
+        assert len(fitted) == (0 if comes != "never" else len(layers))
+        assert len(set(fitted)) <= 1 and all(one > CONTEXT - 2 * SIZE for one in fitted)

@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import fsspec.asyn
+import long_context
 import pytest
-import torch
+from long_context import publish_short, streamed_short
 from long_llama import long_model
 from nothing_left import no_threads_and_descriptors
+from pairwise import combinations
 
-from hf_offload_cache import DiskSwapCache, publish_context, stream_context
+from hf_offload_cache import publish_context
 from hf_offload_cache.errors import DamagedObjectError, ObjectError, StoreError, StoreFullError
 
-NAME, TOKENS = "stream.json", 128
+NAME = "stream.json"
 
 
 @pytest.fixture(autouse=True)
@@ -31,23 +33,7 @@ def nothing_is_left() -> Iterator[None]:
         yield
 
 
-def ids(seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 90, (1, TOKENS + 1), generator=torch.Generator().manual_seed(seed))
-
-
-def publish(url: Any, folder: Path, seed: int = 0, **options: Any) -> Any:
-    with DiskSwapCache(long_model(), path=folder) as cache, torch.no_grad():
-        long_model()(ids(seed)[:, :TOKENS], past_key_values=cache)
-        return publish_context(cache, url, **{"level": "lossless", "chunk_tokens": 64, **options})
-
-
-def is_streamed(url: Any, folder: Path, seed: int = 0) -> None:
-    with stream_context(url, long_model(), ids(seed), path=folder) as cache:
-        assert cache.get_seq_length() == TOKENS and cache.stream_report.lost == 0
-
-
-@pytest.mark.parametrize("umask", [0, 0o022, 0o777])
-@pytest.mark.parametrize("kind", ["{}", "file://{}", "local://{}"])
+@pytest.mark.parametrize(("umask", "kind"), combinations([0, 0o022, 0o777], ["{}", "file://{}", "local://{}"]))
 def test_what_is_published_is_its_owners(umask: int, kind: str, tmp_path: Path) -> None:
     """Also folders above it that had to be made; one that was there keeps its mode."""
     (tmp_path / "there").mkdir(mode=0o755)
@@ -55,35 +41,39 @@ def test_what_is_published_is_its_owners(umask: int, kind: str, tmp_path: Path) 
     place = tmp_path / "there" / "above" / "published"
     before = os.umask(umask)
     try:
-        publish(kind.format(place), tmp_path)
-        publish(kind.format(place), tmp_path, overwrite=True)
+        publish_short(kind.format(place), tmp_path)
+        publish_short(kind.format(place), tmp_path, overwrite=True)
     finally:
         os.umask(before)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in place.parent.rglob("*")}
     assert modes.pop(place) == stat.S_IMODE(place.parent.stat().st_mode) == 0o700
     assert len(modes) == 6 and set(modes.values()) == {0o600}
     assert stat.S_IMODE((tmp_path / "there").stat().st_mode) == 0o755
-    is_streamed(kind.format(place), tmp_path)
+    assert streamed_short(kind.format(place), tmp_path).lost == 0
 
 
 @pytest.mark.parametrize("kind", ["dir::{}", "dir::file://{}", "simplecache::{}"])
 def test_so_is_what_is_published_by_another_file_system(kind: str, tmp_path: Path) -> None:
     """fsspec's own way there is neither atomic nor private."""
     place = kind.format(tmp_path / "published")
-    publish(place, tmp_path)
-    publish(place, tmp_path, overwrite=True)
+    publish_short(place, tmp_path)
+    publish_short(place, tmp_path, overwrite=True)
     made = [tmp_path / "published", *(tmp_path / "published").rglob("*")]
     assert {stat.S_IMODE(path.stat().st_mode) for path in made if path.is_file()} == {0o600}
     assert {stat.S_IMODE(path.stat().st_mode) for path in made if path.is_dir()} == {0o700}
-    is_streamed(place, tmp_path)
+    assert streamed_short(place, tmp_path).lost == 0
 
 
 def test_nothing_goes_through_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where others may read it in plain, and from which it would be copied over what is there."""
-    with DiskSwapCache(long_model(), path=tmp_path) as cache, torch.no_grad():
-        long_model()(ids()[:, :TOKENS], past_key_values=cache)
+    make = publish_context
+
+    def without_one(*given: Any, **named: Any) -> Any:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-        publish_context(cache, tmp_path / "published", level="lossless", chunk_tokens=64)
+        return make(*given, **named)
+
+    monkeypatch.setattr(long_context, "publish_context", without_one)
+    publish_short(tmp_path / "published", tmp_path)
     assert (tmp_path / "published" / NAME).exists()
 
 
@@ -102,20 +92,21 @@ def test_files_and_names_are_forced_to_the_disk(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "published").mkdir()
     monkeypatch.setattr(os, "fsync", syncing)
     monkeypatch.setattr(os, "replace", replacing)
-    publish(tmp_path / "published", tmp_path)
+    publish_short(tmp_path / "published", tmp_path)
     assert done == ["file", "name", "folder"] * 5 + ["file", NAME, "folder"]
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize(
+    ("call", "number"), combinations(["write", "fsync", "replace"], [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+)
 def test_a_disk_that_fails_leaves_what_was_there(
     call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the manifest, when the objects are there."""
     place = tmp_path / "published"
-    publish(place, tmp_path)
-    publish(place, tmp_path, seed=1, overwrite=True)
-    publish(place, tmp_path, overwrite=True)
+    publish_short(place, tmp_path)
+    publish_short(place, tmp_path, seed=1, overwrite=True)
+    publish_short(place, tmp_path, overwrite=True)
     before = {path.name: path.read_bytes() for path in place.iterdir()}
     own, temporary = getattr(os, call), list[int]()
 
@@ -128,15 +119,15 @@ def test_a_disk_that_fails_leaves_what_was_there(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing)
         with pytest.raises(StoreError, match=rf"writing stream\.json: .*{os.strerror(number)}") as caught:
-            publish(place, tmp_path, seed=1, overwrite=True)
+            publish_short(place, tmp_path, seed=1, overwrite=True)
     assert isinstance(caught.value, StoreFullError) == (number != errno.EIO) and temporary
     assert {path.name: path.read_bytes() for path in place.iterdir()} == before
-    is_streamed(place, tmp_path)
+    assert streamed_short(place, tmp_path).lost == 0
 
 
 def test_links_at_names_are_replaced_and_not_followed(tmp_path: Path) -> None:
     place, other = tmp_path / "published", tmp_path / "other"
-    manifest = publish(place, tmp_path)
+    manifest = publish_short(place, tmp_path)
     cell = manifest.cells[0][1].name
     other.write_bytes((place / cell).read_bytes())
     for name in (NAME, cell):
@@ -144,10 +135,10 @@ def test_links_at_names_are_replaced_and_not_followed(tmp_path: Path) -> None:
         (place / name).symlink_to(other)
     held = other.read_bytes()
     with pytest.raises(ObjectError, match=r"stream\.json: is a link.*overwrite=True"):
-        publish(place, tmp_path)
-    publish(place, tmp_path, overwrite=True)
+        publish_short(place, tmp_path)
+    publish_short(place, tmp_path, overwrite=True)
     assert other.read_bytes() == held and not any(path.is_symlink() for path in place.iterdir())
-    is_streamed(place, tmp_path)
+    assert streamed_short(place, tmp_path).lost == 0
 
 
 @pytest.mark.parametrize("dangling", [True, False])
@@ -157,7 +148,7 @@ def test_a_link_is_no_folder_to_publish_to(dangling: bool, tmp_path: Path) -> No
         (tmp_path / "target").mkdir()
     for overwrite in (False, True):
         with pytest.raises(ObjectError, match="is a link or no folder: give a folder") as caught:
-            publish(tmp_path / "link", tmp_path, overwrite=overwrite)
+            publish_short(tmp_path / "link", tmp_path, overwrite=overwrite)
         assert "check=False" not in str(caught.value)
     assert not dangling or not (tmp_path / "target").exists()
 
@@ -173,18 +164,18 @@ def test_what_is_written_is_read_back(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "write", flipping)
     with pytest.raises(DamagedObjectError, match="not as it was written, its bytes differ"):
-        publish(tmp_path / "published", tmp_path)
+        publish_short(tmp_path / "published", tmp_path)
     assert not (tmp_path / "published" / NAME).exists()
 
 
 def test_a_pipe_is_no_object(tmp_path: Path) -> None:
     """It is not waited for."""
     place = tmp_path / "published"
-    cell = publish(place, tmp_path).cells[0][1].name
+    cell = publish_short(place, tmp_path).cells[0][1].name
     for name in (NAME, cell):
         (place / name).unlink()
         os.mkfifo(place / name)
     with pytest.raises(ObjectError, match="is no regular file"):
-        publish(place, tmp_path)
-    publish(place, tmp_path, overwrite=True)
-    is_streamed(place, tmp_path)
+        publish_short(place, tmp_path)
+    publish_short(place, tmp_path, overwrite=True)
+    assert streamed_short(place, tmp_path).lost == 0
