@@ -75,7 +75,8 @@ class OffloadLayer(CacheLayerMixin):
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         """`place`: which of the offloaded layers it is; None: as many are before it as layers."""
         self.name = f"layer {layer_idx}"
-        self._filled = False  # there is a history
+        self.is_filled = False
+        """There is a history; as `is_initialized`, which transformers' constructor assigns."""
         super().__init__(**kwargs)
         self.shared = shared
         self.layer_idx = layer_idx
@@ -89,7 +90,7 @@ class OffloadLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         """Hold nothing, as a new layer."""
-        self._filled = False
+        self.is_filled = False
         self.rows = Rows()
         self._sealed: Sealed | None = None
 
@@ -105,7 +106,7 @@ class OffloadLayer(CacheLayerMixin):
 
     @keys.setter
     def keys(self, keys: torch.Tensor | None) -> None:
-        self._keep("keys", keys is None and not self._filled)
+        self._keep("keys", keys is None and not self.is_filled)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -114,16 +115,16 @@ class OffloadLayer(CacheLayerMixin):
 
     @values.setter
     def values(self, values: torch.Tensor | None) -> None:
-        self._keep("values", values is None and not self._filled)
+        self._keep("values", values is None and not self.is_filled)
 
     @property
     def is_initialized(self) -> bool:
         """A first `update` came since construction or `reset`. Assigning another value raises `ReadOnlyError`."""
-        return self._filled
+        return self.is_filled
 
     @is_initialized.setter
     def is_initialized(self, initialized: bool) -> None:
-        self._keep("is_initialized", initialized == self._filled)
+        self._keep("is_initialized", initialized == self.is_filled)
 
     def _keep(self, name: str, same: bool) -> None:
         """transformers' constructors assign what a new layer has already; anything else is refused."""
@@ -131,7 +132,7 @@ class OffloadLayer(CacheLayerMixin):
             refuse_assignment(self.name, name)
 
     def _shown(self, part: int) -> torch.Tensor | None:
-        if not self._filled:
+        if not self.is_filled:
             return None
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not tell of writes
             return ReadOnlyTensor.of(self.whole()[part])
@@ -139,17 +140,17 @@ class OffloadLayer(CacheLayerMixin):
     @property
     def length(self) -> int:
         """Tokens a sequence."""
-        return self.history.length if self._filled else 0
+        return self.history.length if self.is_filled else 0
 
     @property
     def history_device(self) -> torch.device:
         """Where keys and values come from; the CPU where nothing is held."""
-        return self.history.device if self._filled else torch.device("cpu")
+        return self.history.device if self.is_filled else torch.device("cpu")
 
     @property
     def batch(self) -> int:
         """Sequences; 0 before the first `update`."""
-        return self.history.rows // self.rows.heads if self._filled else 0
+        return self.history.rows // self.rows.heads if self.is_filled else 0
 
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (B, Hk, T, Dk) and values of everything before token `stop` (None: all), new and contiguous."""
@@ -161,7 +162,7 @@ class OffloadLayer(CacheLayerMixin):
         `update` and attention after it, but for what a method learns of queries. They are copied. Raises as `update`;
         nothing was added then, or the cache is not to be used until `reset`."""
         self.shared.check_open()
-        if not self._filled:
+        if not self.is_filled:
             self.lazy_initialization(keys, values)
         held = self.history.length
         try:
@@ -192,7 +193,7 @@ class OffloadLayer(CacheLayerMixin):
         """As `learn`, of what came without queries."""
 
     def get_seq_length(self) -> int:
-        return self.history.length if self._filled else 0
+        return self.history.length if self.is_filled else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The full logical length, so that each step's mask covers the history, padding included."""
@@ -207,7 +208,7 @@ class OffloadLayer(CacheLayerMixin):
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         if tokens_to_remove > 0:  # and means the length to keep, as earlier ones did
             tokens_to_remove = min(0, tokens_to_remove - self.length)
-        if tokens_to_remove == 0 or not self._filled:
+        if tokens_to_remove == 0 or not self.is_filled:
             return
         self._sealed = None
         freed = self.history.truncate(max(0, self.length + tokens_to_remove))
@@ -217,15 +218,15 @@ class OffloadLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` is now; moves no stored data, but what `settle_rows` reads."""
-        if self._filled and beam_idx.tolist() != list(range(self.batch)):
+        if self.is_filled and beam_idx.tolist() != list(range(self.batch)):
             self.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self._filled:
+        if self.is_filled:
             self.select_rows(torch.arange(self.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self._filled:
+        if self.is_filled:
             indices = torch.as_tensor(indices, device="cpu")
             self.select_rows(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
 
@@ -250,7 +251,7 @@ class OffloadLayer(CacheLayerMixin):
 
     def close(self) -> None:
         """Give back the file and the buffers."""
-        if self._filled:
+        if self.is_filled:
             self.history.close()
             self._clear()
             del self.history
@@ -277,12 +278,12 @@ class OffloadLayer(CacheLayerMixin):
     @property
     def tables_nbytes(self) -> int:
         """Bytes of the books that are kept on where the history lies, and on what was written there."""
-        return self.history.tables_nbytes if self._filled else 0
+        return self.history.tables_nbytes if self.is_filled else 0
 
     @property
     def full_bytes(self) -> int:
         """What `DynamicCache` would hold for this layer now."""
-        return self.history.rows * self.length * self.history.form.entry_bytes if self._filled else 0
+        return self.history.rows * self.length * self.history.form.entry_bytes if self.is_filled else 0
 
     @property
     def replica_bytes(self) -> int:
@@ -311,7 +312,7 @@ class OffloadLayer(CacheLayerMixin):
         self._hold(self.make_history(form, keys.shape[0], keys.device))
 
     def _hold(self, history: History) -> None:
-        self.history, self._filled = history, True
+        self.history, self.is_filled = history, True
         self.dtype, self.device = history.form.dtype, history.device
 
     def update(
@@ -330,7 +331,7 @@ class OffloadLayer(CacheLayerMixin):
             shared.check_open()
         if shared.unseen is not None:
             shared.check_seam()
-        if not self._filled:
+        if not self.is_filled:
             self.lazy_initialization(key_states.detach(), value_states.detach())
         if key_states.shape[0] * self.rows.heads != self.history.rows:
             raise PromptError(
@@ -478,7 +479,7 @@ class OffloadLayer(CacheLayerMixin):
 
     def freeze(self) -> Sequence[FreezableStore]:
         """See `History.freeze`; nothing for a layer that holds nothing. What no row names any more is given up."""
-        if not self._filled:
+        if not self.is_filled:
             return ()
         if (freed := self.history.sweep(always=True)) is not None and len(freed):
             self.dropped(freed)
@@ -486,13 +487,13 @@ class OffloadLayer(CacheLayerMixin):
 
     def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
         """See `History.live`; `parts` are what `freeze` gave."""
-        return self.history.live(parts) if self._filled else []
+        return self.history.live(parts) if self.is_filled else []
 
     def capture(self) -> dict[str, Any]:
         """All that is held beside the records, as a tree of values and tensors for `restore`; valid until the next
         change, and not to be changed."""
         state = "unknown" if self.config.exact == "bitwise" else self.state
-        tree = {"state": state, "history": self.history.capture() if self._filled else None}
+        tree = {"state": state, "history": self.history.capture() if self.is_filled else None}
         return {**tree, "heads": self.rows.heads} if self.heads_apart else tree
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:

@@ -390,7 +390,7 @@ class SelectiveLayer(OffloadLayer):
         return self.selecting is not None and self.selecting.worthwhile
 
     def _sparse(self) -> bool:
-        return self.selects and self._filled and self.state == "tagged"
+        return self.selects and self.is_filled and self.state == "tagged"
 
     def ahead(self, choice: Choice) -> None:
         """Read ahead for this layer's next gather. A guess that fails is dropped."""
@@ -445,7 +445,7 @@ class SelectiveLayer(OffloadLayer):
         if type(scaling) not in (int, float) or not math.isfinite(scaling):
             raise not_whole(self.name, f"its scaling is {scaling!r:.80}")
         super().restore(tree, parts, device)
-        if self.selecting is not None and self._filled:
+        if self.selecting is not None and self.is_filled:
             self.predictor = self.make_predictor()
             if tree["predictor"] is not None:
                 self.predictor.restore({**tree["predictor"], "units": self.history.units})

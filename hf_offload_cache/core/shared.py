@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,12 +55,13 @@ class Shared:
 
     def check_open(self) -> None:
         """Raises `CacheClosedError`, `ForkedProcessError`, or `RuntimeError` where the cache is broken."""
-        self.storage.check_process()
-        if self.storage.closed:
+        storage, trouble = self.storage, self.storage.prefetcher.interrupted_by
+        if storage.process.id != os.getpid():
+            storage.check_process()
+        if storage.closed:
             raise CacheClosedError("this cache is closed and its data is gone: construct a new one")
-        if not self.broken:
+        if not storage.torn and trouble is None:
             return
-        trouble = self.storage.prefetcher.interrupted_by
         if isinstance(trouble, StalledError):
             raise RuntimeError(
                 f"the device stalled in an earlier step ({trouble.strerror}), or reset() it once the device answers"

@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from types import TracebackType
 
 import numpy as np
@@ -259,13 +260,11 @@ class Prefetcher:
         self._stop = weakref.finalize(self, _stop, self._readers, self._writes, at_exit)
         atexit.register(at_exit)
 
-    @property
-    def interrupted_by(self) -> BaseException | None:
-        """Why it is not certain what is under way: a device that stalled, or a signal's exception within `read`.
+    interrupted_by: BaseException | None = property(attrgetter("_log.interrupted_by"))  # type: ignore[assignment]
+    """Why it is not certain what is under way: a device that stalled, or a signal's exception within `read`.
 
-        None: all is as it should be. Else nothing but `recover` and `close` is of use.
-        """
-        return self._log.interrupted_by
+    None: all is as it should be. Else nothing but `recover` and `close` is of use.
+    """
 
     def recover(self) -> None:
         """Set `interrupted_by` back to None; for when all stores are about to be cancelled and closed.
@@ -279,15 +278,13 @@ class Prefetcher:
             raise StalledError(error.errno, f"still under way: {error.strerror}, or try again later") from error
         self._log.interrupted_by = None
 
-    @property
-    def seconds_in_flight(self) -> float:
-        """Sum over all reads that were seen to end: seconds from submission until the last byte was there.
+    seconds_in_flight: float = property(attrgetter("_log.seconds"))  # type: ignore[assignment]
+    """Sum over all reads that were seen to end: seconds from submission until the last byte was there.
 
-        A reader thread notes the end when it comes. What the kernel does by itself is looked at whenever this object
-        or a ticket is called, so the end is noted late when nobody calls: the figure is an upper bound there. A read
-        that is only advised ends with its gather, in `wait`. Records copied from the write queue take no time.
-        """
-        return self._log.seconds
+    A reader thread notes the end when it comes. What the kernel does by itself is looked at whenever this object or a
+    ticket is called, so the end is noted late when nobody calls: the figure is an upper bound there. A read that is
+    only advised ends with its gather, in `wait`. Records copied from the write queue take no time.
+    """
 
     def read(self, store: Store, ids: np.ndarray, out: torch.Tensor, *, guess: bool = False) -> Ticket:
         """Start reading `ids` (int64; ascending is fastest) into the rows of `out`; both stay as they are until `wait`.

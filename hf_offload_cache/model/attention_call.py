@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -24,33 +23,24 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _UNTRACED: list[Any] = []  # what was decorated, in the order of the modules: nothing else changes it
 
 
-def untraced(function: Function) -> Function:
-    """`function`, which a graph that is being traced breaks at and calls as it stands, once `ready` was called.
+def untraced(function: Function) -> Any:
+    """`function`, with an attribute `outside`: the same, but a graph that is being traced breaks at it, once `ready` was
+    called. `function`, or whoever calls it, asks `torch.compiler.is_dynamo_compiling()` and calls that one then.
 
     `torch.compiler.disable` alone costs ten calls at each of its own even where nothing is compiled, and brings the
-    compiler in when a module is imported.
+    compiler in when a module is imported; a wrapper that asks costs one in every layer of a step.
     """
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return own.outside(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    # The compiler counts what it compiled by code object: one for all would reach its limit with any model.
-    plain: Any = call
-    code = plain.__code__.replace(co_name=function.__name__)
-    own: Any = functools.wraps(function)(FunctionType(code, globals(), None, None, plain.__closure__))
-    own.outside = function
-    _UNTRACED.append(own)
-    return own
+    marked: Any = function
+    marked.outside = function
+    _UNTRACED.append(marked)
+    return marked
 
 
 def ready() -> None:
     """A model may be compiled from now on. Idempotent; any thread."""
-    for call in _UNTRACED:
-        if call.outside is call.__wrapped__:
-            call.outside = torch.compiler.disable(call.__wrapped__)
+    for function in _UNTRACED:
+        if function.outside is function:
+            function.outside = torch.compiler.disable(function)
 
 
 # How attention finds the layer that it is over: a tag that rides on the keys and values that `update` returned
@@ -289,12 +279,17 @@ def take_tables(tables: Iterable[Globals], others: Iterable[Globals]) -> None:
             names[_TABLE] = names[_TABLE].table
 
 
-def all_led(tables: list[Globals], names: Iterable[str | None]) -> bool:
-    """Whether our table is in each of the globals, and gives functions of ours by these names."""
-    put = [one[_TABLE] for one in tables]
-    if not all(isinstance(table, AttentionTable) for table in put):
-        return False
-    return all(name is None or all(name in table.names for table in put) for name in names)
+def all_led(tables: list[Globals], configs: list[Any]) -> bool:
+    """Whether our table is in each of the globals, and gives functions of ours by the names in these `configs`."""
+    for one in tables:
+        table = one[_TABLE]
+        if not isinstance(table, AttentionTable):
+            return False
+        for config in configs:
+            name = config._attn_implementation_internal
+            if name is not None and name not in table.names:
+                return False
+    return True
 
 
 def globals_of(model: torch.nn.Module) -> Iterator[Globals]:
@@ -334,8 +329,11 @@ def _attention(
     tag = getattr(key, TAG, None)
     if tag is None:
         return own(module, query, key, value, attention_mask, *args, **kwargs)
-    autocast = autocast_dtype(query.device)
-    return _attend(tag, AttentionCall(own, module, query, key, value, attention_mask, args, kwargs, autocast))
+    autocast = autocast_dtype(query.device) if torch.is_autocast_enabled(query.device.type) else None
+    call = AttentionCall(own, module, query, key, value, attention_mask, args, kwargs, autocast)
+    if torch.compiler.is_dynamo_compiling():
+        return _attend.outside(tag, call)
+    return tag.layer.attend(call)
 
 
 @untraced  # whatever a method does in its layer's `attend`, it is not traced

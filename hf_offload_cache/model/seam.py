@@ -114,6 +114,8 @@ class Seam:
 
     @untraced
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: Any = None, output: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return Seam.__call__.outside(self, module, args, kwargs, output)
         if type(kwargs) is not dict:  # another thread puts it on or takes it off now: no cache there waits for it
             return None
         cache: Any = kwargs.get("past_key_values")
@@ -124,12 +126,16 @@ class Seam:
                     self.turn_to_others()
                 return None
         if self.verb == "begin_step":
-            return self._begin_step(cache, module, args, kwargs)
+            if cache.timeline.on:
+                cache.timeline.begin_step()
+            changed = cache.begin_step(module, {**_named(module, args), **kwargs} if args else kwargs)
+            return None if changed is None else ((), changed)
         if self.verb == "end_step" and output is None:
             return cache.fail_step()
         if self.verb == "end_step":
             changed = cache.end_step(output)
-            cache.timeline.end_step()
+            if cache.timeline.on:
+                cache.timeline.end_step()
             return changed
         if cache.watches_blocks:
             self._in_block(cache, module, args, kwargs, output)
@@ -156,14 +162,6 @@ class Seam:
                 if timeline.on:
                     timeline.enter_attention(layer_idx)
                 cache.enter_attention(layer_idx, module, hidden, kwargs.get("position_embeddings"))
-
-    def _begin_step(
-        self, cache: Attachable, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]] | None:
-        cache.timeline.begin_step()
-        changed = cache.begin_step(module, {**_named(module, args), **kwargs} if args else kwargs)
-        return None if changed is None else ((), changed)
-
 
 Hooks = list[tuple[Seam, RemovableHandle]]
 """Seams that are on, each with what takes it off."""

@@ -164,7 +164,7 @@ class AbstractTreeLayer(SelectiveLayer):
 
     def _has_all(self) -> bool:
         """There is nothing to read ahead."""
-        return self._filled and 0 < self._all_kept == self.history.units
+        return self.is_filled and 0 < self._all_kept == self.history.units
 
     def read_at_once(self, most: int) -> int:
         return min(most, _FEW) if self._all_kept else most

@@ -157,7 +157,7 @@ class ClusterLayer(SelectiveLayer):
             self.following._own.clustered.partition.will_need()
 
     def end_step(self) -> None:
-        if self._filled:
+        if self.is_filled:
             self._own.place()
             self._own.clustered.partition.rest()  # where no attention came that asked for means
         super().end_step()

@@ -414,14 +414,14 @@ class SpecLayer(SelectiveLayer):
         """A copy that is behind (attention did not come to us) is not captured: it is made when attention comes."""
         tree, chosen = super().capture(), self.chosen
         held = None if chosen is None else chosen.entries.tokens if chosen.wanted is None else chosen.wanted
-        learnt = tree["predictor"] if self._filled and self.can_choose() else None
+        learnt = tree["predictor"] if self.is_filled and self.can_choose() else None
         return {**tree, "predictor": learnt, "chosen": None if held is None else held.cpu().clone()}
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         """As `OffloadLayer.restore`; what was chosen is read when attention asks for it."""
         super().restore(tree, parts, device)
         wanted = tree["chosen"]
-        if wanted is None or self.selecting is None or not self._filled or not self.config.chosen:
+        if wanted is None or self.selecting is None or not self.is_filled or not self.config.chosen:
             return
         shape, most = (self.history.rows, self.history.form.num_key_heads), self.held
         if not is_tensor(wanted, (*shape, None), torch.int64, low=-1, high=most - 1):
