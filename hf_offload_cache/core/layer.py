@@ -15,7 +15,7 @@ from ..config import OffloadConfig
 from ..errors import PromptError, not_whole
 from ..history.base import History, Sealed
 from ..history.position_history import PositionHistory
-from ..history.records import RecordFormat, without_autocast
+from ..history.records import RecordFormat, autocast_is_on, without_autocast
 from ..memory.plan import LayerPlan
 from ..model.attention_call import TAG, AttentionCall, Tag
 from ..model.place import no_backward
@@ -168,7 +168,7 @@ class OffloadLayer(CacheLayerMixin):
         try:
             sealed = self.history.append(*self._kept(keys, values))
             self.shared.books_changed = True
-            self._sealed = sealed if sealed.keys else None
+            self._sealed = sealed if sealed.parts else None
             self.learn_alone()
         except BaseException:
             self.shared.storage.torn |= self.history.length != held
@@ -211,6 +211,7 @@ class OffloadLayer(CacheLayerMixin):
         if tokens_to_remove == 0 or not self.is_filled:
             return
         self._sealed = None
+        self.cropped()
         freed = self.history.truncate(max(0, self.length + tokens_to_remove))
         if freed is not None:
             self.truncated(self.history.units)
@@ -264,6 +265,9 @@ class OffloadLayer(CacheLayerMixin):
 
     def dropped(self, records: np.ndarray) -> None:
         """These records hold nothing of ours any more."""
+
+    def cropped(self) -> None:
+        """The latest tokens are about to be forgotten."""
 
     def truncated(self, units: int) -> None:
         """Only the first `units` units stay sealed."""
@@ -326,7 +330,7 @@ class OffloadLayer(CacheLayerMixin):
         `PromptError` and `StoreFullError` before anything is added; what `StoreError`s have left of it is taken
         back, or, without a forward around it, the cache is not to be used until `reset`.
         """
-        shared, storage = self.shared, self.shared.storage
+        shared, storage, device = self.shared, self.shared.storage, key_states.device
         if shared.step is None or storage.torn or storage.prefetcher.interrupted_by is not None:
             shared.check_open()
         if shared.unseen is not None:
@@ -338,18 +342,21 @@ class OffloadLayer(CacheLayerMixin):
                 f"layer {self.layer_idx} holds {self.batch} sequences and was given {key_states.shape[0]}: "
                 "use a new cache, or reset(), for a batch of another size"
             )
-        if self.state == "tagged":
-            shared.check_front(self.layer_idx, self.history.length)
         held = self.history.length
+        if self.state == "tagged":
+            shared.check_front(self.layer_idx, held)
         try:
-            with without_autocast(key_states.device):
-                return self._take_in(key_states, value_states)
+            if autocast_is_on(device):
+                with without_autocast(device):
+                    return self._take_in(key_states, value_states)
+            return self._take_in(key_states, value_states)
         except BaseException as error:
             shared.step_failed(error, taken=self.history.length != held)
             raise
 
     def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        history, guessed = self.history, self.guessed
+        history, step = self.history, self.shared.step
+        guessed = 0 if step is None else step.guessed
         keys, values = self._kept(key_states, value_states)
         if guessed:
             keys, values = keys[:, :, :-guessed], values[:, :, :-guessed]
@@ -369,11 +376,11 @@ class OffloadLayer(CacheLayerMixin):
                 sealed = history.append(keys, values)
         else:
             sealed = history.append(keys, values)
-        if sealed.keys:
+        if sealed.parts:
             self.shared.books_changed = True
         if self.state == "full":
             return key_states, value_states
-        self._sealed = sealed if sealed.keys else None
+        self._sealed = sealed if sealed.parts else None
         tag = Tag(self, whole)
         key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
         key_states.__dict__[TAG] = value_states.__dict__[TAG] = tag
@@ -395,21 +402,24 @@ class OffloadLayer(CacheLayerMixin):
         Called with what `update` returned in this step, once or (KV sharing) several times. An error loses the step
         and nothing else.
         """
-        self.shared.unseen = None
+        self.shared.unseen, device = None, call.query.device
         try:
-            with without_autocast(call.query.device):
-                return self._attend(call)
+            if autocast_is_on(device):
+                with without_autocast(device):
+                    return self._attend(call)
+            return self._attend(call)
         except BaseException as error:
             self.shared.step_failed(error, taken=True)
             raise
 
     def _attend(self, call: AttentionCall) -> Output:
-        tag, kwargs = call.tag, call.kwargs
+        tag, kwargs, step = getattr(call.key, TAG, None), call.kwargs, self.shared.step
         assert tag is not None
-        replaceable = call.replaceable(self.history.length + self.guessed)
+        replaceable = call.replaceable(self.history.length + (0 if step is None else step.guessed))
         self.state = "tagged" if replaceable and self.state != "full" else "full"
         sealed, self._sealed = self._sealed, None
-        step = self.shared.step or Step.alone(self.batch, self.length - call.key.shape[2], call.key.shape[2])
+        if step is None:
+            step = Step.alone(self.batch, self.length - call.key.shape[2], call.key.shape[2])
         if sealed is not None and replaceable:
             with self.shared.storage.timeline.span("summarise", self.layer_idx):
                 self.learn(sealed, call, step)
@@ -418,7 +428,7 @@ class OffloadLayer(CacheLayerMixin):
             if not tag.whole:
                 keys, values = self.joined(call)
             return call.run(keys, values, call.mask)
-        if self.shared.attend_prompt is not None and call.num_queries > 1:
+        if self.shared.attend_prompt is not None and call.query.shape[2] > 1:
             return self.shared.attend_prompt(self, call)
         return self.exact(call) if tag.whole or not step.selects else self.decode(call, step)
 
@@ -433,7 +443,7 @@ class OffloadLayer(CacheLayerMixin):
         alone.
         """
         dtype, before = self.history.form.dtype, self.before(call)
-        if call.tag is not None and call.tag.whole:
+        if (tag := call.tag) is not None and tag.whole:
             return call.run(call.key, call.value, call.mask)
         if before + call.key.shape[2] <= self.config.block_tokens:
             return call.run(*self.joined(call), call.mask)

@@ -25,6 +25,7 @@ from ..model.attention_call import AttentionCall
 from ..model.place import no_backward
 from ..predictors.base import Learner, Predictor, Query
 from ..predictors.sinks import sink_units
+from ..report.trace import NOTHING
 from ..stores.base import FreezableStore
 from .layer import OffloadLayer, Output
 from .plan import LayerKind
@@ -40,7 +41,7 @@ def gathered_mask(call: AttentionCall, history: History, choice: Choice, fetched
     Columns of the model's mask (None: causal, aligned at the lower right), hidden where there is no entry.
     """
     batch, length, device = call.query.shape[0], history.length, history.device
-    if call.mask is None and call.num_queries == 1 and fetched.valid is not None:  # all that is there is visible
+    if call.mask is None and call.query.shape[2] == 1 and fetched.valid is not None:  # all that is there is visible
         seen = np.pad(fetched.valid, ((0, 0), (0, history.recent.shape[1])), constant_values=True)
         return _of_query_heads(call, torch.from_numpy(seen).to(device).unflatten(0, (batch, -1))[:, :, None])
     places = fetched.of_chosen(history.positions(choice.units))
@@ -79,8 +80,9 @@ class SelectiveLayer(OffloadLayer):
         super().__init__(shared, layer_idx, place, **kwargs)
         self.selecting: Selecting | None = None
         """Set by the cache; None: the cache is exact, and nothing is learnt."""
-        self.watch_query: Callable[[int, torch.Tensor], None] | None = None
-        """Told the layer's index and queries (B, H, q, D) of each call of attention; set by the cache."""
+        self.watch_query: Callable[[int, torch.Tensor], object] | None = None
+        """Told the layer's index and queries (B, H, q, D) of each call of attention, until it gives True; set by the
+        cache."""
         self.lesson: dict[str, Any] | None = None
         """Fitted state from elsewhere for the queries of what this layer is about to be given: see `Learner.lesson`."""
         self.refused: str | None = None
@@ -91,7 +93,7 @@ class SelectiveLayer(OffloadLayer):
         super()._clear()
         self.predictor: Learner | None = None
         self._fetcher: Fetcher | None = None
-        self._capacity, self._budget = -1, (-1, 0, 0)
+        self._capacity, self._budget = -1, (-1, -1, -1, 0)
         self._made_for: tuple[int, int, int] | None = None  # version of the budgets, rows, units
 
     # --- what a method is --------------------------------------------------------------------------------------
@@ -234,10 +236,13 @@ class SelectiveLayer(OffloadLayer):
         """Units a row that a query of this layer attends to, sinks included."""
         selecting = self.selecting
         assert selecting is not None
-        held, group = self.held, self.history.form.group_size
-        if self._budget[:2] != (selecting.version, held):
-            self._budget = selecting.version, held, selecting.units(self.config, group, held)
-        return self._budget[2]
+        version, length, held, units = self._budget
+        if length != self.history.length or version != selecting.version:
+            now = self.held  # changes only with the length
+            if now != held or version != selecting.version:
+                units = selecting.units(self.config, self.history.form.group_size, now)
+            self._budget = selecting.version, self.history.length, now, units
+        return units
 
     def can_choose(self) -> bool:
         """There is nothing to choose from, or the predictor has learned of all units."""
@@ -276,9 +281,10 @@ class SelectiveLayer(OffloadLayer):
         return Choice.union(choices, max(least, (1 if self.widened else 2) * self.budget))
 
     def _attend(self, call: AttentionCall) -> Output:
-        self.scaling, self.num_heads = call.scaling, call.query.shape[1]
-        if self.watch_query is not None:
-            self.watch_query(self.layer_idx, call.query)
+        query = call.query
+        self.scaling, self.num_heads = call.kwargs.get("scaling") or query.shape[-1] ** -0.5, query.shape[1]
+        if self.watch_query is not None and self.watch_query(self.layer_idx, query):
+            self.watch_query = None
         if call.query.shape[2] > 1:
             self.prompted(call)
         return super()._attend(call)
@@ -327,31 +333,33 @@ class SelectiveLayer(OffloadLayer):
         """Attention over the chosen units and the latest tokens, by the model's own function on what was gathered."""
         selecting, storage = self.selecting, self.shared.storage
         visible = None if call.mask is None else step.visible(call.mask)
-        if selecting is None or not self.selects or not self.can_choose():
+        if selecting is None or not selecting.worthwhile or not self.can_choose():
             return self.exact(call)
         if call.mask is not None and call.query.shape[2] == 1 and not step.changes(call.mask):
             call = replace(call, mask=None)
         if visible is not None:
             selecting.see_padding()
-        storage.release_stream_buffers()
+        if storage.stream_buffers:
+            storage.release_stream_buffers()
         with torch.no_grad():
             output, weights = self.attend_sparsely(call, visible)
-        return no_backward(output, call.query), weights
+        return no_backward(output, call.query) if call.query.requires_grad else output, weights
 
     def attend_sparsely(self, call: AttentionCall, visible: torch.Tensor | None) -> Output:
         """Choose, gather and attend."""
-        storage, selecting = self.shared.storage, self.selecting
+        storage, selecting, step = self.shared.storage, self.selecting, self.shared.step
         assert selecting is not None
-        with storage.timeline.span("rank", self.layer_idx):
+        timeline, layer_idx = storage.timeline, self.layer_idx
+        with timeline.span("rank", layer_idx) if timeline.on else NOTHING:
             choice = self.choose_for(call, visible)
-        with storage.timeline.span("gather", self.layer_idx):
+        with timeline.span("gather", layer_idx) if timeline.on else NOTHING:
             fetched = self.fetcher.gather(self.history, choice)
         self.fetched(choice, fetched)
         if selecting.watch is not None:
             selecting.watch(self.layer_idx, choice)
-        queries = call.query.shape[0] * (call.num_queries - self.guessed)
+        queries = call.query.shape[0] * (call.query.shape[2] - (0 if step is None else step.guessed))
         storage.counters.attend(queries, self.history.length, fetched.entries.shape[1])
-        with storage.timeline.span("attend", self.layer_idx):
+        with timeline.span("attend", layer_idx) if timeline.on else NOTHING:
             return self.combine(call, choice, fetched, visible)
 
     def combine(
@@ -405,6 +413,9 @@ class SelectiveLayer(OffloadLayer):
             self._fetcher.drop_reads()
 
     # --- changes -----------------------------------------------------------------------------------------------
+
+    def cropped(self) -> None:
+        self._budget = -1, -1, -1, 0
 
     def truncated(self, units: int) -> None:
         if self.predictor is not None:

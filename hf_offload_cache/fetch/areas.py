@@ -51,7 +51,7 @@ class Staging:
     def __init__(self, nbytes: int, device: torch.device, account: MemoryAccount, owner: str) -> None:
         self.nbytes = nbytes
         self._cuda = device.type == "cuda"
-        self._where = device
+        self.device = device
         self._account = account
         self._owner = owner
         self._held_bytes = nbytes * self.sides(device.type)
@@ -72,7 +72,7 @@ class Staging:
 
     def fits(self, nbytes: int, device: torch.device) -> bool:
         """There is room for `nbytes` on their way to `device`."""
-        return self.nbytes >= nbytes and self._where == device
+        return self.nbytes >= nbytes and self.device == device
 
     def host_rows(self, count: int, record_bytes: int, first_byte: int = 0) -> torch.Tensor:
         """`count` records from `first_byte` on, uint8 (count, record_bytes), to read into; the same memory at each
@@ -92,7 +92,7 @@ class Staging:
         """
         part = slice(first_byte, first_byte + count * record_bytes)
         if self._cuda and count:
-            current = torch.cuda.current_stream(self._where)
+            current = torch.cuda.current_stream(self.device)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 self._device[part].copy_(self._host[part], non_blocking=True)
@@ -206,7 +206,7 @@ class Areas:
     def borrow(self, nbytes: int, device: torch.device) -> Staging:
         """An area of at least `nbytes` for `device`. Raises `BudgetError`."""
         for index, area in enumerate(self._free):
-            if area.fits(nbytes, device):
+            if area.nbytes >= nbytes and area.device == device:
                 del self._free[index]
                 break
         else:

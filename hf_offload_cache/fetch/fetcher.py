@@ -104,76 +104,76 @@ class Fetcher:
         """
         self._at_work = True
         try:
-            return self._gather(history, choice)
+            form, extents, recent, beside = history.form, history.extents(choice.units), history.recent, history.beside
+            width, latest, filled = extents.records.shape[1], recent.shape[1], self._areas.filled
+            if filled is None or filled.by is not self or not np.array_equal(filled.records, extents.records):
+                behind = latest if beside is None else latest + beside[1].shape[1]
+                filled = self._fill_view(history, extents.records, choice.importance, behind)
+            there = int(np.count_nonzero(extents.records >= 0))
+            runs = extents.count is not None or extents.first is not None
+            if choice is not self.latest:
+                counters = self._storage.counters
+                counters.units_selected += there
+                counters.units_resident += filled.resident
+                counters.units_ready += filled.resident + filled.ready
+            chosen = width * form.group_size
+            plain = there == extents.records.size and choice.keep is None and not runs
+            valid = None if plain else valid_entries(choice, extents, form.group_size, there)
+            if beside is not None:
+                filled.view.entries[:, chosen : chosen + beside[1].shape[1]] = beside[0]
+                valid = np.ones((history.rows, chosen), dtype=bool) if valid is None else valid
+                valid, chosen = np.concatenate([valid, beside[1] >= 0], 1), chosen + beside[1].shape[1]
+            if choice.keep is not None or beside is not None:
+                assert valid is not None
+                fetched = kept_of(form, recent, filled.view, valid, self._areas)
+            else:
+                entries = filled.view.entries[:, : chosen + latest]
+                entries[:, chosen:] = recent
+                fetched = Fetched(entries, chosen, valid)
+            self._areas.filled, self.latest = None, choice
+            whole = filled.view.entries[:, : width * form.group_size].unflatten(1, (width, form.group_size))
+            return replace(fetched, records=whole)
         finally:
             self._at_work = False
-
-    def _gather(self, history: Source, choice: Choice) -> Fetched:
-        form, extents, recent = history.form, history.extents(choice.units), history.recent
-        width, latest, filled, beside = extents.records.shape[1], recent.shape[1], self._areas.filled, history.beside
-        if filled is None or filled.by is not self or not np.array_equal(filled.records, extents.records):
-            filled = self._fill_view(history, extents.records, choice.importance)
-        there = int(np.count_nonzero(extents.records >= 0))
-        runs = extents.count is not None or extents.first is not None
-        if choice is not self.latest:
-            counters = self._storage.counters
-            counters.units_selected += there
-            counters.units_resident += filled.resident
-            counters.units_ready += filled.resident + filled.ready
-        chosen = width * form.group_size
-        plain = there == extents.records.size and choice.keep is None and not runs
-        valid = None if plain else valid_entries(choice, extents, form.group_size, there)
-        if beside is not None:
-            filled.view.entries[:, chosen : chosen + beside[1].shape[1]] = beside[0]
-            valid = np.ones((history.rows, chosen), dtype=bool) if valid is None else valid
-            valid, chosen = np.concatenate([valid, beside[1] >= 0], 1), chosen + beside[1].shape[1]
-        if choice.keep is not None or beside is not None:
-            assert valid is not None
-            fetched = kept_of(history, filled.view, valid, self._areas)
-        else:
-            entries = filled.view.entries[:, : chosen + latest]
-            entries[:, chosen:] = recent
-            fetched = Fetched(entries, chosen, valid)
-        self._areas.filled, self.latest = None, choice
-        whole = filled.view.entries[:, : width * form.group_size].unflatten(1, (width, form.group_size))
-        return replace(fetched, records=whole)
 
     def bring(self, history: Source, choice: Choice) -> torch.Tensor:
         """The entries (rows, M, entries a record, entry width) of the units of `choice`, for who decides by them which
         are attended to: valid until the next gather of any fetcher of the cache, and what a gather of the same units
         finds there. -1: zeros. Waits, reads, keeps and raises as `gather`."""
+        records, beside = history.extents(choice.units).records, history.beside
+        behind = history.recent.shape[1] + (0 if beside is None else beside[1].shape[1])
         self._at_work = True
         try:
-            records = history.extents(choice.units).records
-            filled = self._areas.filled = self._fill_view(history, records, choice.importance)
+            filled = self._areas.filled = self._fill_view(history, records, choice.importance, behind)
         finally:
             self._at_work = False
         width, group = records.shape[1], history.form.group_size
         return filled.view.entries[:, : width * group].unflatten(1, (width, group))
 
-    def _fill_view(self, history: Source, wanted: np.ndarray, importance: np.ndarray | None) -> Filled:
-        """The view with records (rows, width) in it: from tiers, from what was read ahead, and from the store."""
-        form, beside, records = history.form, history.beside, wanted.reshape(-1)
-        latest = history.recent.shape[1] + (0 if beside is None else beside[1].shape[1])
-        (rows, width), behind = wanted.shape, -(-latest // form.group_size)
-        room = self._room(history)
+    def _fill_view(
+        self, history: Source, wanted: np.ndarray, importance: np.ndarray | None, latest: int
+    ) -> Filled:
+        """The view with records (rows, width) in it, and room for `latest` entries a row behind them: from tiers, from
+        what was read ahead, and from the store."""
+        form, records, (rows, width) = history.form, wanted.reshape(-1), wanted.shape
+        behind, room = -(-latest // form.group_size), self._room(history)
         at_once = min(room, rows * self.read_at_once)
         view = self._areas.view(rows, width, behind, form, history.device, room + rows * behind)
-        found = [(tier, tier.locate(records)) for tier in self.tiers]
         there = records >= 0
         count = there.nonzero()[0].size
         if count < records.size:
             view.payloads.tensor[torch.from_numpy(view.target[~there])] = 0
-        absent = there
-        for _, lies_in in found:
+        found, absent = [], there
+        for tier in self.tiers:
+            lies_in = tier.locate(records)
+            found.append((tier, lies_in))
             absent = absent & (lies_in < 0)
         places, ready = absent.nonzero()[0], 0
         if places.size:
             missing, which = distinct(records[places])
-            matter = importance_of(importance if self._weighs else None, absent, missing.size, which)
-            ready = self._missing.bring(
-                history, view, view.target[places], missing, which, matter, at_once, lambda: take_resident(found, view)
-            )
+            matter = importance_of(importance, absent, missing.size, which) if self._weighs else None
+            target = view.target[places]
+            ready = self._missing.bring(history, view, target, missing, which, matter, at_once, found)
             if not self._several:
                 for tier, lies_in in found:
                     keep_in(tier, lies_in, places, missing, which, view)

@@ -19,8 +19,9 @@ class Policy(Protocol):
         that get a slot, and distinct slots (int32) for them, none of those `in_use`. They are `wanted` by a step, which
         takes from the slots in use, or were written anew after it."""
 
-    def used(self, slots: np.ndarray) -> None:
-        """What lies in these slots was wanted again; several times in a step where several rows want it."""
+    used: Callable[[np.ndarray], None] | None
+    """Told of slots whose content was wanted again, several times in a step where several rows want it; None: it does
+    not ask."""
 
     def renewed(self, slots: np.ndarray) -> None:
         """What lies in these slots was written anew, here and in the store."""
@@ -64,13 +65,15 @@ class FirstIn:
         order = self._order
         used = np.zeros(order.size, dtype=bool)
         used[in_use] = True
-        slots = order[~used[order]][: records.size]
+        free = ~used[order]
+        slots = order[free][: records.size]
         if slots.size:
-            self.put_last(slots)
+            used[slots] = True
+            self._order = np.concatenate([order[~used[order] | ~free], slots])
         return np.arange(records.size - slots.size, records.size), slots
 
-    def used(self, slots: np.ndarray) -> None:
-        """Changes nothing: what counts is when a slot was filled."""
+    used = None
+    """What counts is when a slot was filled."""
 
     def renewed(self, slots: np.ndarray) -> None:
         """Changes nothing."""
@@ -80,11 +83,6 @@ class FirstIn:
         chosen[slots] = True
         self._order = np.concatenate([slots, self._order[~chosen[self._order]]])
 
-    def put_last(self, slots: np.ndarray) -> None:
-        """Let these slots be the last to be filled anew."""
-        chosen = np.zeros(self._order.size, dtype=bool)
-        chosen[slots] = True
-        self._order = np.concatenate([self._order[~chosen[self._order]], slots])
 
 
 class MostUsed:
@@ -121,14 +119,16 @@ class MostUsed:
         none = np.empty(0, dtype=np.int32)
         if not self._record_in.size or not records.size:
             return none, none
-        self._grow(int(records.max()))
+        last = int(np.maximum.reduce(records))
+        if last >= self._uses.size:
+            self._grow(last)
         self._uses[records] += self._one
         if wanted:
             self._age()
-        lie = np.where(self._record_in < 0, -1, self._worth(self._record_in))
+        worth, slots = self._worth(np.concatenate([self._record_in, records])), self._record_in.size
+        lie, come = np.where(self._record_in < 0, -1, worth[:slots]), worth[slots:]
         lie[in_use] = np.inf
         lie[self._reserved()] = np.inf
-        come = self._worth(records)
         count = min(records.size, lie.size)
         best = np.argsort(-come, kind="stable")[:count]
         least = np.argsort(lie, kind="stable")[:count]
@@ -160,10 +160,9 @@ class MostUsed:
 
     def _grow(self, record: int) -> None:
         size = self._uses.size
-        if record >= size:
-            grown = np.zeros(max(record + 1, size * 5 // 4), dtype=np.float32)
-            grown[:size] = self._uses
-            self._uses = grown
+        grown = np.zeros(max(record + 1, size * 5 // 4), dtype=np.float32)
+        grown[:size] = self._uses
+        self._uses = grown
 
     def _age(self) -> None:
         self._one /= self._KEEPS

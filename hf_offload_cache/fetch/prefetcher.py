@@ -136,7 +136,7 @@ class ReadLog:
         self._timeline = timeline
         # Held here: what goes on by itself, so that it can be waited for when its caller has forgotten it. What is only
         # advised goes when its caller lets go of it.
-        self._running: dict[Ticket, weakref.ref[Store]] = {}
+        self.under_way: dict[Ticket, weakref.ref[Store]] = {}
         self._advised: weakref.WeakKeyDictionary[Ticket, weakref.ref[Store]] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
@@ -151,20 +151,20 @@ class ReadLog:
     def begin(self, store: Store, ticket: Ticket) -> None:
         """What there was to start for `ticket` was started."""
         if ticket.transfers:
-            tickets = self._running if ticket.transfers[0].runs else self._advised
+            tickets = self.under_way if ticket.transfers[0].runs else self._advised
             tickets[ticket] = weakref.ref(store)
         else:
             ticket.release_all()
 
     def poll(self) -> None:
         """Note what has come to an end."""
-        for ticket in list(self._running):
+        for ticket in list(self.under_way):
             if ticket.done():
                 self.end(ticket)
 
     def end(self, ticket: Ticket) -> None:
         """No part of `ticket` is under way any more."""
-        known = self._running.pop(ticket, None) or self._advised.pop(ticket, None)
+        known = self.under_way.pop(ticket, None) or self._advised.pop(ticket, None)
         stop: float | None = None
         for transfer in ticket.transfers:
             end = transfer.finished_at
@@ -196,21 +196,21 @@ class ReadLog:
 
     def running(self) -> list[Ticket]:
         """What goes on by itself."""
-        return list(self._running)
+        return list(self.under_way)
 
     def of(self, store: Store) -> list[Ticket]:
         """What was begun for `store`, what was only advised included."""
-        return [t for tickets in (self._running, self._advised) for t, of in list(tickets.items()) if of() is store]
+        return [t for tickets in (self.under_way, self._advised) for t, of in list(tickets.items()) if of() is store]
 
     @property
     def stuck(self) -> bool:
         """A read that did not end in time is still under way, unless `look` has seen it end."""
-        return any(ticket.stalled for ticket in self._running)
+        return any(ticket.stalled for ticket in self.under_way)
 
     @property
     def held_bytes(self) -> int:
         """Memory that reads under way may still write to."""
-        storages = [ticket.out.untyped_storage() for ticket in self._running if ticket.out is not None]
+        storages = [ticket.out.untyped_storage() for ticket in self.under_way if ticket.out is not None]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -296,8 +296,12 @@ class Prefetcher:
         check_batch(ids, out, store.record_bytes, aligned=True)
         if self._log.process.id != os.getpid():
             self._log.process.check("this prefetcher")
-        self._log.poll()
-        missing = self._writes.copy_queued(store, ids, out, guess=guess)
+        log, writes = self._log, self._writes
+        if log.under_way:
+            log.poll()
+        missing = [(0, ids.size)] if ids.size else []
+        if store in writes.unsettled or writes.closed:
+            missing = writes.copy_queued(store, ids, out, guess=guess)
         ticket = Ticket(self._log, self._writes, store, out, guess=guess)
         try:
             for start, stop in missing:

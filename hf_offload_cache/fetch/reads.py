@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from ..errors import CacheClosedError, StalledError
+from ..report.trace import NOTHING
 from .areas import Areas, ByteRows, Staging, View
 from .choice import Choice, Extents, Source
 from .prefetcher import Ticket
 from .replica_link import Link
 from .storage import Storage
-from .tier import among, distinct
+from .tier import Found, among, distinct, take_resident
 
 # A read into a borrowed area
 
@@ -78,7 +79,8 @@ class AreaReads:
         `importance` (n,): how much each matters."""
         link, come = self._link, None
         try:
-            with self._storage.timeline.span("read", self._layer_idx):
+            timeline = self._storage.timeline
+            with timeline.span("read", self._layer_idx) if timeline.on else NOTHING:
                 if link is not None:
                     come = link.split(history, records, importance, area, ahead)
                 if come is None:
@@ -141,8 +143,9 @@ class AreaReads:
         except Exception:
             self.drop(read)
             raise
-        if not keep:
-            self._give_back(read)
+        if not keep and read.lent:
+            read.lent = False
+            self._areas.give_back(read.area, ahead=read.ahead)
 
     def finish_guess(
         self, history: Source, read: AreaRead, into: ByteRows, target: np.ndarray, rows: np.ndarray | slice,
@@ -334,20 +337,24 @@ class Missing:
 
     def bring(
         self, history: Source, view: View, target: np.ndarray, records: np.ndarray, which: np.ndarray | None,
-        importance: Importance, room: int, meanwhile: Callable[[], None],
+        importance: Importance, room: int, resident: Found,
     ) -> int:  # fmt: skip
         """Bring record `which[i]` (None: i) of `records`, distinct and ascending, to row `target[i]` of the view; what
-        was not read ahead is read at most `room` at a time. `meanwhile` is called while reads run. Returns how many of
-        the rows came of a read ahead."""
+        was not read ahead is read at most `room` at a time. What is `resident` is copied while reads run. Returns how
+        many of the rows came of a read ahead."""
         ahead, ready, row = self.ahead, None, None
         if ahead is not None and ahead.read.records.size:
             ready, row = among(records, ahead.read.records)
         if ready is None or row is None or not ready.any():
             read = self._begin(history, records, importance, room)
-            meanwhile()
-            self.drop_ahead()
+            take_resident(resident, view)
+            if self.ahead is not None:
+                self.drop_ahead()
             each = slice(records.size) if which is None else which
-            self._reads.fill(history, view.payloads, target, records, each, read, importance)
+            if records.size <= room:
+                self._reads.finish(history, read, view.payloads, target, each)
+            else:
+                self._reads.fill(history, view.payloads, target, records, each, read, importance)
             return 0
         each = np.arange(records.size) if which is None else which
         here = ready[each]
@@ -362,7 +369,7 @@ class Missing:
             )
 
         read_now = None if ready.all() else self._begin(history, *part(~ready), room)
-        meanwhile()
+        take_resident(resident, view)
         try:
             landed = self._land(history, view, target[here], row[each[here]])
         except Exception:

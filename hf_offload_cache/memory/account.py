@@ -136,10 +136,11 @@ class MemoryAccount:
     def hold(self, owner: str, nbytes: int) -> None:
         """Book `nbytes` more (or, negative, less). Above the limit what others `spare` is given back first, one after
         the other until there is room. Raises `BudgetError`, with nothing booked, where there is none."""
-        if nbytes > 0 and not self.has_room(nbytes) and self._sparing:
+        limited = nbytes > 0 and self.limit is not None
+        if limited and not self.has_room(nbytes) and self._sparing:
             self._press(nbytes)
         with self._lock:
-            if nbytes > 0 and not self.has_room(nbytes):
+            if limited and not self.has_room(nbytes):
                 held = ", ".join(f"{name} {size_text(part)}" for name, part in self.by_owner.most_common(3) if part)
                 raise BudgetError(
                     f"memory: {owner} would take {nbytes:,} bytes beside the {self.current:,} held ({held}), above the "
@@ -161,7 +162,8 @@ class MemoryAccount:
 
     def release(self, owner: str, nbytes: int) -> None:
         """Book `nbytes` less."""
-        self.hold(owner, -nbytes)
+        with self._lock:
+            self._book(owner, -nbytes)
 
     @contextlib.contextmanager
     def holding(self, owner: str, nbytes: int) -> Iterator[None]:

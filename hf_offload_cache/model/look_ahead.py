@@ -298,16 +298,17 @@ class LookAhead:
             normed = self._copy(hidden)
             self._normed = None if normed is None else (layer_idx, normed)
 
-    def learn(self, layer_idx: int, query: torch.Tensor) -> None:
-        """Find how this layer's query (B, H, q, D), just made, comes from what was seen on the way to it."""
+    def learn(self, layer_idx: int, query: torch.Tensor) -> bool:
+        """Find how this layer's query (B, H, q, D), just made, comes from what was seen on the way to it. Returns
+        whether no later call can find more."""
         sight = self.sights.get(layer_idx)
         if sight is None or sight.learned or sight.attention is None:
-            return
+            return sight is not None and sight.learned
         block = sight.block() if sight.block is not None else None
         attention = sight.attention()
         if block is not None and ForeignHooks([block]).find() is not None:
             self._drop_normed()
-            return  # what is tried would be seen
+            return False  # what is tried would be seen
         sight.learned = True
         normed = self._normed[1] if self._normed is not None and self._normed[0] == layer_idx else None
         if block is not None and attention is not None and sight.residual is not None and normed is not None:
@@ -320,6 +321,7 @@ class LookAhead:
             sight.recipe = find_recipe(block, attention, sight.residual, normed, rotary, latest)
         del normed
         self._drop_normed()
+        return True
 
     def predict(self, layer_idx: int, attention_output: torch.Tensor) -> torch.Tensor | None:
         """The query (B, H, 1, D) that layer `layer_idx` will probably ask with, from the layer before it, whose

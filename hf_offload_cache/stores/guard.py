@@ -159,8 +159,7 @@ class Checksums(RecordGuard):
 
 def _digests(records: torch.Tensor) -> list[int]:
     """xxh3 of each row. On the decode path: 25 records of 12 KiB take 5 to 15 us, by whether they are in the cache."""
-    digest = xxhash.xxh3_64_intdigest
-    return [digest(record) for record in records.numpy()]
+    return list(map(xxhash.xxh3_64_intdigest, records.numpy()))
 
 
 def _differing(found: list[int], expected: list[int]) -> np.ndarray:

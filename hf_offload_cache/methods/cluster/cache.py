@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -150,7 +151,8 @@ class ClusterLayer(SelectiveLayer):
         try:
             return super()._attend(call)
         finally:
-            self._own.clustered.partition.rest()
+            if self.config.centroids == "disk":
+                self._own.clustered.partition.rest()
 
     def fetched(self, choice: Choice, fetched: Fetched) -> None:
         if self.following is not None and self.following.is_initialized:  # a layer early (DynaKV, section 6.1)
@@ -164,10 +166,7 @@ class ClusterLayer(SelectiveLayer):
 
     # --- attention ---------------------------------------------------------------------------------------------
 
-    @property
-    def _own(self) -> ClusterHistory:
-        assert isinstance(self.history, ClusterHistory)
-        return self.history
+    _own: ClusterHistory = property(attrgetter("history"))  # type: ignore[assignment]
 
     def combine(
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
