@@ -164,7 +164,7 @@ class Contents:
         batch = None
         for layer in self.offloaded:
             if layer.is_filled:
-                batch = layer.batch
+                batch = layer.history.rows // layer.rows.heads
                 break
         candidates = self.recording and self._prefilled and self._announced is not False
         announced, self._announced = self._announced, None if self._announced is None else False

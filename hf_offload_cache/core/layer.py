@@ -15,7 +15,7 @@ from ..config import OffloadConfig
 from ..errors import PromptError, not_whole
 from ..history.base import History, Sealed
 from ..history.position_history import PositionHistory
-from ..history.records import RecordFormat, autocast_is_on, without_autocast
+from ..history.records import RecordFormat, without_autocast
 from ..memory.plan import LayerPlan
 from ..model.attention_call import TAG, AttentionCall, Tag
 from ..model.place import no_backward
@@ -93,6 +93,8 @@ class OffloadLayer(CacheLayerMixin):
         self.is_filled = False
         self.rows = Rows()
         self._sealed: Sealed | None = None
+        self._rows_moved = False
+        """Rows were selected since records that no row names were last given back."""
 
     history: History
     """What is held; there is none before the first `update`."""
@@ -181,7 +183,9 @@ class OffloadLayer(CacheLayerMixin):
             keys, values = keys.detach(), values.detach()
         if not keys.dtype == values.dtype == dtype:
             keys, values = keys.to(dtype), values.to(dtype)
-        return (keys, values) if self.rows.heads == 1 else (self.rows.fold(keys), self.rows.fold(values))
+        if self.rows.heads == 1:
+            return keys, values
+        return keys.flatten(0, 1).unsqueeze(1), values.flatten(0, 1).unsqueeze(1)  # as `Rows.fold`
 
     def learn_alone(self) -> None:
         """Learn from what was sealed, though no attention has queries."""
@@ -197,7 +201,7 @@ class OffloadLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The full logical length, so that each step's mask covers the history, padding included."""
-        return self.length + query_length, 0
+        return (self.history.length if self.is_filled else 0) + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -237,7 +241,7 @@ class OffloadLayer(CacheLayerMixin):
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make sequence i what sequence `rows[i]` is now, in every place that holds rows."""
-        self._sealed = None
+        self._sealed, self._rows_moved = None, True
         self.history.select_rows(self.rows.expand(rows))
 
     def reset(self) -> None:
@@ -330,7 +334,7 @@ class OffloadLayer(CacheLayerMixin):
         `PromptError` and `StoreFullError` before anything is added; what `StoreError`s have left of it is taken
         back, or, without a forward around it, the cache is not to be used until `reset`.
         """
-        shared, storage, device = self.shared, self.shared.storage, key_states.device
+        shared, storage, kind = self.shared, self.shared.storage, key_states.device.type
         if shared.step is None or storage.torn or storage.prefetcher.interrupted_by is not None:
             shared.check_open()
         if shared.unseen is not None:
@@ -344,10 +348,13 @@ class OffloadLayer(CacheLayerMixin):
             )
         held = self.history.length
         if self.state == "tagged":
-            shared.check_front(self.layer_idx, held)
+            front = shared.front
+            if front is not None and self.layer_idx > front[0] and held != front[1]:
+                shared.differ()
+            shared.front = self.layer_idx, held
         try:
-            if autocast_is_on(device):
-                with without_autocast(device):
+            if torch.is_autocast_enabled(kind) or torch.is_autocast_enabled("cpu"):
+                with without_autocast(key_states.device):
                     return self._take_in(key_states, value_states)
             return self._take_in(key_states, value_states)
         except BaseException as error:
@@ -368,7 +375,8 @@ class OffloadLayer(CacheLayerMixin):
             old_keys, old_values = self.whole()
             key_states = torch.cat([no_backward(old_keys, key_states), key_states], 2)
             value_states = torch.cat([no_backward(old_values, value_states), value_states], 2)
-        if (freed := history.sweep()) is not None:
+        if self._rows_moved and (freed := history.sweep()) is not None:
+            self._rows_moved = False
             self.dropped(freed)
         timeline = self.shared.storage.timeline
         if timeline.on:
@@ -402,10 +410,10 @@ class OffloadLayer(CacheLayerMixin):
         Called with what `update` returned in this step, once or (KV sharing) several times. An error loses the step
         and nothing else.
         """
-        self.shared.unseen, device = None, call.query.device
+        self.shared.unseen, kind = None, call.query.device.type
         try:
-            if autocast_is_on(device):
-                with without_autocast(device):
+            if torch.is_autocast_enabled(kind) or torch.is_autocast_enabled("cpu"):
+                with without_autocast(call.query.device):
                     return self._attend(call)
             return self._attend(call)
         except BaseException as error:

@@ -251,7 +251,11 @@ class SelectiveLayer(OffloadLayer):
 
     def query_of(self, states: torch.Tensor, visible: torch.Tensor | None) -> Query:
         """A query of states (B, H, D)."""
-        return Query(states, self.scaling, visible, lambda: self.history.form.split(self.history.recent)[0])
+        return Query(states, self.scaling, visible, self._recent_keys)
+
+    def _recent_keys(self) -> torch.Tensor:
+        """Of the tail: see `Query.recent`."""
+        return self.history.form.split(self.history.recent)[0]
 
     def choose(self, query: Query, *, guess: bool = False, again: bool = False) -> Choice:
         """The units that a query attends to; `again`: another query comes to the same keys."""
@@ -262,10 +266,13 @@ class SelectiveLayer(OffloadLayer):
         if isinstance(decision, Choice):
             return decision
         try:  # what the predictor asks to look at on the way is brought; a guess leaves it for the query to come
-            asked, look = next(decision), partial(self.fetcher.look, again=guess or again)
+            asked, fetcher = next(decision), self.fetcher
             while True:
-                bring: Any = self.fetcher.bring if isinstance(asked, Choice) else look
-                asked = decision.send(bring(self.history, asked))
+                if isinstance(asked, Choice):
+                    brought = fetcher.bring(history, asked)
+                else:
+                    brought = fetcher.look(history, asked, again=guess or again)
+                asked = decision.send(brought)
         except StopIteration as end:
             return cast(Choice, end.value)
         finally:
@@ -274,7 +281,7 @@ class SelectiveLayer(OffloadLayer):
     def choose_for(self, call: AttentionCall, visible: torch.Tensor | None) -> Choice:
         """What a step attends to: of several queries (candidates) the union of their choices, up to two budgets."""
         if call.query.shape[2] == 1:
-            return self.choose(self.query_of(call.query[:, :, 0], visible))
+            return self.choose(Query(call.query[:, :, 0], self.scaling, visible, self._recent_keys))
         *others, latest = (self.query_of(states, visible) for states in call.query.unbind(2))
         choices = [*(self.choose(query, again=True) for query in others), self.choose(latest)]
         least = self.most_records(self.config, self.history.form.group_size, self.budget)  # what one may want
@@ -368,7 +375,8 @@ class SelectiveLayer(OffloadLayer):
         """Attention over what was fetched."""
         keys, values = self.history.form.split(fetched.entries)
         if self.rows.heads > 1:
-            keys, values = self.rows.unfold(keys), self.rows.unfold(values)
+            shape = -1, self.rows.heads  # as `Rows.unfold`
+            keys, values = keys.squeeze(1).unflatten(0, shape), values.squeeze(1).unflatten(0, shape)
         if call.mask is None and fetched.valid is None and call.query.shape[2] == 1:
             return call.attend(keys, values, None)
         return call.attend(keys, values, gathered_mask(call, self.history, choice, fetched))
@@ -377,10 +385,19 @@ class SelectiveLayer(OffloadLayer):
 
     def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
         """Start reading what a guessed query (B, H, D) chooses and no tier holds. A guess that fails is dropped."""
-        if self._sparse() and self.can_choose() and not self.widened:
-            account = self.shared.storage.account
-            with account.not_sparing(), without_autocast(states.device), contextlib.suppress(OSError, BudgetError):
-                self.ahead(self.choose(self.query_of(states, visible), guess=True))  # it may ask to look at something
+        selecting, device = self.selecting, states.device
+        if selecting is None or selecting.widened or not self._sparse() or not self.can_choose():
+            return
+        account, on = self.shared.storage.account, torch.is_autocast_enabled
+        sparing, account.sparing = account.sparing, False
+        try:
+            with without_autocast(device) if on(device.type) or on("cpu") else NOTHING:
+                query = Query(states, self.scaling, visible, self._recent_keys)
+                self._ahead(self.choose(query, guess=True))  # it may ask to look at something
+        except (OSError, BudgetError):
+            pass
+        finally:
+            account.sparing = sparing
 
     def prefetch_again(self) -> None:
         """Start reading what the last step chose and no tier holds: most of it is chosen again."""
@@ -398,14 +415,18 @@ class SelectiveLayer(OffloadLayer):
         return self.selecting is not None and self.selecting.worthwhile
 
     def _sparse(self) -> bool:
-        return self.selects and self.is_filled and self.state == "tagged"
+        selecting = self.selecting
+        return selecting is not None and selecting.worthwhile and self.is_filled and self.state == "tagged"
 
     def ahead(self, choice: Choice) -> None:
         """Read ahead for this layer's next gather. A guess that fails is dropped."""
         with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
             if not self.widened:
-                fetcher = self.fetcher
-                fetcher.ahead(self.history, choice, None if choice is fetcher.latest else fetcher.latest)
+                self._ahead(choice)
+
+    def _ahead(self, choice: Choice) -> None:
+        fetcher = self.fetcher
+        fetcher.ahead(self.history, choice, None if choice is fetcher.latest else fetcher.latest)
 
     def drop_ahead(self) -> None:
         """Wait for what is read ahead; nobody comes for it."""

@@ -97,12 +97,11 @@ class Shared:
         except Exception as failed:
             error.add_note(f"what the step had added is not taken back yet: {failed}")
 
-    def check_front(self, layer_idx: int, length: int) -> None:
-        """Layers of one forward are updated in order and all hold the same before it: else one was interrupted."""
-        if self.front is not None and layer_idx > self.front[0] and length != self.front[1]:
-            self.storage.torn = True
-            self.check_open()
-        self.front = (layer_idx, length)
+    def differ(self) -> None:
+        """Layers of one forward are updated in order and all hold the same before it; these do not: one was
+        interrupted. Raises `RuntimeError`."""
+        self.storage.torn = True
+        self.check_open()
 
     def check_seam(self) -> None:
         """Raise when keys that stand for a history were handed out and no attention of ours saw them."""

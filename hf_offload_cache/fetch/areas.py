@@ -10,6 +10,7 @@ import torch
 
 from ..memory.account import MemoryAccount, lasting_empty
 from ..stores.base import aligned_empty
+from .choice import Extents
 
 # Copies of rows by index
 
@@ -144,15 +145,19 @@ class View:
             payloads = memory[: rows * stride * form.payload_width].view(rows * stride, form.payload_width)
             self.entries = payloads.view(rows, stride * form.group_size, form.entry_width)
             self.payloads = ByteRows(payloads)
+        self.entry_rows: ByteRows | None = None
+        """`entries` as rows of one entry each, once somebody wants them."""
         self.target = (np.arange(rows)[:, None] * stride + np.arange(width)).reshape(-1)
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A view that holds the records (rows, width) that someone wanted to look at, until the view is asked for anew."""
+    """A view that holds the records of units that someone wanted to look at, until the view is asked for anew."""
 
     by: object
-    records: np.ndarray
+    units: np.ndarray
+    extents: Extents
+    """Where the units lie that were wanted, as long as nothing changes."""
     view: View
     resident: int
     """How many were in a tier before, and how many more had been read ahead."""
@@ -218,9 +223,14 @@ class Areas:
 
     def borrow_ahead(self, nbytes: int, device: torch.device) -> Staging | None:
         """As `borrow`; None where as many are lent as may be, or there is no memory: reading ahead is never needed."""
-        free = any(area.fits(nbytes, device) for area in self._free)
-        if self._lent >= self._most_ahead or not (free or self._account.has_room(nbytes * Staging.sides(device.type))):
+        if self._lent >= self._most_ahead:
             return None
+        for area in self._free:
+            if area.nbytes >= nbytes and area.device == device:
+                break
+        else:
+            if not self._account.has_room(nbytes * Staging.sides(device.type)):
+                return None
         area = self.borrow(nbytes, device)
         self._lent += 1
         return area

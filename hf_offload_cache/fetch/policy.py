@@ -124,11 +124,15 @@ class MostUsed:
             self._grow(last)
         self._uses[records] += self._one
         if wanted:
-            self._age()
+            self._one /= self._KEEPS
+            if self._one > 1e20:
+                self._uses /= self._one
+                self._one = 1.0
         worth, slots = self._worth(np.concatenate([self._record_in, records])), self._record_in.size
         lie, come = np.where(self._record_in < 0, -1, worth[:slots]), worth[slots:]
         lie[in_use] = np.inf
-        lie[self._reserved()] = np.inf
+        if self._reserved is not None:
+            lie[self._reserved()] = np.inf
         count = min(records.size, lie.size)
         best = np.argsort(-come, kind="stable")[:count]
         least = np.argsort(lie, kind="stable")[:count]
@@ -141,9 +145,8 @@ class MostUsed:
         """What decides which of records stay; -1: anything."""
         return self._uses[records]
 
-    def _reserved(self) -> np.ndarray:
-        """Slots that are not given up in this step."""
-        return np.empty(0, dtype=np.int64)
+    _reserved: Callable[[], np.ndarray] | None = None
+    """Gives the slots that are not given up in this step; None: there are none."""
 
     def renewed(self, slots: np.ndarray) -> None:
         """Changes nothing."""
@@ -163,13 +166,6 @@ class MostUsed:
         grown = np.zeros(max(record + 1, size * 5 // 4), dtype=np.float32)
         grown[:size] = self._uses
         self._uses = grown
-
-    def _age(self) -> None:
-        self._one /= self._KEEPS
-        if self._one > 1e20:
-            self._uses /= self._one
-            self._one = 1.0
-
 
 class ClusterAligned(MostUsed):
     """Aligned with clusters (DynaKV, section 6.2): small ones first, and what was lately written anew stays.

@@ -69,7 +69,16 @@ class Ticket:
             self._log.process.check("this read")
         start = time.perf_counter()
         if self.transfers and self.error is None:
-            self._finish()
+            try:
+                if self._writes.closed and not self.transfers[0].runs:
+                    raise CacheClosedError("the read was cancelled: the cache was closed")
+                for transfer in self.transfers:
+                    transfer.finish()
+            except Exception as error:
+                self._give_up(error)
+            else:
+                self._log.end(self)
+                self.transfers, self.out = [], None
         if self._writes.unsettled and self.error is None and not self._guess and (store := self._store()) is not None:
             self.fail(self._writes.take_failure(store))
         if self.error is not None:
@@ -78,7 +87,10 @@ class Ticket:
 
     def done(self) -> bool:
         """Whether `wait` would return or raise without reading or blocking."""
-        return all([transfer.done() for transfer in self.transfers])  # a list: each is looked at
+        ended = True
+        for transfer in self.transfers:  # each is looked at
+            ended = transfer.done() and ended
+        return ended
 
     def fail(self, error: BaseException | None) -> None:
         """`wait` raises `error`, if it is the first."""
@@ -101,21 +113,16 @@ class Ticket:
         """Nothing is under way any more: hold neither transfers nor memory."""
         self.transfers, self.out = [], None
 
-    def _finish(self) -> None:
+    def _give_up(self, error: Exception) -> None:
+        """The read has failed: nothing of it goes on, or the device is stalled."""
+        self.fail(error)
         try:
-            if self._writes.closed and not self.transfers[0].runs:
-                raise CacheClosedError("the read was cancelled: the cache was closed")
-            for transfer in self.transfers:
-                transfer.finish()
-        except Exception as error:
-            self.fail(error)
-            try:
-                if isinstance(error, StalledError):
-                    raise
-                self.cancel()
-            except StalledError as stalled:
-                self.stalled, self._log.interrupted_by = True, stalled
-                return  # still under way: the log looks after it
+            if isinstance(error, StalledError):
+                raise error
+            self.cancel()
+        except StalledError as stalled:
+            self.stalled, self._log.interrupted_by = True, stalled
+            return  # still under way: the log looks after it
         self._log.end(self)
         self.transfers, self.out = [], None
 

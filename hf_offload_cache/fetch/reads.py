@@ -84,7 +84,9 @@ class AreaReads:
                 if link is not None:
                     come = link.split(history, records, importance, area, ahead)
                 if come is None:
-                    return AreaRead(records, area, ahead, self._begin(history, records, area, ahead))
+                    rows = area.host_rows(records.size, history.form.record_bytes)
+                    ticket = self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
+                    return AreaRead(records, area, ahead, ticket)
                 assert link is not None
                 return self._read_both(link, history, records, area, ahead, come)
         except StalledError:  # it may still write to the area
@@ -136,7 +138,10 @@ class AreaReads:
         try:
             if read.come is None:
                 assert read.ticket is not None
-                self._storage.wait_for(read.ticket, self._layer_idx)
+                if self._storage.timeline.on:
+                    self._storage.wait_for(read.ticket, self._layer_idx)
+                else:
+                    self._storage.counters.stall_seconds += read.ticket.wait()
                 into.put(target, read.area.payloads(read.records.size, history.form), rows)
             else:
                 self._finish_both(history, read, read.come, into, target, np.arange(read.records.size)[rows])
@@ -308,7 +313,7 @@ class Missing:
 
     def begin_ahead(
         self, history: Source, choice: Choice, room: int, records: np.ndarray, importance: Importance,
-        others: Callable[[], np.ndarray] | None,
+        others: Callable[[], tuple[np.ndarray, Importance]] | None,
     ) -> None:  # fmt: skip
         """Start to read at most `room` distinct `records`, ascending, for a `choice`, and of `others` as far as there
         is room. Does nothing where no area is free. What it raises has changed nothing."""
@@ -319,7 +324,7 @@ class Missing:
             return
         records, importance = records[:room], None if importance is None else importance[:room]
         if others is not None and records.size < room:
-            more = others()
+            more = others()[0]
             if records.size:
                 more = more[~among(more, records)[0]]
             records = np.concatenate([records, more[: room - records.size]])
@@ -359,16 +364,14 @@ class Missing:
         each = np.arange(records.size) if which is None else which
         here = ready[each]
 
-        def part(some: np.ndarray) -> tuple[np.ndarray, Importance]:
-            return records[some], None if importance is None else importance[some]
-
         def fill(read: AreaRead, some: np.ndarray) -> None:
-            places, (wanted, matter) = some[each], part(some)
-            self._reads.fill(
-                history, view.payloads, target[places], wanted, some.cumsum()[each[places]] - 1, read, matter
-            )
+            places, matter = some[each], None if importance is None else importance[some]
+            which = some.cumsum()[each[places]] - 1
+            self._reads.fill(history, view.payloads, target[places], records[some], which, read, matter)
 
-        read_now = None if ready.all() else self._begin(history, *part(~ready), room)
+        read_now = None
+        if not ready.all():
+            read_now = self._begin(history, records[~ready], None if importance is None else importance[~ready], room)
         take_resident(resident, view)
         try:
             landed = self._land(history, view, target[here], row[each[here]])
@@ -379,7 +382,8 @@ class Missing:
         if read_now is not None:
             fill(read_now, ~ready)
         if not landed:
-            fill(self._begin(history, *part(ready), room), ready)
+            matter = None if importance is None else importance[ready]
+            fill(self._begin(history, records[ready], matter, room), ready)
         return int(np.count_nonzero(here)) if landed else 0
 
     def _begin(self, history: Source, records: np.ndarray, importance: Importance, room: int) -> AreaRead:

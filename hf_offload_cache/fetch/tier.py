@@ -255,7 +255,8 @@ def kept_of(form: Any, recent: torch.Tensor, view: View, valid: np.ndarray, area
     entries[:, chosen:] = recent
     from_rows = (np.arange(rows)[:, None] * whole + places).reshape(-1)
     into_rows = (np.arange(rows)[:, None] * entries.shape[1] + np.arange(chosen)).reshape(-1)
-    source = ByteRows(view.entries.view(-1, form.entry_width))
+    if (source := view.entry_rows) is None:
+        source = view.entry_rows = ByteRows(view.entries.view(-1, form.entry_width))
     ByteRows(entries.view(-1, form.entry_width)).put(into_rows, source, from_rows)
     if there is not None:
         entries[:, :chosen][torch.from_numpy(~there).to(entries.device)] = 0

@@ -20,15 +20,10 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def autocast_is_on(device: torch.device) -> bool:
-    """Whether `without_autocast` changes something in this thread: seldom, and asked in every layer of a step."""
-    kind = device.type
-    return torch.is_autocast_enabled("cpu") or (kind != "cpu" and torch.is_autocast_enabled(kind))
-
-
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """In it, operations of this thread have the type of their arguments: on `device`, and on the processor, where some
-    of what a device attends to is chosen."""
+    of what a device attends to is chosen. What runs in every layer of a step asks before whether it is on, which it
+    seldom is."""
     on = [kind for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)]
     return _off(on) if on else nullcontext()
 

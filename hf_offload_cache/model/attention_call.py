@@ -24,8 +24,8 @@ _UNTRACED: list[Any] = []  # what was decorated, in the order of the modules: no
 
 
 def untraced(function: Function) -> Any:
-    """`function`, with an attribute `outside`: the same, but a graph that is being traced breaks at it, once `ready` was
-    called. `function`, or whoever calls it, asks `torch.compiler.is_dynamo_compiling()` and calls that one then.
+    """`function`, with an attribute `outside`: the same, but a graph that is being traced breaks at it, once `ready`
+    was called. `function`, or whoever calls it, asks `torch.compiler.is_dynamo_compiling()`, and calls that one then.
 
     `torch.compiler.disable` alone costs ten calls at each of its own even where nothing is compiled, and brings the
     compiler in when a module is imported; a wrapper that asks costs one in every layer of a step.

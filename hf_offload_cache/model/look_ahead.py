@@ -277,10 +277,14 @@ class LookAhead:
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         """Before a block, with the stream (B, q, hidden)."""
-        sight = self.sights.setdefault(layer_idx, Sight())
-        self._drop_normed()
-        self._release(sight.residual)  # of a step that did not end
-        sight.residual = None
+        sight = self.sights.get(layer_idx)
+        if sight is None:
+            sight = self.sights[layer_idx] = Sight()
+        if self._normed is not None:
+            self._drop_normed()
+        if sight.residual is not None:  # of a step that did not end
+            self._release(sight.residual)
+            sight.residual = None
         sight.residual = self._copy(hidden)
         if sight.block is None:
             sight.block = weakref.ref(block)
@@ -289,7 +293,9 @@ class LookAhead:
         self, layer_idx: int, attention: torch.nn.Module, hidden: torch.Tensor, rotary: Any
     ) -> None:
         """Before a block's attention, with the normed stream (B, q, hidden) and the rotary cosines and sines."""
-        sight = self.sights.setdefault(layer_idx, Sight())
+        sight = self.sights.get(layer_idx)
+        if sight is None:
+            sight = self.sights[layer_idx] = Sight()
         if sight.attention is None:
             sight.attention = weakref.ref(attention)
         sight.rotary = rotary if isinstance(rotary, tuple) and len(rotary) == 2 else None

@@ -137,13 +137,8 @@ class Seam:
             if cache.timeline.on:
                 cache.timeline.end_step()
             return changed
-        if cache.watches_blocks:
-            self._in_block(cache, module, args, kwargs, output)
-        return None
-
-    def _in_block(
-        self, cache: Attachable, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
-    ) -> None:
+        if not cache.watches_blocks:
+            return None
         timeline, layer_idx = cache.timeline, self.layer_idx
         if self.verb == "leave_attention":
             if timeline.on:
@@ -151,7 +146,7 @@ class Seam:
             cache.leave_attention(layer_idx, output[0] if isinstance(output, tuple) else output)
             if timeline.on:
                 timeline.enter_rest(layer_idx)
-            return
+            return None
         hidden = args[0] if args else kwargs.get("hidden_states")
         if isinstance(hidden, torch.Tensor) and hidden.ndim == 3:
             if self.verb == "enter_block":
@@ -162,6 +157,8 @@ class Seam:
                 if timeline.on:
                     timeline.enter_attention(layer_idx)
                 cache.enter_attention(layer_idx, module, hidden, kwargs.get("position_embeddings"))
+        return None
+
 
 Hooks = list[tuple[Seam, RemovableHandle]]
 """Seams that are on, each with what takes it off."""

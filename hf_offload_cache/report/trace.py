@@ -23,7 +23,7 @@ from ..errors import ConfigError
 # What a cache says about when it does what. Without `trace` nobody listens, and saying it costs next to nothing
 
 NOTHING = nullcontext()
-"""A span that nobody listens to: `with timeline.span(...) if timeline.on else NOTHING:` costs the decode path no call."""
+"""A span that nobody listens to: `with timeline.span(...) if timeline.on else NOTHING:` makes no call."""
 
 
 class Timeline:

@@ -201,7 +201,7 @@ class AbstractTreeLayer(SelectiveLayer):
             self.following.begin_look()
 
     def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
-        if not self.widened and not self._has_all():
+        if not self._has_all():
             super().prefetch_for(states, visible)
 
     @classmethod

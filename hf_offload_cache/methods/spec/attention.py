@@ -154,12 +154,12 @@ class MixedAttention:
         it each token of the copy has, summed over the query heads of each key head: (B, Hk, tokens) float32, of each of
         the queries `asked`. After the `last` call there is no other."""
         scores, none = self._scores if last else self._scores.clone(), self._copy.tokens
-        parts = [scores.new_zeros(*scores.shape[:2], 0, dtype=torch.int64)], [self._keys[:, :, :0]], list[torch.Tensor]()
+        parts = [scores.new_zeros(*scores.shape[:2], 0, dtype=torch.int64)], [self._keys[:, :, :0]], [self._values]
         for one in replaced:
-            for part, of_one in zip(parts, (one.tokens, one.keys, one.values), strict=True):
-                part.append(of_one)
-        tokens, keys = torch.cat(parts[0], 2), torch.cat(parts[1], 2)
-        values = torch.cat([*parts[2], self._values], 2).float()
+            parts[0].append(one.tokens)
+            parts[1].append(one.keys)
+            parts[2].insert(-1, one.values)
+        tokens, keys, values = torch.cat(parts[0], 2), torch.cat(parts[1], 2), torch.cat(parts[2], 2).float()
         places = tokens.masked_fill(tokens < 0, none)
         every = places[:, :, None].expand(-1, -1, scores.shape[2], -1)
         own = self._states @ keys.float().transpose(2, 3)

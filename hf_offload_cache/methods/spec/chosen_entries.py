@@ -15,8 +15,8 @@ from ...fetch.areas import Areas
 from ...fetch.choice import Choice, Source
 from ...fetch.fetcher import Fetcher
 from ...fetch.storage import Storage
-from ...kernels.on_a_device import has_kernels
 from ...history.records import places_within
+from ...kernels.on_a_device import has_kernels
 from ...memory.account import MemoryAccount, lasting_empty
 
 
