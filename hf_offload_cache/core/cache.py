@@ -220,15 +220,12 @@ class OffloadCache(Cache):
         seconds = None if step is None or step.started is None else time.perf_counter() - step.started
         storage.counters.end_step(seconds, storage.prefetcher.seconds_in_flight)
         if not self.config.exact and contents.tokens.length:
-            warning = sparse_warning(contents.offloaded, self.warnings, self._model)
-            if warning is not None:
-                self._say(warning)
+            self._say(sparse_warning(contents.offloaded, self.warnings, self._model))
         if step is None or step.tokens > 1:
             contents.settle_kept()
         if step is None or not step.selects or self.shared.books_changed or contents.kept:
             contents.account_live()
-        if self.timeline.on:
-            storage.show_counters()
+        storage.show_counters()
         return None
 
     def wants_blocks(self) -> bool:

@@ -79,7 +79,8 @@ class Contents:
 
     def lengths(self) -> list[int]:
         """Tokens a sequence that each layer holds which has a length."""
-        lengths = []
+        lengths = list[int]()
+        layer: Any
         for layer in self.with_length:
             offloaded = isinstance(layer, OffloadLayer) and layer.is_filled
             lengths.append(layer.history.length if offloaded else layer.get_seq_length())

@@ -19,9 +19,8 @@ class Policy(Protocol):
         that get a slot, and distinct slots (int32) for them, none of those `in_use`. They are `wanted` by a step, which
         takes from the slots in use, or were written anew after it."""
 
-    used: Callable[[np.ndarray], None] | None
-    """Told of slots whose content was wanted again, several times in a step where several rows want it; None: it does
-    not ask."""
+    def used(self, slots: np.ndarray) -> None:
+        """What lies in these slots was wanted again; several times in a step where several rows want it."""
 
     def renewed(self, slots: np.ndarray) -> None:
         """What lies in these slots was written anew, here and in the store."""
@@ -65,15 +64,13 @@ class FirstIn:
         order = self._order
         used = np.zeros(order.size, dtype=bool)
         used[in_use] = True
-        free = ~used[order]
-        slots = order[free][: records.size]
+        slots = order[~used[order]][: records.size]
         if slots.size:
-            used[slots] = True
-            self._order = np.concatenate([order[~used[order] | ~free], slots])
+            self.put_last(slots)
         return np.arange(records.size - slots.size, records.size), slots
 
-    used = None
-    """What counts is when a slot was filled."""
+    def used(self, slots: np.ndarray) -> None:
+        """Changes nothing: what counts is when a slot was filled."""
 
     def renewed(self, slots: np.ndarray) -> None:
         """Changes nothing."""
@@ -83,6 +80,11 @@ class FirstIn:
         chosen[slots] = True
         self._order = np.concatenate([slots, self._order[~chosen[self._order]]])
 
+    def put_last(self, slots: np.ndarray) -> None:
+        """Let these slots be the last to be filled anew."""
+        chosen = np.zeros(self._order.size, dtype=bool)
+        chosen[slots] = True
+        self._order = np.concatenate([self._order[~chosen[self._order]], slots])
 
 
 class MostUsed:
@@ -128,8 +130,8 @@ class MostUsed:
             if self._one > 1e20:
                 self._uses /= self._one
                 self._one = 1.0
-        worth, slots = self._worth(np.concatenate([self._record_in, records])), self._record_in.size
-        lie, come = np.where(self._record_in < 0, -1, worth[:slots]), worth[slots:]
+        worth, size = self._worth(np.concatenate([self._record_in, records])), self._record_in.size
+        lie, come = np.where(self._record_in < 0, -1, worth[:size]), worth[size:]
         lie[in_use] = np.inf
         if self._reserved is not None:
             lie[self._reserved()] = np.inf
@@ -166,6 +168,7 @@ class MostUsed:
         grown = np.zeros(max(record + 1, size * 5 // 4), dtype=np.float32)
         grown[:size] = self._uses
         self._uses = grown
+
 
 class ClusterAligned(MostUsed):
     """Aligned with clusters (DynaKV, section 6.2): small ones first, and what was lately written anew stays.

@@ -24,7 +24,7 @@ class SlotTable:
     changes nothing here.
 
     Attributes:
-        used: to be called with slots (int32) whose content was wanted again; None: the policy does not ask.
+        used: to be called with slots (int32) whose content was wanted again.
         renewed: with those whose content was written anew.
     """
 
@@ -166,8 +166,7 @@ class SlotTier:
 
     def take(self, slots: np.ndarray, out: ByteRows, target: np.ndarray) -> None:
         out.put(target, self._rows, slots)
-        if (used := self._table.used) is not None:
-            used(slots)
+        self._table.used(slots)
 
     def keep(self, records: np.ndarray, in_use: np.ndarray, source: ByteRows, rows: np.ndarray) -> None:
         taken, slots = self._table.insert(records, in_use)

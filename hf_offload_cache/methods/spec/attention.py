@@ -115,12 +115,12 @@ class MixedAttention:
         held = self._scores[..., :-1]
         copy.scores(self._states, held)
         if softcap is not None:
-            self._cap(held)
+            self._cap(held, softcap)
         if mask is not None:
             self._hide(held, mask[..., : copy.tokens])
         self._recent = self._states @ self._keys.float().transpose(2, 3)
         if softcap is not None:
-            self._cap(self._recent)
+            self._cap(self._recent, softcap)
         if mask is not None:
             self._hide(self._recent, mask[..., copy.tokens :])
         else:
@@ -135,9 +135,10 @@ class MixedAttention:
         side_by_side = form.entry_bytes + form.entry_bytes // form.dtype.itemsize * 4
         return rows * entries * (side_by_side + heads * queries * 20)
 
-    def _cap(self, scores: torch.Tensor) -> None:
-        """In place, where there is a `softcap`."""
-        scores.div_(self._softcap).tanh_().mul_(self._softcap)
+    @staticmethod
+    def _cap(scores: torch.Tensor, softcap: float) -> None:
+        """In place."""
+        scores.div_(softcap).tanh_().mul_(softcap)
 
     def _hide(self, scores: torch.Tensor, mask: torch.Tensor) -> None:
         """Apply a mask (·, 1, q, m) to scores (B, Hk, n, m)."""
@@ -164,7 +165,7 @@ class MixedAttention:
         every = places[:, :, None].expand(-1, -1, scores.shape[2], -1)
         own = self._states @ keys.float().transpose(2, 3)
         if self._softcap is not None:
-            self._cap(own)
+            self._cap(own, self._softcap)
         if self._mask is not None and self._mask.dtype != torch.bool:  # its bias is the token's
             bias = self._mask[:, :, :, : none + 1].expand(len(own), own.shape[1], -1, -1)
             bias = bias.gather(3, places[:, :, None].expand(-1, -1, self._count, -1))  # (B, Hk, q, m)
