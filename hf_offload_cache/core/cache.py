@@ -225,8 +225,8 @@ class OffloadCache(Cache):
             contents.settle_kept()
         if step is None or not step.selects or self.shared.books_changed or contents.kept:
             contents.account_live()
-        storage.show_counters()
-        return None
+        if self.timeline.on:
+            storage.show_counters()
 
     def wants_blocks(self) -> bool:
         """Whether the seams are to tell of blocks in the coming step."""
