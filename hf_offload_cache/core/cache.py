@@ -134,15 +134,16 @@ class OffloadCache(Cache):
     def prepare(self, model: PreTrainedModel) -> None:
         """What a method needs of the model before the first step; runs before the seams go on."""
 
-    def _set_layers(self, layers: list[Any]) -> None:
+    @property
+    def layers(self) -> list[Any]:
+        """Of the model: offloaded ones, and transformers' own. Changing list or attribute raises `ReadOnlyError`."""
+        return self.contents.layers  # plain Python: a compiler traces it
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
         if layers is not self.contents.layers:
             refuse_layers()
 
-    layers = property(
-        attrgetter("contents.layers"), _set_layers, None,  # transformers asks for it several times a step
-        "One for each layer of the model: offloaded ones, and transformers' own. Neither the list nor this attribute "
-        "can be changed: that raises `ReadOnlyError`.",
-    )  # fmt: skip
     offloaded: list[OffloadLayer] = property(attrgetter("contents.offloaded"))  # type: ignore[assignment]
     """The layers whose history lies in a store."""
 
