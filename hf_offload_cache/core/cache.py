@@ -196,8 +196,7 @@ class OffloadCache(Cache):
         check_uses_cache(own, kwargs)
         contents.check_intact(attach.intact(own.ref() or model))  # the step may be a part's
         lengths = contents.lengths()
-        held = max(lengths, default=contents.tokens.length)
-        if not held:
+        if not (held := max(lengths, default=contents.tokens.length)):
             self.begin_context()
         step = contents.begin(kwargs, lengths, held, self._rows_of_ids)
         if step is not None:
