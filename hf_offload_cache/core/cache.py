@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -136,19 +137,16 @@ class OffloadCache(Cache):
 
     @property
     def layers(self) -> list[Any]:
-        """One for each layer of the model: offloaded ones, and transformers' own. Neither the list nor this attribute
-        can be changed: that raises `ReadOnlyError`."""
-        return self.contents.layers
+        """Of the model: offloaded ones, and transformers' own. Changing list or attribute raises `ReadOnlyError`."""
+        return self.contents.layers  # plain Python: a compiler traces it
 
     @layers.setter
     def layers(self, layers: list[Any]) -> None:
         if layers is not self.contents.layers:
             refuse_layers()
 
-    @property
-    def offloaded(self) -> list[OffloadLayer]:
-        """The layers whose history lies in a store."""
-        return self.contents.offloaded
+    offloaded: list[OffloadLayer] = property(attrgetter("contents.offloaded"))  # type: ignore[assignment]
+    """The layers whose history lies in a store."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any, Any]]:
         """As a `DynamicCache`: keys, values and sliding window of each layer, brought back whole one after another."""
@@ -170,8 +168,10 @@ class OffloadCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Cache.update`; raises `CacheClosedError` on a closed cache, whatever the kind of layer, and `BudgetError`
         beyond what was planned."""
+        if torch.compiler.is_dynamo_compiling():
+            return OffloadCache.update.outside(self, key_states, value_states, layer_idx, *args, **kwargs)
         layer, step = self._by_index.get(layer_idx), self.shared.step
-        if step is None or (layer is not None and layer.length != step.history):
+        if step is None or (layer is not None and (layer.history.length if layer.is_filled else 0) != step.history):
             self.shared.check_open()  # another model has no seams, or none that tell this cache of a step
             check_model(self._model, self._model.stranger())
         if layer is None:
@@ -191,41 +191,43 @@ class OffloadCache(Cache):
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Before the model's forward: check that the step continues what is held, start the clock."""
-        contents = self.contents
+        contents, own = self.contents, self._model
         self.shared.check_open()
-        check_model(self._model, model)
-        check_uses_cache(self._model, kwargs)
-        contents.check_intact(attach.intact(self._model() or model))  # the step may be a part's
+        check_model(own, model)
+        check_uses_cache(own, kwargs)
+        contents.check_intact(attach.intact(own.ref() or model))  # the step may be a part's
         lengths = contents.lengths()
-        if not max(lengths, default=contents.tokens.length):
+        if not (held := max(lengths, default=contents.tokens.length)):
             self.begin_context()
-        step = contents.begin(kwargs, lengths, self._rows_of_ids)
+        step = contents.begin(kwargs, lengths, held, self._rows_of_ids)
         if step is not None:
             if self.watches_blocks is not (wanted := self.wants_blocks()):
                 self.watches_blocks = wanted
                 attach.watch_blocks(self.model, self)
-            kind = "decode" if step.selects else "prefill"
-            self.timeline.describe_step(kind, sequences=step.sequences, tokens=step.tokens, history=step.history)
+            if self.timeline.on:
+                kind = "decode" if step.selects else "prefill"
+                self.timeline.describe_step(kind, sequences=step.sequences, tokens=step.tokens, history=step.history)
         return None
 
     def end_step(self, output: Any = None) -> Any:
         """After the model's forward: keep the ids, stop the clock."""
-        contents, step = self.contents, self.shared.step
+        contents, step, storage = self.contents, self.shared.step, self.storage
         contents.conversation.end()
-        self.shared.check_seam()
+        if self.shared.unseen is not None:
+            self.shared.check_seam()
         if step is not None:
             check_was_used(self, step, contents.with_length, output)
         contents.end(step)
         seconds = None if step is None or step.started is None else time.perf_counter() - step.started
-        self.storage.counters.end_step(seconds, self.storage.prefetcher.seconds_in_flight)
+        storage.counters.end_step(seconds, storage.prefetcher.seconds_in_flight)
         if not self.config.exact and contents.tokens.length:
-            self._say(sparse_warning(self.offloaded, self.warnings, self._model()))
+            self._say(sparse_warning(contents.offloaded, self.warnings, self._model))
         if step is None or step.tokens > 1:
             contents.settle_kept()
         if step is None or not step.selects or self.shared.books_changed or contents.kept:
             contents.account_live()
-        self.storage.show_counters()
-        return None
+        if self.timeline.on:
+            storage.show_counters()
 
     def wants_blocks(self) -> bool:
         """Whether the seams are to tell of blocks in the coming step."""

@@ -79,7 +79,12 @@ class Contents:
 
     def lengths(self) -> list[int]:
         """Tokens a sequence that each layer holds which has a length."""
-        return [layer.get_seq_length() for layer in self.with_length]
+        lengths = list[int]()
+        layer: Any
+        for layer in self.with_length:
+            offloaded = isinstance(layer, OffloadLayer) and layer.is_filled
+            lengths.append(layer.history.length if offloaded else layer.get_seq_length())
+        return lengths
 
     def held(self) -> int:
         """Tokens a sequence held, whatever the kinds of layers."""
@@ -144,19 +149,27 @@ class Contents:
     def check_intact(self, intact: bool) -> None:
         """Before a forward. Raises where an earlier one was interrupted, or attention did not get its keys. `intact`:
         nobody has replaced the model's attention since the seams went on; else no interruption kept keys from it."""
+        shared = self.shared
+        if intact and shared.step is None and shared.unseen is None and self._cropped is None:
+            return
         if intact:
             self.check_whole()
-        self.shared.check_seam()
+        shared.check_seam()
         if not intact and any(layer.state == "tagged" for layer in self.offloaded):
             raise SeamLostError(SEAM_LOST)
         self.check_whole()
 
-    def begin(self, kwargs: dict[str, Any], lengths: list[int], rows_of_ids: int) -> Step | None:
-        """The step that a forward with these arguments makes: see `step.begin`. `lengths`: of the layers now."""
-        batch = next((layer.batch for layer in self.offloaded if layer.is_initialized), None)
+    def begin(self, kwargs: dict[str, Any], lengths: list[int], held: int, rows_of_ids: int) -> Step | None:
+        """The step that a forward with these arguments makes: see `step.begin`. `lengths`: of the layers now, of which
+        the largest is `held`."""
+        batch = None
+        for layer in self.offloaded:
+            if layer.is_filled:
+                batch = layer.history.rows // layer.rows.heads
+                break
         candidates = self.recording and self._prefilled and self._announced is not False
         announced, self._announced = self._announced, None if self._announced is None else False
-        self.conversation.begin(max(lengths, default=self.tokens.length))
+        self.conversation.begin(held)
         step = begin(
             kwargs, self.config, self.tokens, lengths, batch, compare=self._resumed, candidates=candidates,
             rows_of_ids=rows_of_ids,

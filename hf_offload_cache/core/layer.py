@@ -78,7 +78,8 @@ class OffloadLayer(CacheLayerMixin):
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         """`place`: which of the offloaded layers it is; None: as many are before it as layers."""
         self.name = f"layer {layer_idx}"
-        self._filled = False  # there is a history
+        self.is_filled = False
+        """There is a history; as `is_initialized`, which transformers' constructor assigns."""
         super().__init__(**kwargs)
         self.shared = shared
         self.layer_idx = layer_idx
@@ -92,9 +93,11 @@ class OffloadLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         """Hold nothing, as a new layer."""
-        self._filled = False
+        self.is_filled = False
         self.rows = Rows()
         self._sealed: Sealed | None = None
+        self._rows_moved = False
+        """Rows were selected since records that no row names were last given back."""
 
     history: History
     """What is held; there is none before the first `update`."""
@@ -108,7 +111,7 @@ class OffloadLayer(CacheLayerMixin):
 
     @keys.setter
     def keys(self, keys: torch.Tensor | None) -> None:
-        self._keep("keys", keys is None and not self._filled)
+        self._keep("keys", keys is None and not self.is_filled)
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -117,16 +120,16 @@ class OffloadLayer(CacheLayerMixin):
 
     @values.setter
     def values(self, values: torch.Tensor | None) -> None:
-        self._keep("values", values is None and not self._filled)
+        self._keep("values", values is None and not self.is_filled)
 
     @property
     def is_initialized(self) -> bool:
         """A first `update` came since construction or `reset`. Assigning another value raises `ReadOnlyError`."""
-        return self._filled
+        return self.is_filled
 
     @is_initialized.setter
     def is_initialized(self, initialized: bool) -> None:
-        self._keep("is_initialized", initialized == self._filled)
+        self._keep("is_initialized", initialized == self.is_filled)
 
     def _keep(self, name: str, same: bool) -> None:
         """transformers' constructors assign what a new layer has already; anything else is refused."""
@@ -134,7 +137,7 @@ class OffloadLayer(CacheLayerMixin):
             refuse_assignment(self.name, name)
 
     def _shown(self, part: int) -> torch.Tensor | None:
-        if not self._filled:
+        if not self.is_filled:
             return None
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not tell of writes
             return ReadOnlyTensor.of(self.whole()[part])
@@ -142,17 +145,17 @@ class OffloadLayer(CacheLayerMixin):
     @property
     def length(self) -> int:
         """Tokens a sequence."""
-        return self.history.length if self._filled else 0
+        return self.history.length if self.is_filled else 0
 
     @property
     def history_device(self) -> torch.device:
         """Where keys and values come from; the CPU where nothing is held."""
-        return self.history.device if self._filled else torch.device("cpu")
+        return self.history.device if self.is_filled else torch.device("cpu")
 
     @property
     def batch(self) -> int:
         """Sequences; 0 before the first `update`."""
-        return self.history.rows // self.rows.heads if self._filled else 0
+        return self.history.rows // self.rows.heads if self.is_filled else 0
 
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (B, Hk, T, Dk) and values of everything before token `stop` (None: all), new and contiguous."""
@@ -164,13 +167,13 @@ class OffloadLayer(CacheLayerMixin):
         `update` and attention after it, but for what a method learns of queries. They are copied. Raises as `update`;
         nothing was added then, or the cache is not to be used until `reset`."""
         self.shared.check_open()
-        if not self._filled:
+        if not self.is_filled:
             self.lazy_initialization(keys, values)
         held = self.history.length
         try:
             sealed = self.history.append(*self._kept(keys, values))
             self.shared.books_changed = True
-            self._sealed = sealed if sealed.keys else None
+            self._sealed = sealed if sealed.parts else None
             self.learn_alone()
         except BaseException:
             self.shared.storage.torn |= self.history.length != held
@@ -183,7 +186,9 @@ class OffloadLayer(CacheLayerMixin):
             keys, values = keys.detach(), values.detach()
         if not keys.dtype == values.dtype == dtype:
             keys, values = keys.to(dtype), values.to(dtype)
-        return (keys, values) if self.rows.heads == 1 else (self.rows.fold(keys), self.rows.fold(values))
+        if self.rows.heads == 1:
+            return keys, values
+        return keys.flatten(0, 1).unsqueeze(1), values.flatten(0, 1).unsqueeze(1)  # as `Rows.fold`
 
     def learn_alone(self) -> None:
         """Learn from what was sealed, though no attention has queries."""
@@ -195,11 +200,11 @@ class OffloadLayer(CacheLayerMixin):
         """As `learn`, of what came without queries."""
 
     def get_seq_length(self) -> int:
-        return self.history.length if self._filled else 0
+        return self.history.length if self.is_filled else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The full logical length, so that each step's mask covers the history, padding included."""
-        return self.length + query_length, 0
+        return (self.history.length if self.is_filled else 0) + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -210,9 +215,10 @@ class OffloadLayer(CacheLayerMixin):
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
         if tokens_to_remove > 0:  # and means the length to keep, as earlier ones did
             tokens_to_remove = min(0, tokens_to_remove - self.length)
-        if tokens_to_remove == 0 or not self._filled:
+        if tokens_to_remove == 0 or not self.is_filled:
             return
         self._sealed = None
+        self.cropped()
         freed = self.history.truncate(max(0, self.length + tokens_to_remove))
         if freed is not None:
             self.truncated(self.history.units)
@@ -220,15 +226,15 @@ class OffloadLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Make row i what row `beam_idx[i]` is now; moves no stored data, but what `settle_rows` reads."""
-        if self._filled and beam_idx.tolist() != list(range(self.batch)):
+        if self.is_filled and beam_idx.tolist() != list(range(self.batch)):
             self.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self._filled:
+        if self.is_filled:
             self.select_rows(torch.arange(self.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self._filled:
+        if self.is_filled:
             indices = torch.as_tensor(indices, device="cpu")
             self.select_rows(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
 
@@ -238,7 +244,7 @@ class OffloadLayer(CacheLayerMixin):
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make sequence i what sequence `rows[i]` is now, in every place that holds rows."""
-        self._sealed = None
+        self._sealed, self._rows_moved = None, True
         self.history.select_rows(self.rows.expand(rows))
 
     def reset(self) -> None:
@@ -253,7 +259,7 @@ class OffloadLayer(CacheLayerMixin):
 
     def close(self) -> None:
         """Give back the file and the buffers."""
-        if self._filled:
+        if self.is_filled:
             self.history.close()
             self._clear()
             del self.history
@@ -266,6 +272,9 @@ class OffloadLayer(CacheLayerMixin):
 
     def dropped(self, records: np.ndarray) -> None:
         """These records hold nothing of ours any more."""
+
+    def cropped(self) -> None:
+        """The latest tokens are about to be forgotten."""
 
     def truncated(self, units: int) -> None:
         """Only the first `units` units stay sealed."""
@@ -280,12 +289,12 @@ class OffloadLayer(CacheLayerMixin):
     @property
     def tables_nbytes(self) -> int:
         """Bytes of the books that are kept on where the history lies, and on what was written there."""
-        return self.history.tables_nbytes if self._filled else 0
+        return self.history.tables_nbytes if self.is_filled else 0
 
     @property
     def full_bytes(self) -> int:
         """What `DynamicCache` would hold for this layer now."""
-        return self.history.rows * self.length * self.history.form.entry_bytes if self._filled else 0
+        return self.history.rows * self.length * self.history.form.entry_bytes if self.is_filled else 0
 
     @property
     def replica_bytes(self) -> int:
@@ -335,7 +344,7 @@ class OffloadLayer(CacheLayerMixin):
         self._hold(self.make_history(form, keys.shape[0], keys.device))
 
     def _hold(self, history: History) -> None:
-        self.history, self._filled = history, True
+        self.history, self.is_filled = history, True
         self.dtype, self.device = history.form.dtype, history.device
 
     def update(
@@ -349,30 +358,36 @@ class OffloadLayer(CacheLayerMixin):
         `PromptError` and `StoreFullError` before anything is added; what `StoreError`s have left of it is taken
         back, or, without a forward around it, the cache is not to be used until `reset`.
         """
-        shared, storage = self.shared, self.shared.storage
+        shared, storage, kind = self.shared, self.shared.storage, key_states.device.type
         if shared.step is None or storage.torn or storage.prefetcher.interrupted_by is not None:
             shared.check_open()
         if shared.unseen is not None:
             shared.check_seam()
-        if not self._filled:
+        if not self.is_filled:
             self.lazy_initialization(key_states.detach(), value_states.detach())
         if key_states.shape[0] * self.rows.heads != self.history.rows:
             raise PromptError(
                 f"layer {self.layer_idx} holds {self.batch} sequences and was given {key_states.shape[0]}: "
                 "use a new cache, or reset(), for a batch of another size"
             )
-        if self.state == "tagged":
-            shared.check_front(self.layer_idx, self.history.length)
         held = self.history.length
+        if self.state == "tagged":
+            front = shared.front
+            if front is not None and self.layer_idx > front[0] and held != front[1]:
+                shared.differ()
+            shared.front = self.layer_idx, held
         try:
-            with without_autocast(key_states.device):
-                return self._take_in(key_states, value_states)
+            if torch.is_autocast_enabled(kind) or torch.is_autocast_enabled("cpu"):
+                with without_autocast(key_states.device):
+                    return self._take_in(key_states, value_states)
+            return self._take_in(key_states, value_states)
         except BaseException as error:
             shared.step_failed(error, taken=self.history.length != held)
             raise
 
     def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        history, guessed = self.history, self.guessed
+        history, step = self.history, self.shared.step
+        guessed = 0 if step is None else step.guessed
         keys, values = self._kept(key_states, value_states)
         if guessed:
             keys, values = keys[:, :, :-guessed], values[:, :, :-guessed]
@@ -384,7 +399,8 @@ class OffloadLayer(CacheLayerMixin):
             old_keys, old_values = self.whole()
             key_states = torch.cat([no_backward(old_keys, key_states), key_states], 2)
             value_states = torch.cat([no_backward(old_values, value_states), value_states], 2)
-        if (freed := history.sweep()) is not None:
+        if self._rows_moved and (freed := history.sweep()) is not None:
+            self._rows_moved = False
             self.dropped(freed)
         timeline = self.shared.storage.timeline
         if timeline.on:
@@ -392,11 +408,11 @@ class OffloadLayer(CacheLayerMixin):
                 sealed = history.append(keys, values)
         else:
             sealed = history.append(keys, values)
-        if sealed.keys:
+        if sealed.parts:
             self.shared.books_changed = True
         if self.state == "full":
             return key_states, value_states
-        self._sealed = sealed if sealed.keys else None
+        self._sealed = sealed if sealed.parts else None
         tag = Tag(self, whole)
         key_states, value_states = key_states.view_as(key_states), value_states.view_as(value_states)
         key_states.__dict__[TAG] = value_states.__dict__[TAG] = tag
@@ -418,21 +434,24 @@ class OffloadLayer(CacheLayerMixin):
         Called with what `update` returned in this step, once or (KV sharing) several times. An error loses the step
         and nothing else.
         """
-        self.shared.unseen = None
+        self.shared.unseen, kind = None, call.query.device.type
         try:
-            with without_autocast(call.query.device):
-                return self._attend(call)
+            if torch.is_autocast_enabled(kind) or torch.is_autocast_enabled("cpu"):
+                with without_autocast(call.query.device):
+                    return self._attend(call)
+            return self._attend(call)
         except BaseException as error:
             self.shared.step_failed(error, taken=True)
             raise
 
     def _attend(self, call: AttentionCall) -> Output:
-        tag, kwargs = call.tag, call.kwargs
+        tag, kwargs, step = getattr(call.key, TAG, None), call.kwargs, self.shared.step
         assert tag is not None
-        replaceable = call.replaceable(self.history.length + self.guessed)
+        replaceable = call.replaceable(self.history.length + (0 if step is None else step.guessed))
         self.state = "tagged" if replaceable and self.state != "full" else "full"
         sealed, self._sealed = self._sealed, None
-        step = self.shared.step or Step.alone(self.batch, self.length - call.key.shape[2], call.key.shape[2])
+        if step is None:
+            step = Step.alone(self.batch, self.length - call.key.shape[2], call.key.shape[2])
         if sealed is not None and replaceable:
             with self.shared.storage.timeline.span("summarise", self.layer_idx):
                 self.learn(sealed, call, step)
@@ -441,7 +460,7 @@ class OffloadLayer(CacheLayerMixin):
             if not tag.whole:
                 keys, values = self.joined(call)
             return call.run(keys, values, call.mask)
-        if self.shared.attend_prompt is not None and call.num_queries > 1:
+        if self.shared.attend_prompt is not None and call.query.shape[2] > 1:
             return self.shared.attend_prompt(self, call)
         return self.exact(call) if tag.whole or not step.selects else self.decode(call, step)
 
@@ -456,7 +475,7 @@ class OffloadLayer(CacheLayerMixin):
         alone.
         """
         dtype, before = self.history.form.dtype, self.before(call)
-        if call.tag is not None and call.tag.whole:
+        if (tag := call.tag) is not None and tag.whole:
             return call.run(call.key, call.value, call.mask)
         if before + call.key.shape[2] <= self.config.block_tokens:
             return call.run(*self.joined(call), call.mask)
@@ -502,7 +521,7 @@ class OffloadLayer(CacheLayerMixin):
 
     def freeze(self) -> Sequence[FreezableStore]:
         """See `History.freeze`; nothing for a layer that holds nothing. What no row names any more is given up."""
-        if not self._filled:
+        if not self.is_filled:
             return ()
         if (freed := self.history.sweep(always=True)) is not None and len(freed):
             self.dropped(freed)
@@ -510,13 +529,13 @@ class OffloadLayer(CacheLayerMixin):
 
     def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
         """See `History.live`; `parts` are what `freeze` gave."""
-        return self.history.live(parts) if self._filled else []
+        return self.history.live(parts) if self.is_filled else []
 
     def capture(self) -> dict[str, Any]:
         """All that is held beside the records, as a tree of values and tensors for `restore`; valid until the next
         change, and not to be changed."""
         state = "unknown" if self.config.exact == "bitwise" else self.state
-        tree = {"state": state, "history": self.history.capture() if self._filled else None}
+        tree = {"state": state, "history": self.history.capture() if self.is_filled else None}
         return {**tree, "heads": self.rows.heads} if self.heads_apart else tree
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:

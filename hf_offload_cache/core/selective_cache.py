@@ -244,7 +244,8 @@ class SelectiveCache(OffloadCache):
             self._queue_for = 0
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
-        super().enter_block(layer_idx, block, hidden)
+        if (step := self.shared.step) is not None:
+            step.entered = True
         if self.look_ahead is not None:
             self.look_ahead.enter_block(layer_idx, block, hidden)
 
@@ -254,11 +255,11 @@ class SelectiveCache(OffloadCache):
 
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
         """After a layer's attention: the next layer, if it selects, fetches what it will probably want."""
-        step, following = self.shared.step, self._selective.get(layer_idx + 1)
+        step, following, selecting = self.shared.step, self._selective.get(layer_idx + 1), self.selecting
         if following is None or step is None or not step.selects or step.tokens > 1 or not self._pace.first:
             return
-        if self.look_ahead is None or following.widened or not following.selects:  # nothing is read ahead there
-            return
+        if self.look_ahead is None or selecting is None or selecting.widened or not selecting.worthwhile:
+            return  # nothing is read ahead
         if self.timeline.on:
             with self.timeline.span("look ahead", layer_idx + 1):
                 self.read_ahead(following, output)

@@ -25,6 +25,7 @@ from ..memory.dry_run import DryRun
 from ..model.attention_call import AttentionCall
 from ..model.place import no_backward
 from ..predictors.base import Learner, Predictor, Query
+from ..report.trace import NOTHING
 from ..stores.base import FreezableStore
 from .layer import OffloadLayer, Output
 from .plan import LayerKind
@@ -40,7 +41,7 @@ def gathered_mask(call: AttentionCall, history: History, choice: Choice, fetched
     Columns of the model's mask (None: causal, aligned at the lower right), hidden where there is no entry.
     """
     batch, length, device = call.query.shape[0], history.length, history.device
-    if call.mask is None and call.num_queries == 1 and fetched.valid is not None:  # all that is there is visible
+    if call.mask is None and call.query.shape[2] == 1 and fetched.valid is not None:  # all that is there is visible
         seen = np.pad(fetched.valid, ((0, 0), (0, history.recent.shape[1])), constant_values=True)
         return _of_query_heads(call, torch.from_numpy(seen).to(device).unflatten(0, (batch, -1))[:, :, None])
     places = fetched.of_chosen(history.positions(choice.units))
@@ -81,8 +82,9 @@ class SelectiveLayer(OffloadLayer):
         super().__init__(shared, layer_idx, place, **kwargs)
         self.selecting: Selecting | None = None
         """Set by the cache; None: the cache is exact, and nothing is learnt."""
-        self.watch_query: Callable[[int, torch.Tensor], None] | None = None
-        """Told the layer's index and queries (B, H, q, D) of each call of attention; set by the cache."""
+        self.watch_query: Callable[[int, torch.Tensor], object] | None = None
+        """Told the layer's index and queries (B, H, q, D) of each call of attention, until it gives True; set by the
+        cache."""
         self.lesson: dict[str, Any] | None = None
         """Fitted state from elsewhere for the queries of what this layer is about to be given: see `Learner.lesson`."""
         self.refused: str | None = None
@@ -93,7 +95,7 @@ class SelectiveLayer(OffloadLayer):
         super()._clear()
         self.predictor: Learner | None = None
         self._fetcher: Fetcher | None = None
-        self._capacity, self._budget = -1, (-1, 0, 0)
+        self._capacity, self._budget = -1, (-1, -1, -1, 0)
         self._made_for: tuple[int, int, int] | None = None  # version of the budgets, rows, units
 
     # --- what a method is --------------------------------------------------------------------------------------
@@ -248,10 +250,13 @@ class SelectiveLayer(OffloadLayer):
         """Units a row that a query of this layer attends to, sinks included."""
         selecting = self.selecting
         assert selecting is not None
-        held, group = self.held, self.history.form.group_size
-        if self._budget[:2] != (selecting.version, held):
-            self._budget = selecting.version, held, selecting.units(self.config, group, held)
-        return self._budget[2]
+        version, length, held, units = self._budget
+        if length != self.history.length or version != selecting.version:
+            now = self.held  # changes only with the length
+            if now != held or version != selecting.version:
+                units = selecting.units(self.config, self.history.form.group_size, now)
+            self._budget = selecting.version, self.history.length, now, units
+        return units
 
     def can_choose(self) -> bool:
         """There is nothing to choose from, or the predictor has learned of all units."""
@@ -260,7 +265,11 @@ class SelectiveLayer(OffloadLayer):
 
     def query_of(self, states: torch.Tensor, visible: torch.Tensor | None) -> Query:
         """A query of states (B, H, D)."""
-        return Query(states, self.scaling, visible, lambda: self.history.form.split(self.history.recent)[0])
+        return Query(states, self.scaling, visible, self._recent_keys)
+
+    def _recent_keys(self) -> torch.Tensor:
+        """Of the tail: see `Query.recent`."""
+        return self.history.form.split(self.history.recent)[0]
 
     def choose(self, query: Query, *, guess: bool = False, again: bool = False) -> Choice:
         """The units that a query attends to; `again`: another query comes to the same keys."""
@@ -271,10 +280,13 @@ class SelectiveLayer(OffloadLayer):
         if isinstance(decision, Choice):
             return decision
         try:  # what the predictor asks to look at on the way is brought; a guess leaves it for the query to come
-            asked, look = next(decision), partial(self.fetcher.look, again=guess or again)
+            asked, fetcher = next(decision), self.fetcher
             while True:
-                bring: Any = self.fetcher.bring if isinstance(asked, Choice) else look
-                asked = decision.send(bring(self.history, asked))
+                if isinstance(asked, Choice):
+                    brought = fetcher.bring(history, asked)
+                else:
+                    brought = fetcher.look(history, asked, again=guess or again)
+                asked = decision.send(brought)
         except StopIteration as end:
             return cast(Choice, end.value)
         finally:
@@ -283,16 +295,17 @@ class SelectiveLayer(OffloadLayer):
     def choose_for(self, call: AttentionCall, visible: torch.Tensor | None) -> Choice:
         """What a step attends to: of several queries (candidates) the union of their choices, up to two budgets."""
         if call.query.shape[2] == 1:
-            return self.choose(self.query_of(call.query[:, :, 0], visible))
+            return self.choose(Query(call.query[:, :, 0], self.scaling, visible, self._recent_keys))
         *others, latest = (self.query_of(states, visible) for states in call.query.unbind(2))
         choices = [*(self.choose(query, again=True) for query in others), self.choose(latest)]
         least = self.most_records(self.config, self.history.form.group_size, self.budget)  # what one may want
         return Choice.union(choices, max(least, (1 if self.widened else 2) * self.budget))
 
     def _attend(self, call: AttentionCall) -> Output:
-        self.scaling, self.num_heads = call.scaling, call.query.shape[1]
-        if self.watch_query is not None:
-            self.watch_query(self.layer_idx, call.query)
+        query = call.query
+        self.scaling, self.num_heads = call.kwargs.get("scaling") or query.shape[-1] ** -0.5, query.shape[1]
+        if self.watch_query is not None and self.watch_query(self.layer_idx, query):
+            self.watch_query = None
         if call.query.shape[2] > 1:
             self.prompted(call)
         return super()._attend(call)
@@ -341,31 +354,33 @@ class SelectiveLayer(OffloadLayer):
         """Attention over the chosen units and the latest tokens, by the model's own function on what was gathered."""
         selecting, storage = self.selecting, self.shared.storage
         visible = None if call.mask is None else step.visible(call.mask)
-        if selecting is None or not self.selects or not self.can_choose():
+        if selecting is None or not selecting.worthwhile or not self.can_choose():
             return self.exact(call)
         if call.mask is not None and call.query.shape[2] == 1 and not step.changes(call.mask):
             call = replace(call, mask=None)
         if visible is not None:
             selecting.see_padding()
-        storage.release_stream_buffers()
+        if storage.stream_buffers:
+            storage.release_stream_buffers()
         with torch.no_grad():
             output, weights = self.attend_sparsely(call, visible)
-        return no_backward(output, call.query), weights
+        return no_backward(output, call.query) if call.query.requires_grad else output, weights
 
     def attend_sparsely(self, call: AttentionCall, visible: torch.Tensor | None) -> Output:
         """Choose, gather and attend."""
-        storage, selecting = self.shared.storage, self.selecting
+        storage, selecting, step = self.shared.storage, self.selecting, self.shared.step
         assert selecting is not None
-        with storage.timeline.span("rank", self.layer_idx):
+        timeline, layer_idx = storage.timeline, self.layer_idx
+        with timeline.span("rank", layer_idx) if timeline.on else NOTHING:
             choice = self.choose_for(call, visible)
-        with storage.timeline.span("gather", self.layer_idx):
+        with timeline.span("gather", layer_idx) if timeline.on else NOTHING:
             fetched = self.fetcher.gather(self.history, choice)
         self.fetched(choice, fetched)
         if selecting.watch is not None:
             selecting.watch(self.layer_idx, choice)
-        queries = call.query.shape[0] * (call.num_queries - self.guessed)
+        queries = call.query.shape[0] * (call.query.shape[2] - (0 if step is None else step.guessed))
         storage.counters.attend(queries, self.history.length, fetched.entries.shape[1])
-        with storage.timeline.span("attend", self.layer_idx):
+        with timeline.span("attend", layer_idx) if timeline.on else NOTHING:
             return self.combine(call, choice, fetched, visible)
 
     def combine(
@@ -374,7 +389,8 @@ class SelectiveLayer(OffloadLayer):
         """Attention over what was fetched."""
         keys, values = self.history.form.split(fetched.entries)
         if self.rows.heads > 1:
-            keys, values = self.rows.unfold(keys), self.rows.unfold(values)
+            shape = -1, self.rows.heads  # as `Rows.unfold`
+            keys, values = keys.squeeze(1).unflatten(0, shape), values.squeeze(1).unflatten(0, shape)
         if call.mask is None and fetched.valid is None and call.query.shape[2] == 1:
             return call.attend(keys, values, None)
         return call.attend(keys, values, gathered_mask(call, self.history, choice, fetched))
@@ -383,10 +399,19 @@ class SelectiveLayer(OffloadLayer):
 
     def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
         """Start reading what a guessed query (B, H, D) chooses and no tier holds. A guess that fails is dropped."""
-        if self._sparse() and self.can_choose() and not self.widened:
-            account = self.shared.storage.account
-            with account.not_sparing(), without_autocast(states.device), contextlib.suppress(OSError, BudgetError):
-                self.ahead(self.choose(self.query_of(states, visible), guess=True))  # it may ask to look at something
+        selecting, device = self.selecting, states.device
+        if selecting is None or selecting.widened or not self._sparse() or not self.can_choose():
+            return
+        account, on = self.shared.storage.account, torch.is_autocast_enabled
+        sparing, account.sparing = account.sparing, False
+        try:
+            with without_autocast(device) if on(device.type) or on("cpu") else NOTHING:
+                query = Query(states, self.scaling, visible, self._recent_keys)
+                self._ahead(self.choose(query, guess=True))  # it may ask to look at something
+        except (OSError, BudgetError):
+            pass
+        finally:
+            account.sparing = sparing
 
     def prefetch_again(self) -> None:
         """Start reading what the last step chose and no tier holds: most of it is chosen again."""
@@ -404,14 +429,18 @@ class SelectiveLayer(OffloadLayer):
         return self.selecting is not None and self.selecting.worthwhile
 
     def _sparse(self) -> bool:
-        return self.selects and self._filled and self.state == "tagged"
+        selecting = self.selecting
+        return selecting is not None and selecting.worthwhile and self.is_filled and self.state == "tagged"
 
     def ahead(self, choice: Choice) -> None:
         """Read ahead for this layer's next gather. A guess that fails is dropped."""
         with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
             if not self.widened:
-                fetcher = self.fetcher
-                fetcher.ahead(self.history, choice, None if choice is fetcher.latest else fetcher.latest)
+                self._ahead(choice)
+
+    def _ahead(self, choice: Choice) -> None:
+        fetcher = self.fetcher
+        fetcher.ahead(self.history, choice, None if choice is fetcher.latest else fetcher.latest)
 
     def drop_ahead(self) -> None:
         """Wait for what is read ahead; nobody comes for it."""
@@ -419,6 +448,9 @@ class SelectiveLayer(OffloadLayer):
             self._fetcher.drop_reads()
 
     # --- changes -----------------------------------------------------------------------------------------------
+
+    def cropped(self) -> None:
+        self._budget = -1, -1, -1, 0
 
     def truncated(self, units: int) -> None:
         if self.predictor is not None:
@@ -459,7 +491,7 @@ class SelectiveLayer(OffloadLayer):
         if type(scaling) not in (int, float) or not math.isfinite(scaling):
             raise not_whole(self.name, f"its scaling is {scaling!r:.80}")
         super().restore(tree, parts, device)
-        if self.selecting is not None and self._filled:
+        if self.selecting is not None and self.is_filled:
             self.predictor = self.make_predictor()
             if tree["predictor"] is not None:
                 self.predictor.restore({**tree["predictor"], "units": self.history.units})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,12 +53,13 @@ class Shared:
 
     def check_open(self) -> None:
         """Raises `CacheClosedError`, `ForkedProcessError`, or `RuntimeError` where the cache is broken."""
-        self.storage.check_process()
-        if self.storage.closed:
+        storage, trouble = self.storage, self.storage.prefetcher.interrupted_by
+        if storage.process.id != os.getpid():
+            storage.check_process()
+        if storage.closed:
             raise CacheClosedError("this cache is closed and its data is gone: construct a new one")
-        if not self.broken:
+        if not storage.torn and trouble is None:
             return
-        trouble = self.storage.prefetcher.interrupted_by
         if isinstance(trouble, StalledError):
             raise RuntimeError(
                 f"the device stalled in an earlier step ({trouble.strerror}), or reset() it once the device answers"
@@ -93,12 +95,11 @@ class Shared:
         except Exception as failed:
             error.add_note(f"what the step had added is not taken back yet: {failed}")
 
-    def check_front(self, layer_idx: int, length: int) -> None:
-        """Layers of one forward are updated in order and all hold the same before it: else one was interrupted."""
-        if self.front is not None and layer_idx > self.front[0] and length != self.front[1]:
-            self.storage.torn = True
-            self.check_open()
-        self.front = (layer_idx, length)
+    def differ(self) -> None:
+        """Layers of one forward are updated in order and all hold the same before it; these do not: one was
+        interrupted. Raises `RuntimeError`."""
+        self.storage.torn = True
+        self.check_open()
 
     def check_seam(self) -> None:
         """Raise when keys that stand for a history were handed out and no attention of ours saw them."""

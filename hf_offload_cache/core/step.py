@@ -152,7 +152,7 @@ def check_uses_cache(own: OwnModel, kwargs: dict[str, Any]) -> None:
     cache but not use it."""
     if kwargs.get("use_cache") is False:
         raise PromptError(USE_CACHE_IS_FALSE)
-    if own.checkpoints_gradients():
+    if own.checkpointing and own.checkpoints_gradients():
         raise UnsupportedModelError(
             f"model {type(own()).__name__} is in training mode with gradient checkpointing, which gives its layers no "
             "cache: call model.eval(), or model.gradient_checkpointing_disable(), before it runs with this cache"
@@ -163,7 +163,7 @@ def check_was_used(cache: Any, step: Step, layers: list[Any], output: Any) -> No
     """After the `step`, raise `CacheUnusedError` if none of the `layers`, which have a length, took its tokens, or if
     the output continues with another cache."""
     theirs = getattr(output, "past_key_values", None)
-    if theirs is not None and unwrapped(theirs) is not cache:
+    if theirs is not None and theirs is not cache and unwrapped(theirs) is not cache:
         raise CacheUnusedError(
             f"the model was given this cache and returned another, {type(theirs).__name__}: generate would go on with "
             "that one; run this model without this cache"
@@ -179,10 +179,13 @@ def check_was_used(cache: Any, step: Step, layers: list[Any], output: Any) -> No
     )
 
 
-def sparse_warning(layers: list[Any], warnings: list[str], model: Any) -> str | None:
+def sparse_warning(layers: list[Any], warnings: list[str], own: OwnModel) -> str | None:
     """What to say, once, of offloaded layers that cannot be sparse; None: nothing. `warnings`: those said before."""
-    dense = [layer.layer_idx for layer in layers if layer.state != "tagged"]
-    if not dense or model is None or any("cannot be sparse" in warning for warning in warnings):
+    dense = []
+    for layer in layers:
+        if layer.state != "tagged":
+            dense.append(layer.layer_idx)
+    if not dense or (model := own()) is None or any("cannot be sparse" in warning for warning in warnings):
         return None
     why = "their attention is not a plain softmax over the keys that the cache gets"
     if not attach.replaced(model):
@@ -198,7 +201,7 @@ def check_positions(positions: Any, mask: Any, held: int) -> None:
     Not for rows that hold only padding so far; and what is itself masked has no position, so that each row begins with
     its first token that is none. `mask`: (B, T), or (B, 1, q, T), or another kind, which tells nothing.
     """
-    if positions is None or positions.ndim != 2 or bool((positions[:, 0] != 0).all()):
+    if positions.ndim != 2 or bool((positions[:, 0] != 0).all()):
         return
     count = positions.shape[1]
     there = torch.ones(positions.shape, dtype=torch.bool, device=positions.device)
@@ -249,7 +252,7 @@ def padding_of(tokens: TokenLog, mask: Any, held: int, length: int, *, compare: 
 
 def check_model(own: OwnModel, other: torch.nn.Module | None) -> None:
     """Raises `PromptError` for a forward of `other`, unless that is the cache's own model, or one within the other."""
-    if other is not None and not own.includes(other):
+    if other is not None and other not in own.parts and not own.includes(other):
         mine = own()
         raise PromptError(
             f"this cache was made for {'a model that is gone' if mine is None else model_text(mine)} and was given to "
@@ -306,11 +309,14 @@ def begin(
                 f"the cache holds {batch} sequences and the model was given {sequences}: "
                 "use a new cache, or reset(), for a batch of another size"
             )
-        check_positions(kwargs.get("position_ids"), mask, history)
-    check_planned(config, sequences, history + count)
+        if (positions := kwargs.get("position_ids")) is not None:
+            check_positions(positions, mask, history)
+    if config.max_context is not None or config.max_batch is not None:
+        check_planned(config, sequences, history + count)
     told = ids is not None and ids.ndim == 2 and rows_of_ids == 1  # several codes stand for a token, else
     padding = None
-    if not isinstance(mask, torch.Tensor) or len(mask) != sequences * rows_of_ids or rows_of_ids == 1:
+    ours = not isinstance(mask, torch.Tensor) or len(mask) != sequences * rows_of_ids or rows_of_ids == 1
+    if ours and (mask is not None or tokens.padded):
         padding = padding_of(tokens, mask, history, history + count, compare=compare or count > 1)
     several = candidates and not config.exact and count <= min(MOST_CANDIDATES, config.num_recent)
     selects = history > 0 and (count == 1 or several)

@@ -84,7 +84,7 @@ class TokenLog:
         (B, t), where they are no tokens."""
         stop = at + ids.shape[1]
         self.length = min(self.length, at)
-        if stop > self._ids.shape[1] or ids.shape[0] != self.batch:
+        if stop > self._ids.shape[1] or ids.shape[0] != self._ids.shape[0]:
             self.length = self.length if ids.shape[0] == self.batch else 0
             if not self.length:
                 self._forget()

@@ -11,6 +11,7 @@ import torch
 from ..memory.account import MemoryAccount
 from ..memory.dry_run import DryRun
 from ..stores.base import aligned_empty
+from .choice import Extents
 
 # Copies of rows by index
 
@@ -52,7 +53,7 @@ class Staging:
     def __init__(self, nbytes: int, device: torch.device, account: MemoryAccount, owner: str) -> None:
         self.nbytes = nbytes
         self._cuda = device.type == "cuda"
-        self._where = device
+        self.device = device
         self._account = account
         self._owner = owner
         self._held_bytes = nbytes * self.sides(device.type)
@@ -73,7 +74,7 @@ class Staging:
 
     def fits(self, nbytes: int, device: torch.device) -> bool:
         """There is room for `nbytes` on their way to `device`."""
-        return self.nbytes >= nbytes and self._where == device
+        return self.nbytes >= nbytes and self.device == device
 
     def host_rows(self, count: int, record_bytes: int, first_byte: int = 0) -> torch.Tensor:
         """`count` records from `first_byte` on, uint8 (count, record_bytes), to read into; the same memory at each
@@ -93,7 +94,7 @@ class Staging:
         """
         part = slice(first_byte, first_byte + count * record_bytes)
         if self._cuda and count:
-            current = torch.cuda.current_stream(self._where)
+            current = torch.cuda.current_stream(self.device)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 self._device[part].copy_(self._host[part], non_blocking=True)
@@ -145,15 +146,19 @@ class View:
             payloads = memory[: rows * stride * form.payload_width].view(rows * stride, form.payload_width)
             self.entries = payloads.view(rows, stride * form.group_size, form.entry_width)
             self.payloads = ByteRows(payloads)
+        self.entry_rows: ByteRows | None = None
+        """`entries` as rows of one entry each, once somebody wants them."""
         self.target = (np.arange(rows)[:, None] * stride + np.arange(width)).reshape(-1)
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A view that holds the records (rows, width) that someone wanted to look at, until the view is asked for anew."""
+    """A view that holds the records of units that someone wanted to look at, until the view is asked for anew."""
 
     by: object
-    records: np.ndarray
+    units: np.ndarray
+    extents: Extents
+    """Where the units lie that were wanted, as long as nothing changes."""
     view: View
     resident: int
     """How many were in a tier before, and how many more had been read ahead."""
@@ -204,7 +209,7 @@ class Areas:
     def borrow(self, nbytes: int, device: torch.device) -> Staging:
         """An area of at least `nbytes` for `device`. Raises `BudgetError`."""
         for index, area in enumerate(self._free):
-            if area.fits(nbytes, device):
+            if area.nbytes >= nbytes and area.device == device:
                 del self._free[index]
                 break
         else:
@@ -216,9 +221,14 @@ class Areas:
 
     def borrow_ahead(self, nbytes: int, device: torch.device) -> Staging | None:
         """As `borrow`; None where as many are lent as may be, or there is no memory: reading ahead is never needed."""
-        free = any(area.fits(nbytes, device) for area in self._free)
-        if self._lent >= self._most_ahead or not (free or self._account.has_room(nbytes * Staging.sides(device.type))):
+        if self._lent >= self._most_ahead:
             return None
+        for area in self._free:
+            if area.nbytes >= nbytes and area.device == device:
+                break
+        else:
+            if not self._account.has_room(nbytes * Staging.sides(device.type)):
+                return None
         area = self.borrow(nbytes, device)
         self._lent += 1
         return area

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -47,11 +48,6 @@ class Fetcher:
         self.closed = self._at_work = False
         storage.account.spare(self)
 
-    def _room(self, history: Source) -> int:
-        """Records that areas are made for: no more than there will be soon."""
-        soon = records_soon(history.records)
-        return history.rows * (soon if soon < self.most_records else self.most_records)
-
     # --- ahead -------------------------------------------------------------------------------------------------
 
     @property
@@ -65,17 +61,20 @@ class Fetcher:
         Does nothing where no area is free. What it raises has changed nothing; a read that fails is dropped when the
         gather comes to it. May outlive the step.
         """
-        self.drop_ahead()
-        more = None if others is None else lambda: self._absent(history, others)[0]
-        self._missing.begin_ahead(history, choice, self._room(history), *self._absent(history, choice), more)
+        if self._missing.ahead is not None:
+            self.drop_ahead()
+        more = None if others is None else partial(self._absent, history, others)
+        room = history.rows * min(records_soon(history.records), self.most_records)
+        self._missing.begin_ahead(history, choice, room, *self._absent(history, choice), more)
 
     def _absent(self, history: Source, choice: Choice) -> tuple[np.ndarray, np.ndarray | None]:
         """The records of a choice that no tier holds, ascending, and how much each matters."""
         records = history.extents(choice.units).records.reshape(-1)
-        absent = self.not_held(records)
+        absent = records >= 0
+        for tier in self.tiers:
+            absent &= tier.locate(records) < 0
         missing, which = distinct(records[absent])
-        importance = choice.importance if self._weighs else None
-        return missing, importance_of(importance, absent, missing.size, which)
+        return missing, importance_of(choice.importance, absent, missing.size, which) if self._weighs else None
 
     def not_held(self, records: np.ndarray) -> np.ndarray:
         """Which of `records` (n,), -1: none, no tier holds: (n,) bool."""
@@ -104,91 +103,97 @@ class Fetcher:
         """
         self._at_work = True
         try:
-            return self._gather(history, choice)
+            form, recent, beside, filled = history.form, history.recent, history.beside, self._areas.filled
+            latest = recent.shape[1]
+            if filled is not None and filled.by is self and filled.units is choice.units:
+                extents = filled.extents
+            else:
+                extents = history.extents(choice.units)
+                same = filled is not None and filled.by is self
+                if filled is None or not same or not np.array_equal(filled.extents.records, extents.records):
+                    behind = latest if beside is None else latest + beside[1].shape[1]
+                    filled = self._fill_view(history, extents, choice, behind)
+            width = extents.records.shape[1]
+            there = int(np.count_nonzero(extents.records >= 0))
+            runs = extents.count is not None or extents.first is not None
+            if choice is not self.latest:
+                counters = self._storage.counters
+                counters.units_selected += there
+                counters.units_resident += filled.resident
+                counters.units_ready += filled.resident + filled.ready
+            chosen = width * form.group_size
+            plain = there == extents.records.size and choice.keep is None and not runs
+            valid = None if plain else valid_entries(choice, extents, form.group_size, there)
+            if beside is not None:
+                filled.view.entries[:, chosen : chosen + beside[1].shape[1]] = beside[0]
+                valid = np.ones((history.rows, chosen), dtype=bool) if valid is None else valid
+                valid, chosen = np.concatenate([valid, beside[1] >= 0], 1), chosen + beside[1].shape[1]
+            if choice.keep is not None or beside is not None:
+                assert valid is not None
+                fetched = kept_of(form, recent, filled.view, valid, self._areas)
+            else:
+                entries = filled.view.entries[:, : chosen + latest]
+                entries[:, chosen:] = recent
+                fetched = Fetched(entries, chosen, valid)
+            self._areas.filled, self.latest = None, choice
+            whole = filled.view.entries[:, : width * form.group_size].unflatten(1, (width, form.group_size))
+            return replace(fetched, records=whole)
         finally:
             self._at_work = False
-
-    def _gather(self, history: Source, choice: Choice) -> Fetched:
-        form, extents, recent = history.form, history.extents(choice.units), history.recent
-        width, latest, filled, beside = extents.records.shape[1], recent.shape[1], self._areas.filled, history.beside
-        if filled is None or filled.by is not self or not np.array_equal(filled.records, extents.records):
-            filled = self._fill_view(history, extents.records, choice.importance)
-        there = int(np.count_nonzero(extents.records >= 0))
-        runs = extents.count is not None or extents.first is not None
-        if choice is not self.latest:
-            counters = self._storage.counters
-            counters.units_selected += there
-            counters.units_resident += filled.resident
-            counters.units_ready += filled.resident + filled.ready
-        chosen = width * form.group_size
-        plain = there == extents.records.size and choice.keep is None and not runs
-        valid = None if plain else valid_entries(choice, extents, form.group_size, there)
-        if beside is not None:
-            filled.view.entries[:, chosen : chosen + beside[1].shape[1]] = beside[0]
-            valid = np.ones((history.rows, chosen), dtype=bool) if valid is None else valid
-            valid, chosen = np.concatenate([valid, beside[1] >= 0], 1), chosen + beside[1].shape[1]
-        if choice.keep is not None or beside is not None:
-            assert valid is not None
-            fetched = kept_of(history, filled.view, valid, self._areas)
-        else:
-            entries = filled.view.entries[:, : chosen + latest]
-            entries[:, chosen:] = recent
-            fetched = Fetched(entries, chosen, valid)
-        self._areas.filled, self.latest = None, choice
-        whole = filled.view.entries[:, : width * form.group_size].unflatten(1, (width, form.group_size))
-        return replace(fetched, records=whole)
 
     def bring(self, history: Source, choice: Choice) -> torch.Tensor:
         """The entries (rows, M, entries a record, entry width) of the units of `choice`, for who decides by them which
         are attended to: valid until the next gather of any fetcher of the cache, and what a gather of the same units
         finds there. -1: zeros. Waits, reads, keeps and raises as `gather`."""
+        extents, beside = history.extents(choice.units), history.beside
+        behind = history.recent.shape[1] + (0 if beside is None else beside[1].shape[1])
         self._at_work = True
         try:
-            records = history.extents(choice.units).records
-            filled = self._areas.filled = self._fill_view(history, records, choice.importance)
+            filled = self._areas.filled = self._fill_view(history, extents, choice, behind)
         finally:
             self._at_work = False
-        width, group = records.shape[1], history.form.group_size
+        width, group = extents.records.shape[1], history.form.group_size
         return filled.view.entries[:, : width * group].unflatten(1, (width, group))
 
-    def _fill_view(self, history: Source, wanted: np.ndarray, importance: np.ndarray | None) -> Filled:
-        """The view with records (rows, width) in it: from tiers, from what was read ahead, and from the store."""
-        form, beside, records = history.form, history.beside, wanted.reshape(-1)
-        latest = history.recent.shape[1] + (0 if beside is None else beside[1].shape[1])
-        (rows, width), behind = wanted.shape, -(-latest // form.group_size)
-        room = self._room(history)
+    def _fill_view(self, history: Source, extents: Extents, choice: Choice, latest: int) -> Filled:
+        """The view with the records of `extents` in it, those of `choice`, and room for `latest` entries a row behind
+        them: from tiers, from what was read ahead, and from the store."""
+        form, records, (rows, width) = history.form, extents.records.reshape(-1), extents.records.shape
+        behind, room = -(-latest // form.group_size), rows * min(records_soon(history.records), self.most_records)
         at_once = min(room, rows * self.read_at_once)
         view = self._areas.view(rows, width, behind, form, history.device, room + rows * behind)
-        found = [(tier, tier.locate(records)) for tier in self.tiers]
         there = records >= 0
         count = there.nonzero()[0].size
         if count < records.size:
             view.payloads.tensor[torch.from_numpy(view.target[~there])] = 0
-        absent = there
-        for _, lies_in in found:
+        found, absent = [], there
+        for tier in self.tiers:
+            lies_in = tier.locate(records)
+            found.append((tier, lies_in))
             absent = absent & (lies_in < 0)
         places, ready = absent.nonzero()[0], 0
         if places.size:
             missing, which = distinct(records[places])
-            matter = importance_of(importance if self._weighs else None, absent, missing.size, which)
-            ready = self._missing.bring(
-                history, view, view.target[places], missing, which, matter, at_once, lambda: take_resident(found, view)
-            )
+            matter = importance_of(choice.importance, absent, missing.size, which) if self._weighs else None
+            target = view.target[places]
+            ready = self._missing.bring(history, view, target, missing, which, matter, at_once, found)
             if not self._several:
                 for tier, lies_in in found:
                     keep_in(tier, lies_in, places, missing, which, view)
         else:
-            self.drop_ahead()
+            if self._missing.ahead is not None:
+                self.drop_ahead()
             take_resident(found, view)
         if self._several:  # what came from a farther one is to be nearer
             keep(found, records, view)
-        return Filled(self, wanted, view, count - places.size, ready)
+        return Filled(self, choice.units, extents, view, count - places.size, ready)
 
     def look(self, history: Source, extents: Extents, *, again: bool = False) -> torch.Tensor:
         """The entries (rows, E, entries a record, entry width) of the records of `extents`, for who decides by them:
         valid until the next call. -1: zeros. Tiers and what is read ahead stay as they are; what was begun for a look
         is kept for the next one that will look at it `again`. Raises as `gather`."""
-        return self._reads.look(history, extents, self._room(history), self._early, again=again)
+        room = history.rows * min(records_soon(history.records), self.most_records)
+        return self._reads.look(history, extents, room, self._early, again=again)
 
     def begin_look(self, history: Source, extents: Extents) -> None:
         """Start to read what the next `look` will probably ask for, where there are areas for that. What it raises has

@@ -111,14 +111,20 @@ class MostUsed:
         none = np.empty(0, dtype=np.int32)
         if not self._record_in.size or not records.size:
             return none, none
-        self._grow(int(records.max()))
+        last = int(np.maximum.reduce(records))
+        if last >= self._uses.size:
+            self._grow(last)
         self._uses[records] += self._one
         if wanted:
-            self._age()
-        lie = np.where(self._record_in < 0, -1, self._worth(self._record_in))
+            self._one /= self._KEEPS
+            if self._one > 1e20:
+                self._uses /= self._one
+                self._one = 1.0
+        worth, size = self._worth(np.concatenate([self._record_in, records])), self._record_in.size
+        lie, come = np.where(self._record_in < 0, -1, worth[:size]), worth[size:]
         lie[in_use] = np.inf
-        lie[self._reserved()] = np.inf
-        come = self._worth(records)
+        if self._reserved is not None:
+            lie[self._reserved()] = np.inf
         count = min(records.size, lie.size)
         best = np.argsort(-come, kind="stable")[:count]
         least = np.argsort(lie, kind="stable")[:count]
@@ -131,9 +137,8 @@ class MostUsed:
         """What decides which of records stay; -1: anything."""
         return self._uses[records]
 
-    def _reserved(self) -> np.ndarray:
-        """Slots that are not given up in this step."""
-        return np.empty(0, dtype=np.int64)
+    _reserved: Callable[[], np.ndarray] | None = None
+    """Gives the slots that are not given up in this step; None: there are none."""
 
     def renewed(self, slots: np.ndarray) -> None:
         """Changes nothing."""
@@ -150,16 +155,9 @@ class MostUsed:
 
     def _grow(self, record: int) -> None:
         size = self._uses.size
-        if record >= size:
-            grown = np.zeros(max(record + 1, size * 5 // 4), dtype=np.float32)
-            grown[:size] = self._uses
-            self._uses = grown
-
-    def _age(self) -> None:
-        self._one /= self._KEEPS
-        if self._one > 1e20:
-            self._uses /= self._one
-            self._one = 1.0
+        grown = np.zeros(max(record + 1, size * 5 // 4), dtype=np.float32)
+        grown[:size] = self._uses
+        self._uses = grown
 
 
 class ClusterAligned(MostUsed):

@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from types import TracebackType
 
 import numpy as np
@@ -68,7 +69,16 @@ class Ticket:
             self._log.process.check("this read")
         start = time.perf_counter()
         if self.transfers and self.error is None:
-            self._finish()
+            try:
+                if self._writes.closed and not self.transfers[0].runs:
+                    raise CacheClosedError("the read was cancelled: the cache was closed")
+                for transfer in self.transfers:
+                    transfer.finish()
+            except Exception as error:
+                self._give_up(error)
+            else:
+                self._log.end(self)
+                self.transfers, self.out = [], None
         if self._writes.unsettled and self.error is None and not self._guess and (store := self._store()) is not None:
             self.fail(self._writes.take_failure(store))
         if self.error is not None:
@@ -77,7 +87,10 @@ class Ticket:
 
     def done(self) -> bool:
         """Whether `wait` would return or raise without reading or blocking."""
-        return all([transfer.done() for transfer in self.transfers])  # a list: each is looked at
+        ended = True
+        for transfer in self.transfers:  # each is looked at
+            ended = transfer.done() and ended
+        return ended
 
     def fail(self, error: BaseException | None) -> None:
         """`wait` raises `error`, if it is the first."""
@@ -100,21 +113,16 @@ class Ticket:
         """Nothing is under way any more: hold neither transfers nor memory."""
         self.transfers, self.out = [], None
 
-    def _finish(self) -> None:
+    def _give_up(self, error: Exception) -> None:
+        """The read has failed: nothing of it goes on, or the device is stalled."""
+        self.fail(error)
         try:
-            if self._writes.closed and not self.transfers[0].runs:
-                raise CacheClosedError("the read was cancelled: the cache was closed")
-            for transfer in self.transfers:
-                transfer.finish()
-        except Exception as error:
-            self.fail(error)
-            try:
-                if isinstance(error, StalledError):
-                    raise
-                self.cancel()
-            except StalledError as stalled:
-                self.stalled, self._log.interrupted_by = True, stalled
-                return  # still under way: the log looks after it
+            if isinstance(error, StalledError):
+                raise error
+            self.cancel()
+        except StalledError as stalled:
+            self.stalled, self._log.interrupted_by = True, stalled
+            return  # still under way: the log looks after it
         self._log.end(self)
         self.transfers, self.out = [], None
 
@@ -135,7 +143,7 @@ class ReadLog:
         self._timeline = timeline
         # Held here: what goes on by itself, so that it can be waited for when its caller has forgotten it. What is only
         # advised goes when its caller lets go of it.
-        self._running: dict[Ticket, weakref.ref[Store]] = {}
+        self.under_way: dict[Ticket, weakref.ref[Store]] = {}
         self._advised: weakref.WeakKeyDictionary[Ticket, weakref.ref[Store]] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
@@ -150,20 +158,20 @@ class ReadLog:
     def begin(self, store: Store, ticket: Ticket) -> None:
         """What there was to start for `ticket` was started."""
         if ticket.transfers:
-            tickets = self._running if ticket.transfers[0].runs else self._advised
+            tickets = self.under_way if ticket.transfers[0].runs else self._advised
             tickets[ticket] = weakref.ref(store)
         else:
             ticket.release_all()
 
     def poll(self) -> None:
         """Note what has come to an end."""
-        for ticket in list(self._running):
+        for ticket in list(self.under_way):
             if ticket.done():
                 self.end(ticket)
 
     def end(self, ticket: Ticket) -> None:
         """No part of `ticket` is under way any more."""
-        known = self._running.pop(ticket, None) or self._advised.pop(ticket, None)
+        known = self.under_way.pop(ticket, None) or self._advised.pop(ticket, None)
         stop: float | None = None
         for transfer in ticket.transfers:
             end = transfer.finished_at
@@ -195,21 +203,21 @@ class ReadLog:
 
     def running(self) -> list[Ticket]:
         """What goes on by itself."""
-        return list(self._running)
+        return list(self.under_way)
 
     def of(self, store: Store) -> list[Ticket]:
         """What was begun for `store`, what was only advised included."""
-        return [t for tickets in (self._running, self._advised) for t, of in list(tickets.items()) if of() is store]
+        return [t for tickets in (self.under_way, self._advised) for t, of in list(tickets.items()) if of() is store]
 
     @property
     def stuck(self) -> bool:
         """A read that did not end in time is still under way, unless `look` has seen it end."""
-        return any(ticket.stalled for ticket in self._running)
+        return any(ticket.stalled for ticket in self.under_way)
 
     @property
     def held_bytes(self) -> int:
         """Memory that reads under way may still write to."""
-        storages = [ticket.out.untyped_storage() for ticket in self._running if ticket.out is not None]
+        storages = [ticket.out.untyped_storage() for ticket in self.under_way if ticket.out is not None]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -259,13 +267,11 @@ class Prefetcher:
         self._stop = weakref.finalize(self, _stop, self._readers, self._writes, at_exit)
         atexit.register(at_exit)
 
-    @property
-    def interrupted_by(self) -> BaseException | None:
-        """Why it is not certain what is under way: a device that stalled, or a signal's exception within `read`.
+    interrupted_by: BaseException | None = property(attrgetter("_log.interrupted_by"))  # type: ignore[assignment]
+    """Why it is not certain what is under way: a device that stalled, or a signal's exception within `read`.
 
-        None: all is as it should be. Else nothing but `recover` and `close` is of use.
-        """
-        return self._log.interrupted_by
+    None: all is as it should be. Else nothing but `recover` and `close` is of use.
+    """
 
     def recover(self) -> None:
         """Set `interrupted_by` back to None; for when all stores are about to be cancelled and closed.
@@ -279,15 +285,13 @@ class Prefetcher:
             raise StalledError(error.errno, f"still under way: {error.strerror}, or try again later") from error
         self._log.interrupted_by = None
 
-    @property
-    def seconds_in_flight(self) -> float:
-        """Sum over all reads that were seen to end: seconds from submission until the last byte was there.
+    seconds_in_flight: float = property(attrgetter("_log.seconds"))  # type: ignore[assignment]
+    """Sum over all reads that were seen to end: seconds from submission until the last byte was there.
 
-        A reader thread notes the end when it comes. What the kernel does by itself is looked at whenever this object
-        or a ticket is called, so the end is noted late when nobody calls: the figure is an upper bound there. A read
-        that is only advised ends with its gather, in `wait`. Records copied from the write queue take no time.
-        """
-        return self._log.seconds
+    A reader thread notes the end when it comes. What the kernel does by itself is looked at whenever this object or a
+    ticket is called, so the end is noted late when nobody calls: the figure is an upper bound there. A read that is
+    only advised ends with its gather, in `wait`. Records copied from the write queue take no time.
+    """
 
     def read(self, store: Store, ids: np.ndarray, out: torch.Tensor, *, guess: bool = False) -> Ticket:
         """Start reading `ids` (int64; ascending is fastest) into the rows of `out`; both stay as they are until `wait`.
@@ -299,8 +303,12 @@ class Prefetcher:
         check_batch(ids, out, store.record_bytes, aligned=True)
         if self._log.process.id != os.getpid():
             self._log.process.check("this prefetcher")
-        self._log.poll()
-        missing = self._writes.copy_queued(store, ids, out, guess=guess)
+        log, writes = self._log, self._writes
+        if log.under_way:
+            log.poll()
+        missing = [(0, ids.size)] if ids.size else []
+        if store in writes.unsettled or writes.closed:
+            missing = writes.copy_queued(store, ids, out, guess=guess)
         ticket = Ticket(self._log, self._writes, store, out, guess=guess)
         try:
             for start, stop in missing:

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from ..errors import CacheClosedError, StalledError
+from ..report.trace import NOTHING
 from .areas import Areas, ByteRows, Staging, View
 from .choice import Choice, Extents, Source
 from .prefetcher import Ticket
 from .replica_link import Link
 from .storage import Storage
-from .tier import among, distinct
+from .tier import Found, among, distinct, take_resident
 
 # A read into a borrowed area
 
@@ -78,11 +79,14 @@ class AreaReads:
         `importance` (n,): how much each matters."""
         link, come = self._link, None
         try:
-            with self._storage.timeline.span("read", self._layer_idx):
+            timeline = self._storage.timeline
+            with timeline.span("read", self._layer_idx) if timeline.on else NOTHING:
                 if link is not None:
                     come = link.split(history, records, importance, area, ahead)
                 if come is None:
-                    return AreaRead(records, area, ahead, self._begin(history, records, area, ahead))
+                    rows = area.host_rows(records.size, history.form.record_bytes)
+                    ticket = self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
+                    return AreaRead(records, area, ahead, ticket)
                 assert link is not None
                 return self._read_both(link, history, records, area, ahead, come)
         except StalledError:  # it may still write to the area
@@ -134,15 +138,19 @@ class AreaReads:
         try:
             if read.come is None:
                 assert read.ticket is not None
-                self._storage.wait_for(read.ticket, self._layer_idx)
+                if self._storage.timeline.on:
+                    self._storage.wait_for(read.ticket, self._layer_idx)
+                else:
+                    self._storage.counters.stall_seconds += read.ticket.wait()
                 into.put(target, read.area.payloads(read.records.size, history.form), rows)
             else:
                 self._finish_both(history, read, read.come, into, target, np.arange(read.records.size)[rows])
         except Exception:
             self.drop(read)
             raise
-        if not keep:
-            self._give_back(read)
+        if not keep and read.lent:
+            read.lent = False
+            self._areas.give_back(read.area, ahead=read.ahead)
 
     def finish_guess(
         self, history: Source, read: AreaRead, into: ByteRows, target: np.ndarray, rows: np.ndarray | slice,
@@ -305,7 +313,7 @@ class Missing:
 
     def begin_ahead(
         self, history: Source, choice: Choice, room: int, records: np.ndarray, importance: Importance,
-        others: Callable[[], np.ndarray] | None,
+        others: Callable[[], tuple[np.ndarray, Importance]] | None,
     ) -> None:  # fmt: skip
         """Start to read at most `room` distinct `records`, ascending, for a `choice`, and of `others` as far as there
         is room. Does nothing where no area is free. What it raises has changed nothing."""
@@ -316,7 +324,7 @@ class Missing:
             return
         records, importance = records[:room], None if importance is None else importance[:room]
         if others is not None and records.size < room:
-            more = others()
+            more = others()[0]
             if records.size:
                 more = more[~among(more, records)[0]]
             records = np.concatenate([records, more[: room - records.size]])
@@ -334,35 +342,37 @@ class Missing:
 
     def bring(
         self, history: Source, view: View, target: np.ndarray, records: np.ndarray, which: np.ndarray | None,
-        importance: Importance, room: int, meanwhile: Callable[[], None],
+        importance: Importance, room: int, resident: Found,
     ) -> int:  # fmt: skip
         """Bring record `which[i]` (None: i) of `records`, distinct and ascending, to row `target[i]` of the view; what
-        was not read ahead is read at most `room` at a time. `meanwhile` is called while reads run. Returns how many of
-        the rows came of a read ahead."""
+        was not read ahead is read at most `room` at a time. What is `resident` is copied while reads run. Returns how
+        many of the rows came of a read ahead."""
         ahead, ready, row = self.ahead, None, None
         if ahead is not None and ahead.read.records.size:
             ready, row = among(records, ahead.read.records)
         if ready is None or row is None or not ready.any():
             read = self._begin(history, records, importance, room)
-            meanwhile()
-            self.drop_ahead()
+            take_resident(resident, view)
+            if self.ahead is not None:
+                self.drop_ahead()
             each = slice(records.size) if which is None else which
-            self._reads.fill(history, view.payloads, target, records, each, read, importance)
+            if records.size <= room:
+                self._reads.finish(history, read, view.payloads, target, each)
+            else:
+                self._reads.fill(history, view.payloads, target, records, each, read, importance)
             return 0
         each = np.arange(records.size) if which is None else which
         here = ready[each]
 
-        def part(some: np.ndarray) -> tuple[np.ndarray, Importance]:
-            return records[some], None if importance is None else importance[some]
-
         def fill(read: AreaRead, some: np.ndarray) -> None:
-            places, (wanted, matter) = some[each], part(some)
-            self._reads.fill(
-                history, view.payloads, target[places], wanted, some.cumsum()[each[places]] - 1, read, matter
-            )
+            places, matter = some[each], None if importance is None else importance[some]
+            which = some.cumsum()[each[places]] - 1
+            self._reads.fill(history, view.payloads, target[places], records[some], which, read, matter)
 
-        read_now = None if ready.all() else self._begin(history, *part(~ready), room)
-        meanwhile()
+        read_now = None
+        if not ready.all():
+            read_now = self._begin(history, records[~ready], None if importance is None else importance[~ready], room)
+        take_resident(resident, view)
         try:
             landed = self._land(history, view, target[here], row[each[here]])
         except Exception:
@@ -372,7 +382,8 @@ class Missing:
         if read_now is not None:
             fill(read_now, ~ready)
         if not landed:
-            fill(self._begin(history, *part(ready), room), ready)
+            matter = None if importance is None else importance[ready]
+            fill(self._begin(history, records[ready], matter, room), ready)
         return int(np.count_nonzero(here)) if landed else 0
 
     def _begin(self, history: Source, records: np.ndarray, importance: Importance, room: int) -> AreaRead:

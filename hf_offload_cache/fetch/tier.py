@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..memory.account import SLOTS, MemoryAccount
 from .areas import Areas, ByteRows, View
-from .choice import Fetched, Source, kept_entries
+from .choice import Fetched, kept_entries
 from .policy import FirstIn, Policy
 
 # The books of a tier: which record lies in which slot (KVSwap, section 3.4.3)
@@ -54,16 +54,15 @@ class SlotTable:
         try:
             return self._slot_of[records]  # the last entry stays absent: it is that of -1
         except IndexError:
-            self._grow(records)
+            self._grow(int(np.maximum.reduce(records)))
             return self._slot_of[records]
 
-    def _grow(self, records: np.ndarray) -> None:
-        """Make room in the books for these records, and one behind them."""
+    def _grow(self, last: int) -> None:
+        """Make room in the books for records up to `last`, and one behind them."""
         size = self._slot_of.size
-        if (last := int(np.maximum.reduce(records))) >= size - 1:
-            grown = np.full(max(last + 2, size * 5 // 4), ABSENT, dtype=np.int32)
-            grown[:size] = self._slot_of
-            self._slot_of = grown
+        grown = np.full(max(last + 2, size * 5 // 4), ABSENT, dtype=np.int32)
+        grown[:size] = self._slot_of
+        self._slot_of = grown
 
     def insert(
         self, records: np.ndarray, in_use: np.ndarray, *, wanted: bool = True
@@ -80,7 +79,9 @@ class SlotTable:
         records = records[taken]
         evicted = self._record_in[slots]
         self._slot_of[evicted[evicted != ABSENT]] = ABSENT
-        self._grow(records)
+        last = int(np.maximum.reduce(records))
+        if last >= self._slot_of.size - 1:
+            self._grow(last)
         self._slot_of[records] = slots
         self._record_in[slots] = records
         return taken, slots
@@ -238,16 +239,16 @@ def among(records: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return others[which] == records, which
 
 
-def kept_of(history: Source, view: View, valid: np.ndarray, areas: Areas) -> Fetched:
-    """The `valid` entries of a view alone, and the latest ones behind them."""
-    form, recent = history.form, history.recent
+def kept_of(form: Any, recent: torch.Tensor, view: View, valid: np.ndarray, areas: Areas) -> Fetched:
+    """The `valid` entries of a view alone, and the `recent` ones behind them."""
     places, there = kept_entries(valid)
     (rows, chosen), whole = places.shape, view.entries.shape[1]
-    entries = areas.kept(rows, chosen, recent.shape[1], form, history.device)
+    entries = areas.kept(rows, chosen, recent.shape[1], form, recent.device)
     entries[:, chosen:] = recent
     from_rows = (np.arange(rows)[:, None] * whole + places).reshape(-1)
     into_rows = (np.arange(rows)[:, None] * entries.shape[1] + np.arange(chosen)).reshape(-1)
-    source = ByteRows(view.entries.view(-1, form.entry_width))
+    if (source := view.entry_rows) is None:
+        source = view.entry_rows = ByteRows(view.entries.view(-1, form.entry_width))
     ByteRows(entries.view(-1, form.entry_width)).put(into_rows, source, from_rows)
     if there is not None:
         entries[:, :chosen][torch.from_numpy(~there).to(entries.device)] = 0

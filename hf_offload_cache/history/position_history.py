@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -92,7 +93,7 @@ class PositionHistory:
         self._storage = storage
         self._name = name
         self._num_recent, self._together = config.num_recent, together(form, config)
-        self._latest = latest_tokens(form, config)
+        self._latest = self._leaves_at = latest_tokens(form, config)  # tokens of a tail that groups leave
         self._step = max(1, config.block_tokens // form.group_size)
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         self.table = BlockTable(self.store, rows)
@@ -114,17 +115,9 @@ class PositionHistory:
 
     beside = None
 
-    @property
-    def records(self) -> int:
-        return self.table.num_groups
-
-    @property
-    def units(self) -> int:
-        return self.table.num_groups
-
-    @property
-    def recent(self) -> torch.Tensor:
-        return self.tail.entries
+    records: int = property(attrgetter("table.num_groups"))  # type: ignore[assignment]
+    units: int = property(attrgetter("table.num_groups"))  # type: ignore[assignment]
+    recent: torch.Tensor = property(attrgetter("tail.entries"))  # type: ignore[assignment]
 
     @property
     def tables_nbytes(self) -> int:
@@ -201,14 +194,14 @@ class PositionHistory:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
         """As `History.append`. After a signal's exception (Ctrl-C), which can come anywhere, the storage is `torn`."""
         groups, held = self.table.num_groups, self.tail.length
-        if not (count := self._leaving(held + keys.shape[2])):
+        if held + keys.shape[2] < self._leaves_at:
             self.tail.append(keys, values)
             self.length += keys.shape[2]
             if self._nothing.units != groups:
                 self._nothing = Sealed(groups, groups * self.form.group_size, [], self._weak_keys)
             return self._nothing
         self._moved = False
-        count = min(count, piece_groups(self.form, self.rows, self._storage.write_queue))
+        count = min(self._leaving(held + keys.shape[2]), piece_groups(self.form, self.rows, self._storage.write_queue))
         packing = packing_bytes(self.form, self.rows, self._latest, count)
         try:
             with self._storage.account.holding("packing", packing):

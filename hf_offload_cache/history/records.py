@@ -22,9 +22,10 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """In it, operations of this thread have the type of their arguments: on `device`, and on the processor, where some
-    of what a device attends to is chosen."""
+    of what a device attends to is chosen. What runs in every layer of a step asks before whether it is on, which it
+    seldom is."""
     on = [kind for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)]
-    return _off(on) if on else nullcontext()  # in every layer of a step, in which it seldom is on
+    return _off(on) if on else nullcontext()
 
 
 @contextmanager

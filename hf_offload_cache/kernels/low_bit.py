@@ -7,7 +7,6 @@ embeddings, whose compiled code packs and unpacks them on a CPU. One bit is spre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -90,7 +89,8 @@ def scores(queries: torch.Tensor, keys: torch.Tensor, bits: int, out: torch.Tens
     `low_bit_triton.scores` does it on a device that has its kernels.
     """
     group = out.shape[3] // keys.shape[2] if keys.shape[2] else 1
-    for start, stop in _blocks(out.shape[3]):
+    for start in range(0, out.shape[3], BLOCK):
+        stop = min(start + BLOCK, out.shape[3])
         for row, head in np.ndindex(*queries.shape[:2]):
             groups = keys[row, head, start // group : stop // group]
             products = queries[row, head] @ unpacked(groups, bits)  # (groups, n, tokens of a group)
@@ -105,14 +105,11 @@ def weighted(shares: torch.Tensor, values: torch.Tensor, bits: int, group: int) 
     """
     groups, channels = values.shape[2], (values.shape[4] - SIDES) * 8 // bits
     total = shares.new_zeros(*shares.shape[:3], groups * channels)
-    for start, stop in _blocks(shares.shape[3]):
+    for start in range(0, shares.shape[3], BLOCK):
+        stop = min(start + BLOCK, shares.shape[3])
         for row, head in np.ndindex(*shares.shape[:2]):
             part = shares[row, head, :, start:stop].unflatten(1, (-1, group)).transpose(0, 1)
             for into, rows in zip(total[row, head].split(channels, 1), values[row, head, :, start:stop], strict=True):
                 parts = part @ unpacked(rows, bits).unflatten(0, (-1, group))  # one product per thread
                 into += parts.sum(0)
     return total
-
-
-def _blocks(tokens: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + BLOCK, tokens)) for start in range(0, tokens, BLOCK))

@@ -98,6 +98,7 @@ class MemoryAccount:
         apart: owners whose bytes the limit does not count.
 
     Attributes:
+        sparing: others are asked to give back before something is refused: see `not_sparing`.
         pressed: how often something was given back so that something else could be held.
     """
 
@@ -109,7 +110,7 @@ class MemoryAccount:
         self.peak = 0
         self.pressed = 0
         self._spare: list[weakref.ref[Spare]] = []
-        self._sparing = True
+        self.sparing = True
 
     def spare(self, one: Spare) -> None:
         """`one` is asked to give back before something is refused, those that came last first. Not kept alive."""
@@ -119,11 +120,11 @@ class MemoryAccount:
     @contextlib.contextmanager
     def not_sparing(self) -> Iterator[None]:
         """Nothing is given back inside, for what is not needed."""
-        before, self._sparing = self._sparing, False
+        before, self.sparing = self.sparing, False
         try:
             yield
         finally:
-            self._sparing = before
+            self.sparing = before
 
     def has_room(self, nbytes: int) -> bool:
         """Whether `nbytes` more are within the limit as it is."""
@@ -137,16 +138,20 @@ class MemoryAccount:
     def hold(self, owner: str, nbytes: int) -> None:
         """Book `nbytes` more (or, negative, less). Above the limit what others `spare` is given back first, one after
         the other until there is room. Raises `BudgetError`, with nothing booked, where there is none."""
-        if nbytes > 0 and not self.has_room(nbytes) and self._sparing:
+        limited = nbytes > 0 and self.limit is not None
+        if limited and not self.has_room(nbytes) and self.sparing:
             self._press(nbytes)
         with self._lock:
-            if nbytes > 0 and not self.has_room(nbytes):
+            if limited and not self.has_room(nbytes):
                 held = ", ".join(f"{name} {size_text(part)}" for name, part in self.by_owner.most_common(3) if part)
                 raise BudgetError(
                     f"memory: {owner} would take {nbytes:,} bytes beside the {self.current:,} held ({held}), above the "
                     f"{self.limit:,} allowed: give more memory, or let `for_budget` choose the fields"
                 )
-            self._book(owner, nbytes)
+            self.by_owner[owner] += nbytes
+            self.current += nbytes
+            if self.current > self.peak:
+                self.peak = self.current
 
     def _press(self, nbytes: int) -> None:
         """Let others give back until there is room for `nbytes`, unless there can be none."""
@@ -162,7 +167,9 @@ class MemoryAccount:
 
     def release(self, owner: str, nbytes: int) -> None:
         """Book `nbytes` less."""
-        self.hold(owner, -nbytes)
+        with self._lock:
+            self.by_owner[owner] -= nbytes
+            self.current -= nbytes
 
     def empty(
         self, owner: str, *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -195,12 +202,9 @@ class MemoryAccount:
     def observe(self, owner: str, nbytes: int) -> None:
         """`owner` was seen to hold `nbytes` in all: what others allocate is booked as it is, and cannot be refused."""
         with self._lock:
-            self._book(owner, nbytes - self.by_owner[owner])
-
-    def _book(self, owner: str, nbytes: int) -> None:
-        self.by_owner[owner] += nbytes
-        self.current += nbytes
-        self.peak = max(self.peak, self.current)
+            self.current += nbytes - self.by_owner[owner]
+            self.by_owner[owner] = nbytes
+            self.peak = max(self.peak, self.current)
 
 
 # Allocation of what outlives a step

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -24,33 +23,24 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _UNTRACED: list[Any] = []  # decorated functions, in import order; nothing else changes it
 
 
-def untraced(function: Function) -> Function:
-    """Make a graph that is being traced break at `function` and call it as it is, once `ready` was called.
+def untraced(function: Function) -> Any:
+    """`function`, with an attribute `outside`: the same, but a graph that is being traced breaks at it, once `ready`
+    was called. `function`, or whoever calls it, asks `torch.compiler.is_dynamo_compiling()`, and calls that one then.
 
     `torch.compiler.disable` alone costs ten calls at each of its own even if nothing is compiled, and imports the
-    compiler when a module is imported.
+    compiler when a module is imported. A wrapper that asks would cost one call in every layer of a step.
     """
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return own.outside(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    # The compiler counts its results by code object: a shared one would reach the limit with any model.
-    plain: Any = call
-    code = plain.__code__.replace(co_name=function.__name__)
-    own: Any = functools.wraps(function)(FunctionType(code, globals(), None, None, plain.__closure__))
-    own.outside = function
-    _UNTRACED.append(own)
-    return own
+    marked: Any = function
+    marked.outside = function
+    _UNTRACED.append(marked)
+    return marked
 
 
 def ready() -> None:
     """Prepare for models that may be compiled from now on. Idempotent; any thread."""
-    for call in _UNTRACED:
-        if call.outside is call.__wrapped__:
-            call.outside = torch.compiler.disable(call.__wrapped__)
+    for function in _UNTRACED:
+        if function.outside is function:
+            function.outside = torch.compiler.disable(function)
 
 
 # A tag on the keys and values returned by `update`, by which attention finds their layer
@@ -294,12 +284,17 @@ def take_tables(tables: Iterable[Place], others: Iterable[Place]) -> None:
             names[name] = names[name].table
 
 
-def all_led(tables: list[Place], implementations: Iterable[str | None]) -> bool:
-    """Whether each of the places has our table, which leads all these implementations to us."""
-    put: list[Any] = [names.get(name) for names, name in tables]
-    if not all(isinstance(table, AttentionTable) for table in put):
-        return False
-    return all(one is None or all(one in table.names for table in put) for one in implementations)
+def all_led(tables: list[Place], configs: list[Any]) -> bool:
+    """Whether each of the places has our table, and it leads the names in these `configs` to functions of ours."""
+    for names, at in tables:
+        table = names.get(at)
+        if not isinstance(table, AttentionTable):
+            return False
+        for config in configs:
+            name = config._attn_implementation_internal
+            if name is not None and name not in table.names:
+                return False
+    return True
 
 
 def places_of(model: torch.nn.Module) -> Iterator[Place]:
@@ -345,8 +340,11 @@ def _attention(
     tag = getattr(key, TAG, None)
     if tag is None:
         return own(module, query, key, value, attention_mask, *args, **kwargs)
-    autocast = autocast_dtype(query.device)
-    return _attend(tag, AttentionCall(own, module, query, key, value, attention_mask, args, kwargs, autocast))
+    autocast = autocast_dtype(query.device) if torch.is_autocast_enabled(query.device.type) else None
+    call = AttentionCall(own, module, query, key, value, attention_mask, args, kwargs, autocast)
+    if torch.compiler.is_dynamo_compiling():
+        return _attend.outside(tag, call)
+    return tag.layer.attend(call)
 
 
 @untraced  # a layer's `attend` is not traced

@@ -148,7 +148,7 @@ class ModelState:
     def _keep_running(self) -> None:
         """Store the values of the conversation that ran last, if its forward is still under way in another thread."""
         ran = None if self._ran is None else self._ran()
-        if ran is not None and ran.is_running:
+        if ran is not None and ran.running > 0:
             self.end(ran)
 
     def _note_others(self) -> None:
@@ -219,19 +219,14 @@ class Conversation:
         """The same after the last forward that ended: a failed forward has no effect."""
         self._prepared = False
         """The model's code has prepared the coming forward."""
-        self._running = 0
+        self.running = 0
         """Forwards under way, each within the one before."""
         self._watched = 0
         self._before: dict[str, tuple[Any, ...]] | None = None
 
     def forget(self) -> None:
         """Reset the state, because the cache is empty again."""
-        self.values, self._settled, self._prepared, self._running, self._watched = None, None, False, 0, 0
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a forward is under way."""
-        return self._running > 0
+        self.values, self._settled, self._prepared, self.running, self._watched = None, None, False, 0, 0
 
     def _continue(self, held: int) -> None:
         if not held:
@@ -259,15 +254,15 @@ class Conversation:
                 self._continue(held)
             self._prepared = False
             self._state.begin(self, held > 0)
-            self._running += 1
+            self.running += 1
             self._before = self._state.contents() if self._watched < _WATCHED else None
 
     def end(self) -> None:
         """Call after the forward."""
-        if not self._running:
+        if not self.running:
             return
         with self._state.lock:
-            self._running -= 1
+            self.running -= 1
             self._state.end(self)
             self._settled = self.values
             if self._before is not None:
@@ -276,7 +271,7 @@ class Conversation:
 
     def fail(self) -> None:
         """Call if the forward raised, or if a prepared forward does not run."""
-        self._running, self._before, self._prepared = max(0, self._running - 1), None, False
+        self.running, self._before, self._prepared = max(0, self.running - 1), None, False
 
     def check(self) -> None:
         """Raise `UnsupportedModelError` if the model stores state that cannot be saved or copied to a twin."""

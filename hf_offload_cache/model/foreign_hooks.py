@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -66,10 +65,15 @@ class ForeignHooks:
 
     def _state(self) -> tuple[Any, ...]:
         """Number of hooks, modules with their own `forward`, their parts, and the `forward` of their classes."""
-        places = [(at, vars(module)) for at, ref in enumerate(self._modules) if (module := ref()) is not None]
-        forwards = [(at, attributes["forward"]) for at, attributes in places if "forward" in attributes]
-        parts = itertools.chain.from_iterable([parts.values() for parts in self._parts])
-        return sum(map(len, self._hooks)), forwards, list(map(id, parts)), [one.forward for one in self._classes]
+        forwards, parts, of_classes = [], list[int](), []  # in loops: a step asks this for every layer
+        for at, ref in enumerate(self._modules):
+            if (module := ref()) is not None and "forward" in (own := vars(module)):
+                forwards.append((at, own["forward"]))
+        for held in self._parts:
+            parts.extend(map(id, held.values()))
+        for kind in self._classes:
+            of_classes.append(kind.forward)
+        return sum(map(len, self._hooks)), forwards, parts, of_classes
 
     def _search(self) -> str | None:
         self._modules, self._hooks, self._parts, found, classes = [], [], [], None, dict[Any, None]()

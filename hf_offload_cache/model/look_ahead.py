@@ -275,10 +275,14 @@ class LookAhead:
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         """Before a block, with the stream (B, q, hidden)."""
-        sight = self.sights.setdefault(layer_idx, Sight())
-        self._drop_normed()
-        self._release(sight.residual)  # left by a step that did not end
-        sight.residual = None
+        sight = self.sights.get(layer_idx)
+        if sight is None:
+            sight = self.sights[layer_idx] = Sight()
+        if self._normed is not None:
+            self._drop_normed()
+        if sight.residual is not None:  # left by a step that did not end
+            self._release(sight.residual)
+            sight.residual = None
         sight.residual = self._copy(hidden)
         if sight.block is None:
             sight.block = weakref.ref(block)
@@ -287,7 +291,9 @@ class LookAhead:
         self, layer_idx: int, attention: torch.nn.Module, hidden: torch.Tensor, rotary: Any
     ) -> None:
         """Before a block's attention, with the normed stream (B, q, hidden) and the rotary cosines and sines."""
-        sight = self.sights.setdefault(layer_idx, Sight())
+        sight = self.sights.get(layer_idx)
+        if sight is None:
+            sight = self.sights[layer_idx] = Sight()
         if sight.attention is None:
             sight.attention = weakref.ref(attention)
         sight.rotary = rotary if isinstance(rotary, tuple) and len(rotary) == 2 else None
@@ -296,16 +302,17 @@ class LookAhead:
             normed = self._copy(hidden)
             self._normed = None if normed is None else (layer_idx, normed)
 
-    def learn(self, layer_idx: int, query: torch.Tensor) -> None:
-        """Find the recipe of this layer's new query (B, H, q, D) from the observations before it."""
+    def learn(self, layer_idx: int, query: torch.Tensor) -> bool:
+        """Find the recipe of this layer's new query (B, H, q, D) from the observations before it. Returns whether no
+        later call can find more."""
         sight = self.sights.get(layer_idx)
         if sight is None or sight.learned or sight.attention is None:
-            return
+            return sight is not None and sight.learned
         block = sight.block() if sight.block is not None else None
         attention = sight.attention()
         if block is not None and ForeignHooks([block]).find() is not None:
             self._drop_normed()
-            return  # they would see the attempts
+            return False  # they would see the attempts
         sight.learned = True
         normed = self._normed[1] if self._normed is not None and self._normed[0] == layer_idx else None
         if block is not None and attention is not None and sight.residual is not None and normed is not None:
@@ -319,6 +326,7 @@ class LookAhead:
             sight.recipe = find_recipe(block, attention, sight.residual, normed, rotary, latest)
         del normed
         self._drop_normed()
+        return True
 
     def predict(self, layer_idx: int, attention_output: torch.Tensor) -> torch.Tensor | None:
         """The query (B, H, 1, D) that layer `layer_idx` will probably ask, guessed in the layer before it, whose

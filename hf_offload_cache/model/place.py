@@ -101,25 +101,31 @@ def inner_model(model: Any) -> PreTrainedModel:
 # The model of a cache
 
 class OwnModel:
-    """The model of a cache, held weakly, with the models that are parts of it (a text model in a larger one)."""
+    """The model of a cache, held weakly, with the models that are parts of it (a text model in a larger one).
+
+    Attributes:
+        ref: gives the model, while it lives.
+        parts: the model and those within it, held weakly.
+        checkpointing: the modules in it that may checkpoint gradients, held weakly.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._ref = weakref.ref(model)
-        self._parts = weakref.WeakSet(module for module in model.modules() if is_model(module))
-        self._checkpointing = [weakref.ref(module) for module in checkpointing_modules(model)]
+        self.ref = weakref.ref(model)
+        self.parts = weakref.WeakSet(module for module in model.modules() if is_model(module))
+        self.checkpointing = [weakref.ref(module) for module in checkpointing_modules(model)]
 
     def __call__(self) -> PreTrainedModel | None:
         """The model, while it lives."""
-        return self._ref()
+        return self.ref()
 
     def includes(self, model: torch.nn.Module) -> bool:
         """Whether `model` is the cache's own, a part of it, or contains it: a step of one runs the other."""
-        ours = self._ref()
-        return model in self._parts or (ours is not None and any(module is ours for module in model.modules()))
+        ours = self.ref()
+        return model in self.parts or (ours is not None and any(module is ours for module in model.modules()))
 
     def checkpoints_gradients(self) -> bool:
         """Whether some decoder block would get no cache now, because it trains and checkpoints gradients."""
-        for ref in self._checkpointing:
+        for ref in self.checkpointing:
             module = ref()
             if module is not None and module.training and module.gradient_checkpointing:
                 return True
@@ -136,7 +142,7 @@ class OwnModel:
         while frame is not None:
             caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
             if isinstance(caller, torch.nn.Module) and is_model(caller):
-                if caller in self._parts:
+                if caller in self.parts:
                     return None
                 nearest = caller if nearest is None else nearest
             frame = frame.f_back  # type: ignore[assignment]

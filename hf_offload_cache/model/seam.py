@@ -112,6 +112,8 @@ class Seam:
 
     @untraced
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: Any = None, output: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return Seam.__call__.outside(self, module, args, kwargs, output)
         if type(kwargs) is not dict:  # another thread is attaching or removing it: no cache there waits for it
             return None
         cache: Any = kwargs.get("past_key_values")
@@ -122,20 +124,19 @@ class Seam:
                     self.turn_to_others()
                 return None
         if self.verb == "begin_step":
-            return self._begin_step(cache, module, args, kwargs)
+            if cache.timeline.on:
+                cache.timeline.begin_step()
+            changed = cache.begin_step(module, {**_named(module, args), **kwargs} if args else kwargs)
+            return None if changed is None else ((), changed)
         if self.verb == "end_step" and output is None:
             return cache.fail_step()
         if self.verb == "end_step":
             changed = cache.end_step(output)
-            cache.timeline.end_step()
+            if cache.timeline.on:
+                cache.timeline.end_step()
             return changed
-        if cache.watches_blocks:
-            self._in_block(cache, module, args, kwargs, output)
-        return None
-
-    def _in_block(
-        self, cache: Attachable, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
-    ) -> None:
+        if not cache.watches_blocks:
+            return None
         timeline, layer_idx = cache.timeline, self.layer_idx
         if self.verb == "leave_attention":
             if timeline.on:
@@ -143,7 +144,7 @@ class Seam:
             cache.leave_attention(layer_idx, output[0] if isinstance(output, tuple) else output)
             if timeline.on:
                 timeline.enter_rest(layer_idx)
-            return
+            return None
         hidden = args[0] if args else kwargs.get("hidden_states")
         if isinstance(hidden, torch.Tensor) and hidden.ndim == 3:
             if self.verb == "enter_block":
@@ -154,13 +155,7 @@ class Seam:
                 if timeline.on:
                     timeline.enter_attention(layer_idx)
                 cache.enter_attention(layer_idx, module, hidden, kwargs.get("position_embeddings"))
-
-    def _begin_step(
-        self, cache: Attachable, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]] | None:
-        cache.timeline.begin_step()
-        changed = cache.begin_step(module, {**_named(module, args), **kwargs} if args else kwargs)
-        return None if changed is None else ((), changed)
+        return None
 
 
 Hooks = list[tuple[Seam, RemovableHandle]]

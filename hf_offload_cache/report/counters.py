@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class Counters:
     flight_seen: float = 0.0
     told: Callable[[], None] | None = None
     """Called once, when the next step has ended."""
-    _on_devices: dict[torch.device, list[tuple[Callable[[int], None], torch.Tensor]]] = field(
+    _on_devices: dict[torch.device, list[tuple[Callable[[int], None] | str, torch.Tensor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
@@ -49,14 +48,11 @@ class Counters:
     def later(self, **numbers: torch.Tensor) -> None:
         """Add numbers, () int64, to the counts of these names at `fold`, so that nobody waits for a device now."""
         for name, number in numbers.items():
-            self.tell_later(partial(self._add, name), number)
+            self._on_devices[number.device].append((name, number))
 
     def tell_later(self, told: Callable[[int], None], number: torch.Tensor) -> None:
         """Call `told` with this number, () int64, at `fold`."""
         self._on_devices[number.device].append((told, number))
-
-    def _add(self, name: str, number: int) -> None:
-        setattr(self, name, getattr(self, name) + number)
 
     def fold(self) -> None:
         """Add everything given to `later`; waits once for each device."""
@@ -67,7 +63,10 @@ class Counters:
         for counted in self._on_devices.values():
             receivers, numbers = zip(*counted, strict=True)
             for told, number in zip(receivers, torch.stack(numbers).tolist(), strict=True):
-                told(number)
+                if isinstance(told, str):
+                    setattr(self, told, getattr(self, told) + number)
+                else:
+                    told(number)
         self._on_devices.clear()
 
     def end_step(self, decode_seconds: float | None, flight_seconds: float) -> None:

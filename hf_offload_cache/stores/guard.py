@@ -133,7 +133,7 @@ class Checksums(RecordGuard):
     def check(self, ids: np.ndarray, records: torch.Tensor) -> np.ndarray:
         if not self._verify:
             return NONE_WRONG
-        expected, found = self._digests[ids].tolist(), _digests(records)
+        expected, found = self._digests[ids].tolist(), list(map(xxhash.xxh3_64_intdigest, records.numpy()))
         return NONE_WRONG if found == expected else _differing(found, expected)
 
     def recheck(self, ids: np.ndarray, records: torch.Tensor) -> np.ndarray:
@@ -159,8 +159,7 @@ class Checksums(RecordGuard):
 def _digests(records: torch.Tensor) -> list[int]:
     """xxh3 of each row. On the decode path: 25 records of 12 KiB take 5 to 15 us, depending on whether they are in the
     processor's cache."""
-    digest = xxhash.xxh3_64_intdigest
-    return [digest(record) for record in records.numpy()]
+    return list(map(xxhash.xxh3_64_intdigest, records.numpy()))
 
 
 def _differing(found: list[int], expected: list[int]) -> np.ndarray:

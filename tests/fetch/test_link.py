@@ -249,12 +249,13 @@ def test_too_few_records_are_not_measured(storage: Storage) -> None:
 
 def test_what_waits_to_be_written_is_no_measure(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting(storage, None)
-    copy_queued = type(storage.prefetcher._writes).copy_queued
-    monkeypatch.setattr(type(storage.prefetcher._writes), "copy_queued", lambda *given, **more: [])
-    choice = Choice(some_units(0, 6))
-    setting.fetcher.gather(setting.history, choice)
+    with monkeypatch.context() as queued:
+        for store in (setting.history.store, setting.replicas.store):
+            queued.setitem(storage.prefetcher._writes.unsettled, store, None)
+        queued.setattr(type(storage.prefetcher._writes), "copy_queued", lambda *given, **more: [])
+        choice = Choice(some_units(0, 6))
+        setting.fetcher.gather(setting.history, choice)
     assert not setting.rates
-    monkeypatch.setattr(type(storage.prefetcher._writes), "copy_queued", copy_queued)
     setting.gather(some_units(1, 6))
     assert len(setting.rates) == 1
 

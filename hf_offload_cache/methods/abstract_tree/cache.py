@@ -149,13 +149,14 @@ class AbstractTreeCache(SelectiveCache):
         self._early = self.config.early_steps
 
     def before_selecting(self) -> None:
-        if self.selecting is not None:
+        if self.selecting is not None and self.selecting.widened is not (self._early > 0):
             self.selecting.widen(self._early > 0)
-        for resident in self.selective[: int(self.config.residents)]:
+        residents, selective = int(self.config.residents), self.selective
+        for resident in selective[:residents]:
             assert isinstance(resident, AbstractTreeLayer)
             resident.keep_all()
-        if self.selective and self.config.keeps_pages:
-            first = self.selective[0]  # none is before it
+        if selective and self.config.keeps_pages:
+            first = selective[0]  # none is before it
             assert isinstance(first, AbstractTreeLayer)
             first.begin_look()
 
@@ -164,6 +165,8 @@ class AbstractTreeCache(SelectiveCache):
         if step is not None and step.selects:  # one that failed is made once more
             self._early = max(0, self._early - 1)
         changed = super().end_step(output)
+        if self.config.compress is None:
+            return changed
         kept = [layer for layer in self.selective if layer.config.keeps_replicas]  # type: ignore[attr-defined]
         if kept and all(map(_has_no_replicas, kept)):
             useless = (

@@ -134,7 +134,7 @@ class AbstractTreeLayer(SelectiveLayer):
 
     def _has_all(self) -> bool:
         """There is nothing to read ahead."""
-        return self._filled and 0 < self._all_kept == self.history.units
+        return self.is_filled and 0 < self._all_kept == self.history.units
 
     def read_at_once(self, most: int) -> int:
         return min(most, _FEW) if self._all_kept else most
@@ -171,7 +171,7 @@ class AbstractTreeLayer(SelectiveLayer):
             self.following.begin_look()
 
     def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
-        if not self.widened and not self._has_all():
+        if not self._has_all():
             super().prefetch_for(states, visible)
 
     def most_kept(self, context: int) -> int:

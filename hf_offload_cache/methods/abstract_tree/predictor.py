@@ -170,7 +170,7 @@ def shares(
     """What tokens with `keys` (rows, Hk, n, D) have of the attention of scaled queries (rows, heads, D) to these and to
     `others` (rows, Hk, t, D), summed over heads: (rows, n) float32. `hidden` (rows, n) bool: not seen by any."""
     grouped = states.unflatten(1, (keys.shape[1], -1))
-    attention = torch.cat([grouped @ part.transpose(2, 3) for part in (keys, others)], -1).float()
+    attention = torch.cat([grouped @ keys.transpose(2, 3), grouped @ others.transpose(2, 3)], -1).float()
     if hidden is not None:
         own = attention[..., : keys.shape[2]]
         own.masked_fill_(torch.from_numpy(hidden).to(own.device)[:, None, None], float("-inf"))
@@ -213,24 +213,30 @@ class AbstractTreePredictor(SummaryPredictor):
         group = form.group_size
         return -(-config.brought_at_most(chunks * group) // group) + sink_units(config.num_sinks, group, padded=True)
 
-    def select(self, query: Query, budget: int, guess: bool) -> Decision:
-        """As `Predictor.select`; what a guess would bring is not looked into."""
-        assert self._held is not None
-        return self.judge(query, budget, guess, self._held[:, : self.units])
-
-    def judge(self, query: Query, budget: int, guess: bool, abstracts: torch.Tensor) -> Decision:
-        """`select` by these abstracts (rows, chunks, 2, Hk, D)."""
+    def select(
+        self, query: Query, budget: int, guess: bool, abstracts: torch.Tensor | None = None
+    ) -> Decision:
+        """As `Predictor.select`; what a guess would bring is not looked into. `abstracts` (rows, chunks, 2, Hk, D) are
+        those that are held, if none are given."""
+        if abstracts is None:
+            assert self._held is not None
+            abstracts = self._held[:, : self.units]
         group, config = self.form.group_size, self.config
         states = (query.states * query.scaling).to(abstracts.dtype).reshape(self.rows, -1, query.states.shape[2])
-        wanted = config.attended(self.units * group) + config.num_sinks
-        with self._account.holding("scores", _judge_bytes(self.form, self.rows, states.shape[1], self.units, budget)):
-            upper, lower = (bound.cpu().numpy() for bound in self.judges_by(states, *abstracts.permute(2, 0, 3, 1, 4)))
-            most, least = standing(upper, lower, min(budget, self.units))
+        attended = config.attended(self.units * group)
+        wanted = attended + config.num_sinks
+        nbytes = _judge_bytes(self.form, self.rows, states.shape[1], self.units, budget)
+        self._account.hold("scores", nbytes)
+        try:
+            high, low = self.judges_by(states, *abstracts.permute(2, 0, 3, 1, 4))
+            most, least = standing(high.cpu().numpy(), low.cpu().numpy(), min(budget, self.units))
             most = with_sinks(most, config.num_sinks, group, query.visible)
             if least is None and query.visible is None:
                 units, there = np.sort(largest(most, min(budget, wanted, self.units)), 1), None
             else:
                 units, there = self._front(most, least, query.visible, wanted, budget)
+        finally:
+            self._account.release("scores", nbytes)
         most = np.take_along_axis(most, units, 1)
         if there is not None:
             units, most = np.where(there, units, -1), np.where(there, most, -np.inf)
@@ -238,7 +244,7 @@ class AbstractTreePredictor(SummaryPredictor):
             return Choice(units, importance=most)
         self.evaluations += self.rows * self.units
         self.judged += self.rows * self.units * group
-        if config.brought(self.units * group) <= config.attended(self.units * group):  # chunks are attended to whole
+        if config.brought(self.units * group) <= attended:  # chunks are attended to whole
             return Choice(units, importance=most)
         return self.look_into(query, states, units, most, wanted)
 
@@ -260,13 +266,16 @@ class AbstractTreePredictor(SummaryPredictor):
         entries, form = (yield Choice(units, importance=most)), self.form
         keys = entries[..., : form.key_width].unflatten(-1, (form.num_key_heads, form.key_dim))
         always, hidden = self._marks(units, query.visible)
-        tokens = units.shape[1] * form.group_size
-        with self._account.holding("judging", _look_bytes(form, self.rows, states.shape[1], tokens)):
+        nbytes = _look_bytes(form, self.rows, states.shape[1], units.shape[1] * form.group_size)
+        self._account.hold("judging", nbytes)
+        try:
             found = shares(states, keys.flatten(1, 2).transpose(1, 2), query.recent(), hidden)
             found[always] = np.inf
             if hidden is not None:
                 found[hidden] = -np.inf
             keep = best_tokens(found, wanted)
+        finally:
+            self._account.release("judging", nbytes)
         self.evaluations += int((units >= 0).sum()) * form.group_size // 2
         return Choice(units, keep.reshape(*units.shape, form.group_size), most)
 
@@ -330,7 +339,9 @@ class StoredAbstractsPredictor(AbstractTreePredictor):
             self._pages.append(self.summarise(keys).flatten(2))
         self.units = self._pages.units
 
-    def select(self, query: Query, budget: int, guess: bool) -> Decision:
+    def select(
+        self, query: Query, budget: int, guess: bool, abstracts: torch.Tensor | None = None
+    ) -> Decision:
         return self._read(query, budget, guess)
 
     def _read(self, query: Query, budget: int, guess: bool) -> Generator[Extents | Choice, torch.Tensor, Choice]:
@@ -339,7 +350,7 @@ class StoredAbstractsPredictor(AbstractTreePredictor):
         with self._account.holding("judging", _looked_bytes(form, self.rows, self.units)):
             abstracts = pages.joined((yield pages.extents()))
             abstracts = abstracts.unflatten(2, (2, form.num_key_heads, form.key_dim))
-            decision = self.judge(query, budget, guess, abstracts)
+            decision = super().select(query, budget, guess, abstracts)
             del abstracts
         return decision if isinstance(decision, Choice) else (yield from decision)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -117,24 +118,22 @@ class ClusterLayer(SelectiveLayer):
         try:
             return super()._attend(call)
         finally:
-            self._own.clustered.partition.rest()
+            if self.config.centroids == "disk":
+                self._own.clustered.partition.rest()
 
     def fetched(self, choice: Choice, fetched: Fetched) -> None:
         if self.following is not None and self.following.is_initialized:  # a layer early (DynaKV, section 6.1)
             self.following._own.clustered.partition.will_need()
 
     def end_step(self) -> None:
-        if self._filled:
+        if self.is_filled:
             self._own.place()
             self._own.clustered.partition.rest()  # where no attention came that asked for means
         super().end_step()
 
     # --- attention ---------------------------------------------------------------------------------------------
 
-    @property
-    def _own(self) -> ClusterHistory:
-        assert isinstance(self.history, ClusterHistory)
-        return self.history
+    _own: ClusterHistory = property(attrgetter("history"))  # type: ignore[assignment]
 
     def combine(
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -136,25 +137,27 @@ class StoredCounts:
         np.subtract.at(self.entries, (rows, labels[rows, waiting[rows, columns]]), 1)
         self.pages = -(-self.entries // group)
         """(rows, clusters) int32: pages, of `group` each, that hold something."""
-        self._sizes: np.ndarray | None = None
+        self.most_pages = int(self.pages.sum(1).max(initial=0))
+        self.sizes: np.ndarray | None = None
+        """By record, see `make_sizes`; None: they were not asked for since the last change."""
 
     def rehearse(self, pages: np.ndarray, records: int) -> None:
         """Be of so many pages (rows, clusters), in a store of `records`."""
-        self.entries, self.pages, self._sizes = np.empty_like(pages), pages, np.empty(records, dtype=np.uint16)
+        self.entries, self.pages, self.sizes = np.empty_like(pages), pages, np.empty(records, dtype=np.uint16)
+        self.most_pages = int(pages.sum(1).max(initial=0))
 
     @property
     def nbytes(self) -> int:
-        return self.entries.nbytes + self.pages.nbytes + (0 if self._sizes is None else self._sizes.nbytes)
+        return self.entries.nbytes + self.pages.nbytes + (0 if self.sizes is None else self.sizes.nbytes)
 
-    def sizes(self, records: np.ndarray, places: ClusterPages) -> np.ndarray:
-        """How many pages the cluster has that each of `records` (n,) belongs to, (n,) uint16; of others, anything.
-        `places`: where the pages are, until the next change."""
-        if self._sizes is None:
-            pages = in_order(self.pages)
-            ids = places.records(*pages)
-            self._sizes = np.ones(int(ids.max(initial=0)) + 1, dtype=np.uint16)
-            self._sizes[ids] = self.pages[pages[0], pages[1]]
-        return self._sizes[np.minimum(records, self._sizes.size - 1)]
+    def make_sizes(self, places: ClusterPages) -> np.ndarray:
+        """How many pages the cluster has that each record belongs to, (records,) uint16. `places`: where the pages are,
+        until the next change."""
+        pages = in_order(self.pages)
+        ids = places.records(*pages)
+        self.sizes = np.ones(int(ids.max(initial=0)) + 1, dtype=np.uint16)
+        self.sizes[ids] = self.pages[pages[0], pages[1]]
+        return self.sizes
 
 
 class ClusteredEntries:
@@ -191,10 +194,8 @@ class ClusteredEntries:
         """The cluster of each token, (rows, sealed), unsigned: a view, valid until the next change."""
         return self._labels[:, : self.sealed]
 
-    @property
-    def stored(self) -> np.ndarray:
-        """How many members of each cluster lie in its pages, (rows, clusters) int32: a view, until the next change."""
-        return self._counts.entries
+    stored: np.ndarray = property(attrgetter("_counts.entries"))  # type: ignore[assignment]
+    """How many members of each cluster lie in its pages, (rows, clusters) int32: a view, until the next change."""
 
     @property
     def waiting(self) -> np.ndarray:
@@ -205,14 +206,18 @@ class ClusteredEntries:
         """Know what lies in pages, as partition and buffer are now."""
         self._counts = StoredCounts(self.partition.counts, self._labels, self.buffer.places, self.form.group_size)
 
-    @property
-    def page_counts(self) -> np.ndarray:
-        """Pages of each cluster that hold something, (rows, clusters) int32: a view, valid until the next change."""
-        return self._counts.pages
+    page_counts: np.ndarray = property(attrgetter("_counts.pages"))  # type: ignore[assignment]
+    """Pages of each cluster that hold something, (rows, clusters) int32: a view, valid until the next change."""
+    most_pages: int = property(attrgetter("_counts.most_pages"))  # type: ignore[assignment]
+    """Pages of the row that has most."""
 
     def sizes(self, records: np.ndarray) -> np.ndarray:
-        """See `StoredCounts`."""
-        return self._counts.sizes(records, self.pages)
+        """How many pages the cluster has that each of `records` (n,) belongs to, (n,) uint16; of others, anything."""
+        counts = self._counts
+        sizes = counts.sizes
+        if sizes is None:
+            sizes = counts.make_sizes(self.pages)
+        return sizes[np.minimum(records, sizes.size - 1)]
 
     @property
     def tables_nbytes(self) -> int:

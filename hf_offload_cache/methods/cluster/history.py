@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -164,17 +165,9 @@ class ClusterHistory:
         at_once, a_group = (max(packing, streamed) for packing in most_packing(form, clusters, tokens, queue))
         run.passes("packing", prefill=at_once, decode=a_group)
 
-    @property
-    def units(self) -> int:
-        return self.clustered.partition.clusters
-
-    @property
-    def records(self) -> int:
-        return int(self.clustered.page_counts.sum(1).max(initial=0))
-
-    @property
-    def recent(self) -> torch.Tensor:
-        return self.tail.entries
+    units: int = property(attrgetter("clustered.partition.clusters"))  # type: ignore[assignment]
+    records: int = property(attrgetter("clustered.most_pages"))  # type: ignore[assignment]
+    recent: torch.Tensor = property(attrgetter("tail.entries"))  # type: ignore[assignment]
 
     @property
     def beside(self) -> tuple[torch.Tensor, np.ndarray]:
@@ -190,7 +183,8 @@ class ClusterHistory:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
         """As `History.append`. Fewer than `HELD_BACK` tokens join the clusters that there are, as many at a time as
         may: where one such part raises, those before it have come, as `length` says, and `truncate` drops them."""
-        self.place()
+        if self._before is not None:
+            self.place()
         own, step = self.clustered.partition, self.clustered.buffer.joining
         first = self._num_recent + step - self.tail.length
         joins = self.together == step and 0 < first < keys.shape[2] < HELD_BACK and own.clusters
@@ -239,7 +233,8 @@ class ClusterHistory:
 
     def extents(self, units: np.ndarray) -> Extents:
         """As `History.extents`: a run for each page."""
-        self.place()
+        if self._before is not None:
+            self.place()
         rows, page, column, at, width = self._laid_out(units)
         shape = len(units), width
         records, count = np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=np.int64)

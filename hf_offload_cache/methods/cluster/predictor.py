@@ -55,12 +55,16 @@ class ClusterPredictor(Predictor):
         own = self.clustered
         rows, count = own.partition.counts.shape
         heads = query.states.shape[0] * query.states.shape[1] // rows
-        with self._account.holding("scores", _score_bytes(own.form, rows, count, heads, self._clusters)):
+        nbytes = _score_bytes(own.form, rows, count, heads, self._clusters)
+        self._account.hold("scores", nbytes)
+        try:
             return self._choice(query, budget)
+        finally:
+            self._account.release("scores", nbytes)
 
     def _choice(self, query: Query, budget: int) -> Choice:
         own = self.clustered
-        stored, group = own.stored, own.form.group_size
+        stored, page_counts, group = own.stored, own.page_counts, own.form.group_size
         shares = self.shares(query, own.partition.counts)
         shares[stored == 0] = -np.inf
         begin, sinks = self._first(shares, query.visible)
@@ -68,8 +72,8 @@ class ClusterPredictor(Predictor):
         wanted = np.maximum(0, budget * group - own.buffer.counts - sinks.sum(1))[:, None]
         most = self.most_pages(budget, self.config.num_sinks, self._clusters, group)
         order = _best(shares, most + self.config.num_sinks)  # each has a page at least: no others can be taken
-        most -= (np.where(shares > -np.inf, own.page_counts, 0) * first).sum(1)[:, None]
-        pages = np.where(shares[row, order] > -np.inf, own.page_counts[row, order], 0)
+        most -= (np.where(shares > -np.inf, page_counts, 0) * first).sum(1)[:, None]
+        pages = np.where(shares[row, order] > -np.inf, page_counts[row, order], 0)
         counts, others = np.where(pages, stored[row, order], 0), pages * ~first[row, order]
         before = np.cumsum(counts, 1) - counts
         taken = (before < wanted) & (counts > 0) & (np.cumsum(others, 1) <= most)
@@ -80,7 +84,7 @@ class ClusterPredictor(Predictor):
         keep = entry >= (last - cut[row, units])[..., None]
         keep |= first[row, units][..., None] & (entry >= begin) & (entry < begin + sinks[row, units][..., None])
         importance = np.where(first[row, units], np.inf, shares[row, units]).astype(np.float32)
-        records = own.page_counts[row, units]
+        records = page_counts[row, units]
         return Choice(units if named is None else np.where(named, units, -1), keep, importance, records)
 
     def shares(self, query: Query, counts: np.ndarray) -> np.ndarray:

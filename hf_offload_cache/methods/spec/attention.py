@@ -113,10 +113,13 @@ class MixedAttention:
         self._scores = self._states.new_full((1,), -torch.inf).expand(shape).contiguous()
         held = self._scores[..., :-1]
         copy.scores(self._states, held)
-        self._cap(held)
+        if softcap is not None:
+            self._cap(held, softcap)
         if mask is not None:
             self._hide(held, mask[..., : copy.tokens])
-        self._recent = self._cap(self._states @ self._keys.float().transpose(2, 3))
+        self._recent = self._states @ self._keys.float().transpose(2, 3)
+        if softcap is not None:
+            self._cap(self._recent, softcap)
         if mask is not None:
             self._hide(self._recent, mask[..., copy.tokens :])
         else:
@@ -131,10 +134,10 @@ class MixedAttention:
         side_by_side = form.entry_bytes + form.entry_bytes // form.dtype.itemsize * 4
         return rows * entries * (side_by_side + heads * queries * 20)
 
-    def _cap(self, scores: torch.Tensor) -> torch.Tensor:
-        if self._softcap is not None:
-            scores.div_(self._softcap).tanh_().mul_(self._softcap)
-        return scores
+    @staticmethod
+    def _cap(scores: torch.Tensor, softcap: float) -> None:
+        """In place."""
+        scores.div_(softcap).tanh_().mul_(softcap)
 
     def _hide(self, scores: torch.Tensor, mask: torch.Tensor) -> None:
         """Apply a mask (·, 1, q, m) to scores (B, Hk, n, m)."""
@@ -151,13 +154,17 @@ class MixedAttention:
         it each token of the copy has, summed over the query heads of each key head: (B, Hk, tokens) float32, of each of
         the queries `asked`. After the `last` call there is no other."""
         scores, none = self._scores if last else self._scores.clone(), self._copy.tokens
-        nothing = scores.new_zeros(*scores.shape[:2], 0, dtype=torch.int64)
-        tokens = torch.cat([nothing, *(one.tokens for one in replaced)], 2)
+        parts = [scores.new_zeros(*scores.shape[:2], 0, dtype=torch.int64)], [self._keys[:, :, :0]], [self._values]
+        for one in replaced:
+            parts[0].append(one.tokens)
+            parts[1].append(one.keys)
+            parts[2].insert(-1, one.values)
+        tokens, keys, values = torch.cat(parts[0], 2), torch.cat(parts[1], 2), torch.cat(parts[2], 2).float()
         places = tokens.masked_fill(tokens < 0, none)
-        keys = torch.cat([*(one.keys for one in replaced), self._keys[:, :, :0]], 2)
-        values = torch.cat([*(one.values for one in replaced), self._values], 2).float()
         every = places[:, :, None].expand(-1, -1, scores.shape[2], -1)
-        own = self._cap(self._states @ keys.float().transpose(2, 3))
+        own = self._states @ keys.float().transpose(2, 3)
+        if self._softcap is not None:
+            self._cap(own, self._softcap)
         if self._mask is not None and self._mask.dtype != torch.bool:  # its bias is the token's
             bias = self._mask[:, :, :, : none + 1].expand(len(own), own.shape[1], -1, -1)
             bias = bias.gather(3, places[:, :, None].expand(-1, -1, self._count, -1))  # (B, Hk, q, m)
@@ -179,8 +186,9 @@ class MixedAttention:
         exact /= total
         output = self._copy.weighted(scores[..., :-1]) + exact @ values
         output = output.unflatten(2, (-1, self._count)).flatten(1, 2).transpose(1, 2)
-        return output, [self._shares(scores, exact, places, query) for query in asked]
-
-    def _shares(self, scores: torch.Tensor, exact: torch.Tensor, places: torch.Tensor, asked: int) -> torch.Tensor:
-        low, own = (one.unflatten(2, (-1, self._count))[:, :, :, asked].sum(2) for one in (scores, exact))
-        return low.scatter_add_(2, places, own[..., : places.shape[2]])[..., :-1]
+        low, own = scores.unflatten(2, (-1, self._count)), exact.unflatten(2, (-1, self._count))
+        shares = []
+        for query in asked:
+            of_copy, stored = low[:, :, :, query].sum(2), own[:, :, :, query].sum(2)
+            shares.append(of_copy.scatter_add_(2, places, stored[..., : places.shape[2]])[..., :-1])
+        return output, shares

@@ -15,6 +15,7 @@ from ...fetch.areas import Areas
 from ...fetch.choice import Choice, Source
 from ...fetch.fetcher import Fetcher
 from ...fetch.storage import Storage
+from ...history.records import places_within
 from ...history.state import Array, State
 from ...kernels.on_a_device import has_kernels
 from ...memory.account import MemoryAccount, lasting_empty
@@ -35,11 +36,14 @@ def records_of(tokens: np.ndarray, group_size: int, most: int) -> list[Choice]:
     each row the first `most`, then more."""
     wanted = np.zeros((len(tokens), int(tokens.max(initial=-1)) // group_size + 2), dtype=bool)
     wanted[np.arange(len(tokens))[:, None], (tokens // group_size).reshape(len(tokens), -1)] = True  # -1: the last one
-    rows = [own.nonzero()[0] for own in wanted[:, :-1]]
-    units = np.full((len(rows), max(map(len, rows), default=0)), -1, dtype=np.int64)
-    for own, found in zip(units, rows, strict=True):
-        own[: len(found)] = found
-    return [Choice(units[:, start : start + most]) for start in range(0, units.shape[1], most)]
+    rows, columns = wanted[:, :-1].nonzero()
+    counts = np.bincount(rows, minlength=len(wanted))
+    units = np.full((len(wanted), int(counts.max(initial=0))), -1, dtype=np.int64)
+    units[rows, places_within(counts)] = columns
+    choices = []
+    for start in range(0, units.shape[1], most):
+        choices.append(Choice(units[:, start : start + most]))
+    return choices
 
 
 def picked(form: Any, records: torch.Tensor, choice: Choice, tokens: np.ndarray) -> Entries:
@@ -99,12 +103,14 @@ class ChosenEntries:
     @property
     def entries(self) -> Entries:
         """All of them: views, valid until the next change."""
-        self._wait()
+        if self._under_way is not None:
+            self._wait()
         return Entries(self.tokens, self.keys, self.values)
 
     def absent_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Those of `tokens` (rows, heads, m), -1: none, that are not here, (rows, heads, m), -1 behind them."""
-        self._wait()
+        if self._under_way is not None:
+            self._wait()
         return tokens.masked_fill(_among(tokens, self.tokens), -1).sort(2, descending=True).values
 
     def want(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -115,7 +121,8 @@ class ChosenEntries:
 
     def take(self, new: Sequence[Entries]) -> None:
         """Hold what is wanted; what is absent is in `new`, each where it is among `absent`."""
-        self._wait()
+        if self._under_way is not None:
+            self._wait()
         if self.wanted is None:
             return
         self.tokens.masked_fill_(~_among(self.tokens, self.wanted), -1)
@@ -234,7 +241,7 @@ class PinnedEntries:
     def exchange(self, history: Source, chosen: ChosenEntries, wanted: torch.Tensor) -> torch.Tensor | None:
         """Let `chosen` hold what is `wanted`, what is read behind the back of the current stream; how many are
         wanted, and how many of these came: (2,) int64. None: no device reads there, or they are too many."""
-        if (addresses := self._where(history)) is None:
+        if history.device.type != "cuda" or (addresses := self._where(history)) is None:
             return None
         from ...kernels import host_entries_triton as kernel
 
@@ -312,14 +319,17 @@ class EntryReads:
     def bring(self, fetcher: Fetcher, history: Source, tokens: torch.Tensor) -> list[Entries]:
         """The entries of these tokens, none of which stands behind a -1: copies, in parts, and no more columns than
         there are tokens. Raises as `Fetcher.gather`."""
-        if history.store.in_memory and (found := self.pinned.gather(history, tokens)) is not None:
-            return [found]
+        in_memory = history.store.in_memory
+        if in_memory and (pinned := self.pinned.gather(history, tokens)) is not None:
+            return [pinned]
         there = tokens.cpu().numpy()
         there = there[:, :, : int((there >= 0).sum(2).max(initial=0))]
-        if history.store.in_memory:
+        if in_memory:
             return [self._parts(history, there)] if there.size else []
-        choices = records_of(there, history.form.group_size, fetcher.most_records)
-        return [picked(history.form, fetcher.bring(history, choice), choice, there) for choice in choices]
+        found = list[Entries]()
+        for choice in records_of(there, history.form.group_size, fetcher.most_records):
+            found.append(picked(history.form, fetcher.bring(history, choice), choice, there))
+        return found
 
     def _parts(self, history: Source, tokens: np.ndarray) -> Entries:
         """No more of a record than is wanted of it."""

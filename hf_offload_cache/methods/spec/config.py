@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from ...config import SelectiveConfig
@@ -65,7 +66,7 @@ class SpecConfig(SelectiveConfig):
     def records_apart(self) -> bool:
         return self.engine == "memory"
 
-    @property
+    @cached_property
     def chosen(self) -> int:
         """Entries a key head that are held as they were stored, beside the latest ones."""
         return self.num_selected and self.num_selected + self.num_sinks

@@ -165,7 +165,7 @@ class LowBitCopy:
 
     # --- out ---------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def _kernels(self) -> Any:
         if not has_kernels(self.device, self.form.entry.key_dim, self.form.value_dim):
             return low_bit

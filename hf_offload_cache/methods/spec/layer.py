@@ -24,6 +24,7 @@ from ...history.records import RecordFormat, latest_tokens
 from ...history.state import Array, State
 from ...memory.dry_run import DryRun
 from ...model.attention_call import AttentionCall
+from ...report.trace import NOTHING
 from ...stores.base import FreezableStore
 from .attention import FusedAttention, MixedAttention
 from .chosen_entries import ChosenEntries, Entries, EntryReads
@@ -103,6 +104,7 @@ class SpecLayer(SelectiveLayer):
         self.chosen: ChosenEntries | None = None
         """What was chosen, as it was stored, beside the copy."""
         self._entry_reads: EntryReads | None = None
+        self._at_once: int | None = None  # records a row that are read at a time
         self._leaving: Entries | None = None
         """What has become a part of the copy in this step, as it came: nobody can have chosen it yet."""
         self._shared_keys = False
@@ -121,7 +123,9 @@ class SpecLayer(SelectiveLayer):
     @property
     def fetcher(self) -> Fetcher:
         own = super().fetcher
-        own.most_records = own.read_at_once = read_together(self.history.form, self.config)
+        if self._at_once is None:
+            self._at_once = read_together(self.history.form, self.config)
+        own.most_records = own.read_at_once = self._at_once
         return own
 
     # --- the copy ----------------------------------------------------------------------------------------------
@@ -195,15 +199,17 @@ class SpecLayer(SelectiveLayer):
 
     def _latest(self, call: AttentionCall) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of the latest tokens, guesses at last."""
-        keys, values = self.history.form.split(self.history.recent)
-        if not self.guessed:
+        (keys, values), guessed = self.history.form.split(self.history.recent), self.guessed
+        if not guessed:
             return [(keys, values)]
-        guesses = call.key[:, :, -self.guessed :], call.value[:, :, -self.guessed :]
+        guesses = call.key[:, :, -guessed:], call.value[:, :, -guessed:]
         return [(keys, values), (guesses[0].to(keys.dtype), guesses[1].to(keys.dtype))]
 
     # --- what is held as it was stored: how it is chosen, comes and goes ---------------------------------------
 
     def _held(self) -> ChosenEntries:
+        if self.chosen is not None and self.chosen.count >= self.config.chosen:
+            return self.chosen
         history, most = self.history, 1 << max(_LEAST_ROOM, (self.held - 1).bit_length())  # there are no more to choose
         count = min(self.config.chosen, most)
         if self.chosen is None:
@@ -232,10 +238,11 @@ class SpecLayer(SelectiveLayer):
     def _fetch(self, wanted: torch.Tensor, *, at_once: bool) -> None:
         """These tokens are for the next step: they are begun to be read; `at_once`: those that are held may go."""
         counters, counts = self.shared.storage.counters, None
+        reads = self._reads
         if at_once:
-            counts = self._reads.pinned.exchange(self.history, self._held(), wanted)
+            counts = reads.pinned.exchange(self.history, self._held(), wanted)
         if counts is None:
-            self._reads.ahead(self.fetcher, self.history, self._want(wanted))
+            reads.ahead(self.fetcher, self.history, self._want(wanted))
         else:
             selected, came = counts.unbind()
             counters.later(units_selected=selected, units_resident=selected - came, units_ready=selected)
@@ -288,13 +295,18 @@ class SpecLayer(SelectiveLayer):
             mask, seen = step.streamed(call.mask)
             if mask is None and seen is None:  # it says what attention without a mask is
                 call = replace(call, mask=None)
-        with account.holding("picked entries", picked_bytes(form, self.history.rows, self.config)):
+        picked = picked_bytes(form, self.history.rows, self.config)
+        account.hold("picked entries", picked)
+        try:
             return self._attend_to_all(call, visible), None
+        finally:
+            account.release("picked entries", picked)
 
     def _attend_to_all(self, call: AttentionCall, visible: torch.Tensor | None) -> torch.Tensor:
         assert self.predictor is not None
         storage, copy, (heads, queries) = self.shared.storage, self.predictor.copy, call.query.shape[1:3]
-        with storage.timeline.span("gather", self.layer_idx):
+        account, timeline, layer_idx = storage.account, storage.timeline, self.layer_idx
+        with timeline.span("gather", layer_idx) if timeline.on else NOTHING:
             if not self._attended:
                 if self.collects is not None:
                     self.collects.collect_soon()
@@ -304,18 +316,14 @@ class SpecLayer(SelectiveLayer):
         scored = LowBitPredictor.scored_bytes(copy.form, copy.tokens, copy.rows, *asked)
         latest = self.history.recent.shape[1] + self.guessed
         stored = stored_bytes(self.history.form, copy.rows, heads, together, self.config, latest)
-        account = storage.account
-        with (
-            storage.timeline.span("attend", self.layer_idx),
-            account.holding("scores", scored),
-            account.holding("stored entries", stored),
-        ):
-            begin = queries - together
+        with timeline.span("attend", layer_idx) if timeline.on else NOTHING, contextlib.ExitStack() as held:
+            for owner, nbytes in (("scores", scored), ("stored entries", stored)):
+                account.hold(owner, nbytes)
+                held.callback(account.release, owner, nbytes)
+            begin, before = queries - together, []
             output, replaced, wanted = self._last(call, begin, visible)
-            before = [
-                self._over(call, start, min(start + together, begin)).attend(replaced)[0]
-                for start in range(0, begin, together)
-            ]
+            for start in range(0, begin, together):
+                before.append(self._over(call, start, min(start + together, begin)).attend(replaced)[0])
             if wanted is not None:  # at last: what is exchanged for the next step is no more attended to in this one
                 self._fetch(wanted, at_once=not self._shared_keys)
         return torch.cat([*before, output], 1).to(call.query.dtype)
@@ -325,12 +333,14 @@ class SpecLayer(SelectiveLayer):
         assert self.predictor is not None
         later, query, copy = call.query.shape[2] - stop, call.query[:, :, start:stop], self.predictor.copy
         mask = None if call.mask is None else call.mask[:, :, start:stop, : call.mask.shape[3] - later]
-        latest = self._latest(call)
-        if not later and FusedAttention.fits(copy, query, mask, call.softcap, call.s_aux):
-            return FusedAttention(copy, query, call.scaling, latest, mask)
-        keys, values = (torch.cat(parts, 2) if len(parts) > 1 else parts[0] for parts in zip(*latest, strict=True))
-        keys, values = (one[:, :, : one.shape[2] - later] for one in (keys, values))
-        return MixedAttention(copy, query, call.scaling, (keys, values), mask, call.softcap, call.s_aux)
+        latest, softcap, s_aux = self._latest(call), call.kwargs.get("softcap"), call.kwargs.get("s_aux")
+        if not later and query.is_cuda and FusedAttention.fits(copy, query, mask, softcap, s_aux):
+            return FusedAttention(copy, query, self.scaling, latest, mask)
+        keys, values = latest[0]
+        if len(latest) > 1:
+            keys, values = torch.cat([keys, latest[1][0]], 2), torch.cat([values, latest[1][1]], 2)
+        keys, values = keys[:, :, : keys.shape[2] - later], values[:, :, : values.shape[2] - later]
+        return MixedAttention(copy, query, self.scaling, (keys, values), mask, softcap, s_aux)
 
     def _last(
         self, call: AttentionCall, begin: int, visible: torch.Tensor | None
@@ -338,7 +348,7 @@ class SpecLayer(SelectiveLayer):
         """Attention of the queries of a call from `begin` on, what of the copy was replaced, and which tokens are to be
         fetched for the next step."""
         assert self.predictor is not None
-        config, queries = self.config, call.query.shape[2]
+        config, queries, guessed = self.config, call.query.shape[2], self.guessed
         mixed = self._over(call, begin, queries)
         replaced = [] if self._leaving is None else [self._leaving]
         if not config.chosen or self._attended:
@@ -346,11 +356,11 @@ class SpecLayer(SelectiveLayer):
                 replaced = [self._held().entries, *replaced]
             self.attends_to(call, replaced)
             return mixed.attend(replaced)[0], replaced, None
-        asked, real = queries - begin - 1, queries - self.guessed
-        chosen, ahead = self._held(), queries > 1 or self.guessed > 0
+        asked, real = queries - begin - 1, queries - guessed
+        chosen, ahead = self._held(), queries > 1 or guessed > 0
         if real and (self.top_up.on or not ahead or chosen.empty):
             keeps = keeps_scores(config)
-            (shares,) = mixed.attend([chosen.entries, *replaced], [asked - self.guessed], last=not keeps)[1]
+            (shares,) = mixed.attend([chosen.entries, *replaced], [asked - guessed], last=not keeps)[1]
             if not keeps:
                 del mixed  # its scores go before there are others
                 mixed = self._over(call, begin, queries)
@@ -382,7 +392,7 @@ class SpecLayer(SelectiveLayer):
     def attends_to(self, call: AttentionCall, stored: list[Entries]) -> None:
         """These entries, beside the latest ones, are attended to as they were stored by this call."""
         counters = self.shared.storage.counters
-        queries = call.query.shape[0] * (call.num_queries - self.guessed)
+        queries = call.query.shape[0] * (call.query.shape[2] - self.guessed)
         counters.attend(queries, self.history.length, self.history.recent.shape[1])
         for one in stored:
             if one.tokens.numel():
@@ -435,14 +445,14 @@ class SpecLayer(SelectiveLayer):
         """A copy that is behind (attention did not come to us) is not captured: it is made when attention comes."""
         tree, chosen = super().capture(), self.chosen
         held = None if chosen is None else chosen.entries.tokens if chosen.wanted is None else chosen.wanted
-        learnt = tree["predictor"] if self._filled and self.can_choose() else None
+        learnt = tree["predictor"] if self.is_filled and self.can_choose() else None
         return {**tree, "predictor": learnt, "chosen": None if held is None else held.cpu().clone()}
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         """As `OffloadLayer.restore`; what was chosen is read when attention asks for it."""
         super().restore(tree, parts, device)
         wanted = tree["chosen"]
-        if wanted is None or self.selecting is None or not self._filled or not self.config.chosen:
+        if wanted is None or self.selecting is None or not self.is_filled or not self.config.chosen:
             return
         sizes = {"rows": self.history.rows, "heads": self.history.form.num_key_heads, "held": self.held}
         _CHOICE.check({"chosen": wanted}, self.name, **sizes)

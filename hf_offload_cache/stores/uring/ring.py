@@ -241,7 +241,8 @@ class Ring:
         entries["length"] = lengths
         with self._lock:
             memory = self._queues()
-            self._reap(memory)
+            if memory.cq[memory.cq_head] != memory.cq[memory.cq_tail]:
+                self._reap(memory)
             base = self._put
             if self._open and self._open[-1].end > base:
                 base = self._open[-1].end
@@ -439,7 +440,10 @@ class Ring:
         if not self._ordered:
             self._fence()
         memory.cq[memory.cq_head] = tail
-        self._open[:] = [batch for batch in self._open if batch.finished_at is None]
+        while self._open and self._open[0].finished_at is not None:  # they seldom end in another order
+            del self._open[0]
+        if len(self._open) > 1:
+            self._open[:] = [batch for batch in self._open if batch.finished_at is None]
         return True
 
     def _fence(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -130,9 +131,7 @@ class _RingRead(Transfer):
         self._request = ids, out, edges, requests
         self._error: OSError | None = None
 
-    @property
-    def finished_at(self) -> float | None:  # type: ignore[override]
-        return self._batch.finished_at
+    finished_at: float | None = property(attrgetter("_batch.finished_at"))  # type: ignore[assignment]
 
     def done(self) -> bool:
         if self._batch.finished_at is None:
