@@ -98,6 +98,7 @@ class SelectiveCache(OffloadCache):
         self.look_ahead: LookAhead | None = None
         self.selecting = None if settings.exact else Selecting(settings, self.shared.storage, self.reads_ahead)
         self._pace = Pace(settings.look_ahead)
+        self._looks_ahead = False  # in this step
         self.weighs = all(getattr(settings, name, None) == getattr(type(settings), name, None) for name in _USUAL)
         """The fields that decide what selecting takes are the default ones; see `weigh`."""
         self._weighed = (0, 0)  # sequences and tokens of the latest plan
@@ -173,7 +174,8 @@ class SelectiveCache(OffloadCache):
         self.before_selecting()
         # no layer is before the first
         first = self._selective.get(0)
-        if first is not None and self.look_ahead is not None and step.tokens == 1 and self._pace.first:
+        self._looks_ahead = self._pace.first
+        if first is not None and self.look_ahead is not None and step.tokens == 1 and self._looks_ahead:
             with self.timeline.span("look ahead", 0):
                 first.prefetch_again()
         return changed
@@ -256,7 +258,7 @@ class SelectiveCache(OffloadCache):
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
         """After a layer's attention: the next layer, if it selects, fetches what it will probably want."""
         step, following, selecting = self.shared.step, self._selective.get(layer_idx + 1), self.selecting
-        if following is None or step is None or not step.selects or step.tokens > 1 or not self._pace.first:
+        if following is None or step is None or not step.selects or step.tokens > 1 or not self._looks_ahead:
             return
         if self.look_ahead is None or selecting is None or selecting.widened or not selecting.worthwhile:
             return  # nothing is read ahead

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -143,21 +144,24 @@ class RollingTail:
         account: MemoryAccount,
     ) -> None:
         self.form = form
-        self.length = 0
         self._account = account
         shape = batch, capacity, form.entry_width
-        self._hold(account.empty("rolling tail", *shape, dtype=form.dtype, device=device))
+        self._hold(account.empty("rolling tail", *shape, dtype=form.dtype, device=device), 0)
 
-    def _hold(self, buffer: torch.Tensor) -> None:
+    def _hold(self, buffer: torch.Tensor, length: int) -> None:
         self._buffer = buffer
         self._keys, self._values = self.form.split(buffer)
         self.capacity = buffer.shape[1]
         """Tokens a row that there is room for."""
+        self._set_length(length)
 
-    @property
-    def entries(self) -> torch.Tensor:
-        """The tokens held, oldest first, as a view."""
-        return self._buffer[:, : self.length]
+    def _set_length(self, length: int) -> None:
+        self._length = length
+        self.entries = self._buffer[:, :length]
+        """The tokens in the tail, oldest first, as a view; made once, because a step reads it many times."""
+
+    length: int = property(attrgetter("_length"), _set_length)  # type: ignore[assignment]
+    """Tokens a row."""
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) behind what is held."""
@@ -190,7 +194,7 @@ class RollingTail:
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i what row `rows[i]` is now."""
         self.STATE.select_rows(self, rows)
-        self._hold(self._buffer)
+        self._hold(self._buffer, self.length)
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Hold what was captured; for a new tail, which gets more room if `num_recent` was larger then. Copies."""
@@ -198,10 +202,9 @@ class RollingTail:
         if recent > self.capacity:
             self.STATE.close(self)
             self.STATE.remake(self, rows=rows, recent=recent)
-            self._hold(self._buffer)
+            self._hold(self._buffer, 0)
         self.replace(tree["tail"])
 
     def close(self) -> None:
         self.STATE.close(self)
-        self._hold(self._buffer)
-        self.length = 0
+        self._hold(self._buffer, 0)
