@@ -280,7 +280,7 @@ STUDY = Study(
         "shipped": (Path, "file for the table that offload_cache chooses from"),
     },
     {"tokens": [768], "steps": 6, "samples": 1, "documents": 1, "scored": 12, "output": 300, "memory": ["1/4", "1/13"]},
-    plots={"plot": draw_front, "plot-layers": draw_layers}, size=(13.0, 4.5), module="eval.fidelity",
+    plots={"plot": draw_front, "plot-layers": draw_layers}, size=(7.5, 4.2), module="eval.fidelity",
     of_a_run=("parts", "tokens", "memory", "few", "caches", "kvpress", "markdown", "shipped"),
 )  # fmt: skip
 

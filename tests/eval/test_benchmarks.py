@@ -171,10 +171,10 @@ def test_calls_are_counted() -> None:
     step = eval("lambda: (inner(), len(()))", {"inner": lambda: None})
     found = calls.count(step, 10)
     assert (found["python"], found["ours"]) == (2, 0) and calls.count(lambda: parse_size("3KiB"), 10)["ours"] == 1
-    few = calls.measure(TINY, 1024, 2, num_selected=64)
-    assert 0 < few["ours"] < few["python"] < few["all"]
+    few = calls.measure("disk-swap", TINY, 1024, 2, num_selected=64)
+    assert 0 < few["ours"] < few["python"] < few["all"] and few["files"] > 20
     with pytest.raises(RuntimeError, match="more are needed"):
-        calls.measure(TINY, 32, 2)
+        calls.measure("disk-swap", TINY, 32, 2)
 
 
 def test_a_phase_is_what_is_left_of_it(tmp_path: Path) -> None:
