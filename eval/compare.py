@@ -27,8 +27,8 @@ def setting_of(name: str, tokens: int, batch: int = 1, **fields: Any) -> Setting
 
 def compare(
     setting: Setting, methods: Iterable[str], overlaps: tuple[str, ...] = ("on", "off"), steps: int = 20,
-    reload_steps: int = 3, repetitions: int = 5, likeness: float | None = None, disk_limit: int = 20 << 30,
-    memory_limit: int = 8 << 30, say: Callable[[str], Any] = lambda line: None,
+    reload_steps: int = 3, repetitions: int = 5, disk_limit: int = 20 << 30, memory_limit: int = 8 << 30,
+    say: Callable[[str], Any] = lambda line: None,
 ) -> dict[str, Any]:  # fmt: skip
     """All methods on one model's weights and one context, in turns, forth and back (ABBA); a row a method.
 
@@ -36,8 +36,7 @@ def compare(
     or would take more disk or memory than the limits beside those before it, is named in "left_out" with the reason.
     Times are cold: each row's "cold" says by which means.
     """
-    if likeness is None:
-        likeness = REPLAY_LIKENESS if setting.shape.hidden <= 8 * setting.shape.heads else LIKENESS
+    likeness = REPLAY_LIKENESS if setting.shape.hidden <= 8 * setting.shape.heads else LIKENESS
     room = 32 + steps * (repetitions * len(overlaps) + 1)
     setting = replace(setting, room=max(setting.room, room))
     left_out: dict[str, str] = {}

@@ -23,7 +23,6 @@ from eval import (
     memory,
     needles,
     phases,
-    speed_targets,
     synthetic,
 )
 from eval.bench_text import ALONE, DYNAMIC, FIRST, STATIC
@@ -135,8 +134,8 @@ def test_what_does_not_fit_is_left_out_with_the_reason(tmp_path: Path) -> None:
 
 def test_speed_targets_of_hand_made_rows() -> None:
     rows = {name: {"off": {"store_seconds": own}} for name, own in ((OWN, 0.01), (NO_REUSE, 0.03), (FULL, 0.4))}
-    assert speed_targets.over_ours({"rows": rows}, (FULL, NO_REUSE), "off", "store_seconds") == pytest.approx(3)
-    assert speed_targets.over_ours({"rows": rows}, (SINGLE,), "off", "store_seconds") is None
+    assert bench_decode.over_ours({"rows": rows}, (FULL, NO_REUSE), "off", "store_seconds") == pytest.approx(3)
+    assert bench_decode.over_ours({"rows": rows}, (SINGLE,), "off", "store_seconds") is None
 
 
 def test_rows_of_all_contenders_on_text() -> None:
