@@ -32,6 +32,8 @@ _JOBS: dict[str, list[str]] = {
     "text, 32K": ["-m", "eval.bench_text", "--tokens", "32768", "--shared-prefill"],
     "text, 32K, batch 4": ["-m", "eval.bench_text", "--tokens", "32768", "--shared-prefill", "--batch", "4"],
     "decode": ["-m", "eval.bench_decode", "--targets"],
+    "growth": [*["-m", "eval.bench_decode", "--beyond", "--overlap", "on", "--context", "8192", "131072", "--methods"],
+               "AbstractTreeCache", "DiskSwapCache"],
     "contexts": ["-m", "eval.bench_contexts"],
     "memory": ["-m", "eval.memory"],
     "memory, tree": ["-m", "eval.memory", "--cache", "abstract-tree"],
@@ -45,7 +47,7 @@ _JOBS: dict[str, list[str]] = {
     **{
         name: ["-m", f"eval.studies.{name}"]
         for name in (
-            "quality", "speed_growth", "long_decode", "long_growth", "low_bit_attention",
+            "quality", "long_decode", "long_growth", "low_bit_attention",
             "stream_speed", "stream_quality",
         )
     },

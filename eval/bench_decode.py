@@ -20,6 +20,8 @@ from .needles import parse_setting
 from .profiles import PROFILES
 from .studies.common import Options, judged, one_run, summary_lines, write_json
 
+_SHORT = 64
+"""Tokens of hardly any history."""
 OPTIONS: Options = {
     "shape": ("smollm2", "model shape", SHAPES),
     "batch": ([1], "rows"),
@@ -32,6 +34,7 @@ OPTIONS: Options = {
     "steps": (20, "steps of a repetition"),
     "reload_steps": (3, "steps of a repetition, for methods that move everything"),
     "repetitions": (5, "repetitions"),
+    "beyond": (False, "also how long a step takes beyond the model's with hardly any history"),
     "targets": (False, "the project's speed targets instead"),
 }
 
@@ -113,13 +116,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(line)
     else:
         results = []
+        same = {"memory": memory, "path": given.path, "device": given.device, "fields": fields}
         for tokens, batch, profile in itertools.product(given.context, given.batch, given.profile):
-            setting = setting_of(
-                given.shape, 2048 if given.quick else tokens, batch, memory=memory, path=given.path, profile=profile,
-                device=given.device, fields=fields,
-            )  # fmt: skip
+            setting = setting_of(given.shape, 2048 if given.quick else tokens, batch, profile=profile, **same)
             say(f"--- batch {batch}, {setting.tokens:,} tokens, {profile}")
             results.append(compare(setting, methods, tuple(given.overlap), say=say, **sizes))
+            if given.beyond:
+                short = compare(setting_of(given.shape, _SHORT, batch, **same), ("DynamicCache",), ("on",), **sizes)
+                alone = short["rows"]["DynamicCache"]["on"]["median_seconds"]
+                beyond = {name: row["on"]["median_seconds"] - alone for name, row in results[-1]["rows"].items()}
+                results[-1]["beyond_seconds"] = beyond
+                for name, seconds in beyond.items():
+                    print(f"{name}: {1e3 * seconds:.0f} ms beyond the model")
         whole["runs"] = results
         for result in results:
             for name, reason in result["left_out"].items():

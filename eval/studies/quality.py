@@ -6,7 +6,7 @@
 `--of guess`: how much of a token's attention lies on the tokens that a guess of it selected, or it itself (SpeCache,
 section 3.3): see "outside".
 `--of fields`: what each field of each cache changes.
-`--of output --tokens 512 --steps 256`: the same of fields that matter in a long output.
+`--of output --tokens 512 --steps 128`: the same of fields that matter in a long output.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _GUESS: Contenders = {
 OF: dict[str, tuple[Contenders, dict[str, Any]]] = {
     "caches": (_CACHES, {"memory": "1/13"}), "chunks": (_CHUNKS, {"engine": "memory"}), "bits": (_BITS, {}),
     "guess": (_GUESS, {}), "fields": (fields.contenders(fields.OWN) | fields.RULES, {}),
-    "output": (fields.contenders(fields.OUTPUT), {}),
+    "output": (fields.contenders(fields.OUTPUT), {"num_selected": 100}),
 }  # fmt: skip
 """Contenders of each question, and fields that all have."""
 

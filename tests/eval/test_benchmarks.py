@@ -110,10 +110,10 @@ def test_methods_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(compare.SHAPES, "replay", replace(TINY, heads=4, kv_heads=2))
     methods = (OWN, NO_REUSE, SINGLE, FULL, "all keys", "StaticCache")
     words = ["--shape", "replay", "--quick", "--memory", "1/2", "--path", str(tmp_path), "--set", "look_ahead=false"]
-    words += ["--methods", *methods, "--json", str(tmp_path / "out.json"), "--threads", "1"]
+    words += ["--methods", *methods, "--json", str(tmp_path / "out.json"), "--threads", "1", "--beyond"]
     assert bench_decode.main(words) == 0
     (found,) = json.loads((tmp_path / "out.json").read_text())["runs"]
-    assert set(found["rows"]) == set(methods) and not found["left_out"]
+    assert set(found["rows"]) == set(found["beyond_seconds"]) == set(methods) and not found["left_out"]
     for name, row in found["rows"].items():
         assert row["off"]["steps"] == (2 if name in SLOW else 6) and row["on"]["tokens_per_second"] > 0
     full, own = (found["rows"][name]["off"] for name in (FULL, OWN))

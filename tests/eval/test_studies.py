@@ -16,8 +16,7 @@ from letters import Letters
 from long_llama import long_model
 from words import words as tokens
 
-from eval import compare, synthetic
-from eval.studies import common, fields, long_growth, quality_needles_budget, speed_growth, teacher_forced, watch
+from eval.studies import common, fields, long_growth, quality_needles_budget, teacher_forced, watch
 from hf_offload_cache.registry import cache_class
 from hf_offload_cache.streaming import loader
 
@@ -40,7 +39,6 @@ SMALL = {
     "speed --of chunks": "--memory none",
     "speed --of links": "--tokens 1100 --steps 20 --memory none",
     "speed --of guess": "--tokens 700 --steps 20 --devices ufs",
-    "speed_growth": "--steps 1 --repetitions 1 --memory 1/2",
     "stream_quality": "--tokens 300 --steps 4 --facts 0",
     "stream_speed": "--tokens 640 --chunk 128",
 }
@@ -59,8 +57,6 @@ def test_a_study_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """With --quick, on a tiny model; its rows are on disk, and are not measured again."""
     monkeypatch.setattr(loader, "LEAST_TOKENS", 128)
     given = SMALL[name]
-    tiny = synthetic.Shape(layers=3, heads=4, kv_heads=4, head_dim=64, hidden=32, intermediate=64, vocabulary=128)
-    monkeypatch.setitem(compare.SHAPES, "smollm2", tiny)
     name, *question = name.split()
     study = importlib.import_module(f"eval.studies.{name}").STUDY
     words = ["--quick", "--json", str(tmp_path / "out.json"), "--path", str(tmp_path), *question, *given.split()]
@@ -150,10 +146,3 @@ def test_time_is_interpolated_at_equal_mass() -> None:
     rows = [{"name": name, "mass": mass, "ms": ms, "MB": 1.0} for name, mass, ms in values]
     found = long_growth.over_adaptive(rows)
     assert found == pytest.approx({"static, at equal mass": 1.5, "local, with less mass": 1.2})
-
-
-def test_growth_is_of_what_a_step_takes_beyond_the_model() -> None:
-    rows = [{"tokens": tokens, "method": "the model alone", "ms": ms} for tokens, ms in ((131072, 30), (8192, 20))]
-    rows += [{"tokens": tokens, "method": "AbstractTreeCache", "ms": ms} for tokens, ms in ((131072, 130), (8192, 60))]
-    found = speed_growth.summary(rows)
-    assert found["beyond_ms"] == {"AbstractTreeCache": {"8192": 40, "131072": 100}}
