@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from .bench import machine
-from .compare import SHAPES, compare, setting_of
 from .contenders import FULL, IN_MEMORY, METHODS, NO_REUSE, OWN, SINGLE
 from .needles import parse_setting
 from .profiles import PROFILES
+from .replay import SHAPES, compare, setting_of
 from .studies.common import Options, judged, one_run, summary_lines, write_json
 
 _SHORT = 64

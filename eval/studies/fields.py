@@ -16,7 +16,7 @@ SHARED: Values = {
     "group_size": (4, 8),
     "reuse_capacity": (0, 800),
     "look_ahead": (True,),
-    "exact": (True, "bitwise"),
+    "exact": (True,),
     "block_tokens": (256, 4096),
     "write_queue": ("64KiB", "16MiB"),
 }

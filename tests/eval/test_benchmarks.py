@@ -19,10 +19,10 @@ from eval import (
     bench_decode,
     bench_text,
     calls,
-    compare,
     memory,
     needles,
     phases,
+    replay,
     synthetic,
 )
 from eval.bench_text import ALONE, DYNAMIC, FIRST, STATIC
@@ -107,7 +107,7 @@ def test_resident_file_pages_are_seen(tmp_path: Path) -> None:
 
 def test_methods_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command, in turns; a reload reads everything in each step, the others a part."""
-    monkeypatch.setitem(compare.SHAPES, "replay", replace(TINY, heads=4, kv_heads=2))
+    monkeypatch.setitem(replay.SHAPES, "replay", replace(TINY, heads=4, kv_heads=2))
     methods = (OWN, NO_REUSE, SINGLE, FULL, "all keys", "StaticCache")
     words = ["--shape", "replay", "--quick", "--memory", "1/2", "--path", str(tmp_path), "--set", "look_ahead=false"]
     words += ["--methods", *methods, "--json", str(tmp_path / "out.json"), "--threads", "1", "--beyond"]
@@ -123,12 +123,12 @@ def test_methods_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_does_not_fit_is_left_out_with_the_reason(tmp_path: Path) -> None:
     setting = Setting(replace(TINY, heads=4, kv_heads=2), 1024, memory=None, path=str(tmp_path), profile="emmc")
-    found = compare.compare(setting, (OWN, "StaticCache"), ("on",), 1, 1, 1)
+    found = replay.compare(setting, (OWN, "StaticCache"), ("on",), 1, 1, 1)
     assert list(found["rows"]) == [OWN] and "emmc" in found["left_out"]["StaticCache"]
     setting = replace(setting, profile="own")
-    found = compare.compare(setting, (OWN, FULL), ("on",), 1, 1, 1, disk_limit=1 << 20)
+    found = replay.compare(setting, (OWN, FULL), ("on",), 1, 1, 1, disk_limit=1 << 20)
     assert "disk" in found["left_out"][FULL]
-    found = compare.compare(replace(setting, memory=1e-3), (OWN,), ("on",), 1, 1, 1)
+    found = replay.compare(replace(setting, memory=1e-3), (OWN,), ("on",), 1, 1, 1)
     assert not found["rows"] and "memory" in found["left_out"][OWN]
 
 
