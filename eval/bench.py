@@ -29,9 +29,11 @@ _ONE_BIT = f"{_FETCHED}:cache=spec,bits=1,quant_group=32"
 _JOBS: dict[str, list[str]] = {
     "text": ["-m", "eval.bench_text"],
     "text, whole": ["-m", "eval.bench_text", "--chunk", "7936", "--steps", "32"],
-    "text, 32K": ["-m", "eval.bench_decode", "--text"],
-    "text, 32K, batch 4": ["-m", "eval.bench_decode", "--text", "--batch", "4", "--repetitions", "2"],
+    "text, 32K": ["-m", "eval.bench_text", "--tokens", "32768", "--shared-prefill"],
+    "text, 32K, batch 4": ["-m", "eval.bench_text", "--tokens", "32768", "--shared-prefill", "--batch", "4"],
     "decode": ["-m", "eval.bench_decode", "--targets"],
+    "growth": [*["-m", "eval.bench_decode", "--beyond", "--overlap", "on", "--context", "8192", "131072", "--methods"],
+               "AbstractTreeCache", "DiskSwapCache"],
     "contexts": ["-m", "eval.bench_contexts"],
     "memory": ["-m", "eval.memory"],
     "memory, tree": ["-m", "eval.memory", "--cache", "abstract-tree"],
@@ -45,11 +47,12 @@ _JOBS: dict[str, list[str]] = {
     **{
         name: ["-m", f"eval.studies.{name}"]
         for name in (
-            "quality_mass", "quality_chunks", "speed_chunks", "speed_ablation", "speed_growth", "speed_compress",
-            "long_decode", "long_growth", "long_equal_mass", "cluster_reads", "low_bit_quality", "low_bit_hits",
-            "low_bit_speed", "low_bit_attention", "stream_speed", "stream_quality",
+            "quality", "long_decode", "long_growth", "low_bit_attention",
+            "stream_speed", "stream_quality",
         )
     },
+    **{f"quality, {of}": ["-m", "eval.studies.quality", "--of", of] for of in ("chunks", "bits", "guess")},
+    **{f"speed, {of}": ["-m", "eval.studies.speed", "--of", of] for of in ("parts", "chunks", "links", "guess")},
     "walk": ["tests/walk.py"],
 }  # fmt: skip
 """Name -> command. All but the walk know --quick and --path."""
@@ -82,31 +85,19 @@ def _found_by(name: str) -> Callable[[dict[str, Any]], float | None]:
     return share
 
 
-def _rows_of_text(result: dict[str, Any]) -> dict[str, Any]:
-    rows: dict[str, Any] = result["rows"] if "rows" in result else result["runs"][0]["rows"]
-    return rows
-
-
-def _ours(result: dict[str, Any]) -> dict[str, Any]:
-    """The row at 1/13 of the memory."""
-    rows = _rows_of_text(result)
-    row: dict[str, Any] = rows["1/13"] if "1/13" in rows else rows["DiskSwapCache"]
-    return row
-
-
 def _of_ours(field: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda result: _ours(result)[field]
+    return _at("rows", "1/13", field)
 
 
 def _over_full_cache(result: dict[str, Any]) -> float:
     """Tokens/s on text at 1/13 of the memory, over the faster of the caches that hold everything."""
-    rows = _rows_of_text(result)
+    rows = result["rows"]
     full = min(rows[name]["median_seconds"] for name in ("DynamicCache", "StaticCache"))
-    return float(full / _ours(result)["median_seconds"])
+    return float(full / rows["1/13"]["median_seconds"])
 
 
 def _prefill_ratio(result: dict[str, Any]) -> float:
-    return float(_ours(result)["prefill_seconds"] / _rows_of_text(result)["DynamicCache"]["prefill_seconds"])
+    return float(result["rows"]["1/13"]["prefill_seconds"] / result["rows"]["DynamicCache"]["prefill_seconds"])
 
 
 def _difference(result: dict[str, Any]) -> float:
@@ -115,10 +106,6 @@ def _difference(result: dict[str, Any]) -> float:
 
 def _at(*path: str) -> Callable[[dict[str, Any]], Any]:
     return lambda result: functools.reduce(lambda part, key: part[key], path, result)
-
-
-def _of_opening(*path: str) -> Callable[[dict[str, Any]], Any]:
-    return _at("first_token", *path)
 
 
 PROMISES: tuple[Promise, ...] = (
@@ -135,9 +122,9 @@ PROMISES: tuple[Promise, ...] = (
     Promise("architectures tagged throughout", "walk", _at("tagged_throughout"), 105),
     Promise("largest logit deviation, sd", "walk", _at("max_deviation"), most=2e-3),
     Promise("peak memory over full KV", "memory", _at("share_of_full_kv"), most=1 / 6),
-    Promise("prefill over opening a saved context", "contexts", _of_opening("one_token", "faster_than_dynamic"), 20),
+    Promise("prefill over opening a context", "contexts", _at("first_token", "one_token", "faster_than_dynamic"), 20),
     Promise("its growth over the lengths", "contexts", _at("growth", "growth"), most=2),
-    Promise("8 forks and their answers, of the disk", "contexts", _of_opening("forks", "added_share"), most=0.05),
+    Promise("8 forks with answers, of the disk", "contexts", _at("first_token", "forks", "added_share"), most=0.05),
     Promise("checking reads, of a step", "contexts", _at("checking", "cost"), most=0.03),
     Promise("one needle, tree", "needles, tree", _found_by(_TREE), 0.95),
     Promise("one of four, tree", "needles, tree, one of four", _found_by(_TREE), 0.9),

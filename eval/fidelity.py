@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,25 @@ from .kvpress_contender import PRESSES, KVPress
 from .needles import make_needles
 from .studies.common import Rows, Study, main, write_json
 from .studies.contexts import default_model, follow, open_cache, prefill, reference_texts, replay, share
-from .studies.found_facts import NEW_TOKENS, REFERENCE, ask
+from .studies.quality_needles_budget import NEW_TOKENS, REFERENCE, ask
 from .studies.teacher_forced import measure
 from .studies.watch import Look, Watch
 
+Contenders = dict[str, dict[str, Any]]
+"""Name, as "disk-swap 1/13" -> fields."""
 BUDGETS = ("1/4", "1/6.5", "1/13", "1/20", "1/34")
 PARTS = ("text", "facts", "perplexity", "long", "speed")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all parts share."""
+
+    arguments: argparse.Namespace
+    rows: Rows
+    model: Any
+    tokenizer: Any
+    press: KVPress | None = None
 
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
@@ -44,17 +58,18 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
     few = contenders([name for name in names if name not in FIXED], arguments.few)
     with contextlib.ExitStack() as stack:
         press = stack.enter_context(KVPress(arguments.kvpress, model)) if arguments.kvpress else None
+        shared = Run(arguments, rows, model, tokenizer, press)
         for tokens in arguments.tokens:
             if "text" in arguments.parts:
-                _texts(arguments, rows, everyone, tokens, model, tokenizer, press)
+                _texts(shared, everyone, tokens)
             if "facts" in arguments.parts:
-                _facts(arguments, rows, everyone, tokens, model, tokenizer, press)
+                _facts(shared, everyone, tokens)
             if "perplexity" in arguments.parts:
-                _perplexity(arguments, rows, few, tokens, model, tokenizer)
+                _perplexity(shared, few, tokens)
         if "long" in arguments.parts:
-            _long(arguments, rows, few, model, tokenizer)
+            _long(shared, few)
         if "speed" in arguments.parts:
-            _speed(arguments, rows, everyone, model, tokenizer)
+            _speed(shared, everyone)
     summary = summarised(rows.rows)
     if arguments.markdown:
         arguments.markdown.write_text(markdown(summary), encoding="utf-8")
@@ -63,13 +78,11 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
     return summary
 
 
-def _texts(
-    arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], tokens: int, model: Any,
-    tokenizer: Any, press: KVPress | None,
-) -> None:  # fmt: skip
+def _texts(shared: Run, everyone: Contenders, tokens: int) -> None:
     """Each contender follows the same texts: distance to `DynamicCache`, attention mass."""
+    arguments, rows, model, press = shared.arguments, shared.rows, shared.model, shared.press
     pressed = [f"{one} {memory}" for one in PRESSES for memory in arguments.memory] if press else []
-    for sample, ids in enumerate(reference_texts(tokenizer, arguments.samples, tokens + arguments.steps)):
+    for sample, ids in enumerate(reference_texts(shared.tokenizer, arguments.samples, tokens + arguments.steps)):
         key = {"part": "text", "tokens": tokens, "sample": sample}
         left = [name for name in (*everyone, *pressed) if not rows.has(name=name, **key)]
         if not left:
@@ -142,34 +155,31 @@ def _text(
 _KEPT = ("kl", "top1", "perplexity", "peak_share", "mass", "worst", "layer_mass", "attended", "hit_rate")
 
 
-def _facts(
-    arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], tokens: int, model: Any,
-    tokenizer: Any, press: KVPress | None,
-) -> None:  # fmt: skip
+def _facts(shared: Run, everyone: Contenders, tokens: int) -> None:
     """Planted facts are asked for, of those that `DynamicCache` knows."""
+    arguments, rows, tokenizer = shared.arguments, shared.rows, shared.tokenizer
     known = argparse.Namespace(path=arguments.path, known=True)
     for facts in (1, 4):
         key = {"part": "facts", "tokens": tokens, "facts": facts}
         needles = list(make_needles(tokenizer, arguments.documents, min(tokens, LONGEST_FACTS), 0, facts))
-        ask(known, rows, everyone, needles, model, tokenizer, **key)
-        for sample, needle in enumerate(needles) if press else ():
+        ask(known, rows, everyone, needles, shared.model, tokenizer, **key)
+        for sample, needle in enumerate(needles) if shared.press else ():
             if not rows.has(sample=sample, name=REFERENCE, answered=True, **key):
                 continue
             ids = build_prompt(tokenizer, needle.document, needle.question)
             for name in (f"{one} {memory}" for one in PRESSES for memory in arguments.memory):
                 if not rows.has(sample=sample, name=name, **key):
-                    row = _pressed_answer(press, name, ids, model, tokenizer, needle.code)  # type: ignore[arg-type]
+                    row = _pressed_answer(shared, name, ids, needle.code)
                     rows.add(sample=sample, name=name, **key, depth=needle.depth, prompt=ids.shape[1], **row)
 
 
-def _pressed_answer(
-    press: KVPress, name: str, ids: torch.Tensor, model: Any, tokenizer: Any, code: str
-) -> dict[str, Any]:
+def _pressed_answer(shared: Run, name: str, ids: torch.Tensor, code: str) -> dict[str, Any]:
+    assert shared.press is not None
     kind, _, memory = name.rpartition(" ")
-    ends = model.generation_config.eos_token_id
+    ends = shared.model.generation_config.eos_token_id
     end = list(ends) if isinstance(ends, list) else [ends]
-    said, _ = press.answer(kind, share(memory), ids, prefilled_tokens(ids.shape[1]), NEW_TOKENS, end)
-    text = str(tokenizer.decode(said, skip_special_tokens=True)).strip()
+    said, _ = shared.press.answer(kind, share(memory), ids, prefilled_tokens(ids.shape[1]), NEW_TOKENS, end)
+    text = str(shared.tokenizer.decode(said, skip_special_tokens=True)).strip()
     return {"code": code, "answered": code in text, "text": text}
 
 
@@ -177,30 +187,23 @@ PROMPT, LAST = 512, 256
 """Tokens before a long output, and those at its end that are compared."""
 
 
-def _long(
-    arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], model: Any, tokenizer: Any
-) -> None:
+def _long(shared: Run, everyone: Contenders) -> None:
     """A short prompt, then a long text token by token: distance at its end."""
-    ids = sample_ids(None, tokenizer)[0][: PROMPT + arguments.output + 1].unsqueeze(0)
-    key = {"part": "long", "tokens": PROMPT + arguments.output}
-    _go_on(arguments, rows, everyone, model, ids, PROMPT, LAST + 1, key)
+    tokens = PROMPT + shared.arguments.output
+    ids = sample_ids(None, shared.tokenizer)[0][: tokens + 1].unsqueeze(0)
+    _go_on(shared, everyone, ids, PROMPT, LAST + 1, {"part": "long", "tokens": tokens})
 
 
-def _perplexity(
-    arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], tokens: int, model: Any,
-    tokenizer: Any,
-) -> None:  # fmt: skip
+def _perplexity(shared: Run, everyone: Contenders, tokens: int) -> None:
     """Over many more tokens than distances need: perplexities of few tell nothing."""
-    for sample, ids in enumerate(reference_texts(tokenizer, arguments.samples, tokens + arguments.scored)):
-        key = {"part": "perplexity", "tokens": tokens, "sample": sample}
-        _go_on(arguments, rows, everyone, model, ids, tokens, arguments.scored, key)
+    samples, scored = shared.arguments.samples, shared.arguments.scored
+    for sample, ids in enumerate(reference_texts(shared.tokenizer, samples, tokens + scored)):
+        _go_on(shared, everyone, ids, tokens, scored, {"part": "perplexity", "tokens": tokens, "sample": sample})
 
 
-def _go_on(
-    arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], model: Any, ids: torch.Tensor,
-    prompt: int, last: int, key: dict[str, Any],
-) -> None:  # fmt: skip
+def _go_on(shared: Run, everyone: Contenders, ids: torch.Tensor, prompt: int, last: int, key: dict[str, Any]) -> None:
     """Each contender reads ids (1, T) token by token behind a prompt: distance over the last."""
+    rows, model = shared.rows, shared.model
     if all(rows.has(name=name, **key) for name in everyone):
         return
     context, end = prefill(model, ids[:, :prompt]), ids[:, -last:]
@@ -217,7 +220,7 @@ def _go_on(
         if rows.has(name=name, **key):
             continue
         try:
-            with open_cache(model, fields, ids.shape[1], arguments.path) as cache:
+            with open_cache(model, fields, ids.shape[1], shared.arguments.path) as cache:
                 logits = said(cache)
                 report = cache.report() if hasattr(cache, "report") else None
             row = {**distance(reference, logits), "perplexity": perplexity_over(reference, logits, end)}
@@ -236,16 +239,15 @@ def uncertainty(reference: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor
     return float((one - other).std() / len(following) ** 0.5)
 
 
-def _speed(
-    arguments: argparse.Namespace, rows: Rows, everyone: dict[str, dict[str, Any]], model: Any, tokenizer: Any
-) -> None:
+def _speed(shared: Run, everyone: Contenders) -> None:
     """Steps of all caches in turns, with those in memory; needs an idle machine, and all of torch's threads. What was
     timed in an earlier run is timed again beside what was not: times of two runs are of two machines."""
+    arguments, rows, model = shared.arguments, shared.rows, shared.model
     for tokens in arguments.tokens:
         key = {"part": "speed", "tokens": tokens}
         ours = {}
         earlier = [row["name"].rpartition(" ") for row in rows.where(**key)]
-        before = {name: own for cache, _, memory in earlier for name, own in contenders([cache], [memory]).items()}
+        before = {name: one for cache, _, memory in earlier for name, one in contenders([cache], [memory]).items()}
         for name, fields in {**before, **everyone}.items():
             if name.split()[0] in (*CACHES, *WIDER):
                 with contextlib.suppress(BudgetError), open_cache(model, fields, tokens + _TIMED, arguments.path):
@@ -253,7 +255,7 @@ def _speed(
         if all(rows.has(name=name, **key) for name in ours):
             continue
         rows.drop(**key)
-        ids = bench_text.text_rows(sample_ids(None, tokenizer)[0], 1, tokens + _TIMED + 1)
+        ids = bench_text.text_rows(sample_ids(None, shared.tokenizer)[0], 1, tokens + _TIMED + 1)
         options: dict[str, Any] = {"shared_prefill": True, "path": arguments.path}
         found = bench_text.run(model, ids, tokens, _TIMED, tokens, ours, say=rows.say, **options)
         for name, row in found.items():
@@ -280,7 +282,7 @@ STUDY = Study(
         "shipped": (Path, "file for the table that offload_cache chooses from"),
     },
     {"tokens": [768], "steps": 6, "samples": 1, "documents": 1, "scored": 12, "output": 300, "memory": ["1/4", "1/13"]},
-    plots={"plot": draw_front, "plot-layers": draw_layers}, size=(13.0, 4.5), module="eval.fidelity",
+    plots={"plot": draw_front, "plot-layers": draw_layers}, size=(7.5, 4.2), module="eval.fidelity",
     of_a_run=("parts", "tokens", "memory", "few", "caches", "kvpress", "markdown", "shipped"),
 )  # fmt: skip
 

@@ -16,7 +16,7 @@ from hf_offload_cache.registry import CACHES
 from . import bench_text
 from .fidelity_contenders import WIDER
 from .studies.contexts import share
-from .studies.found_facts import lost
+from .studies.quality_needles_budget import lost
 
 _MEANS = ("kl", "top1", "perplexity", "mass", "worst", "peak_share", "attended", "hit_rate")
 _HEADS = (

@@ -52,8 +52,6 @@ class Run:
     """`for_budget`'s memory, for these tokens and steps; None: `fields` alone."""
     filled: bool = False
     """Synthetic keys and values instead of a prefill, which takes minutes at 32K tokens."""
-    window: int = 0
-    """Tokens that every layer but each fourth sees; 0: all see everything."""
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -134,7 +132,7 @@ def _model(run: Run) -> tuple[Any, int]:
     from .synthetic import build_model
 
     shape = _light(run)
-    return build_model(shape, window=run.window), shape.vocabulary
+    return build_model(shape), shape.vocabulary
 
 
 def _light(run: Run) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, StaticCache
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.cache_utils import Cache
 
 from hf_offload_cache.core import OffloadLayer
@@ -48,17 +48,11 @@ LLAMA_8B = Shape(layers=32, heads=32, kv_heads=8, head_dim=128, hidden=4096, int
 
 
 def build_model(
-    shape: Shape, positions: int = 262144, seed: int = 0, device: torch.device | str = "cpu", window: int = 0
-) -> PreTrainedModel:
-    """A Llama with random weights in bfloat16, in evaluation mode. With `window`, a Qwen2 whose layers see so many
-    tokens, but for each fourth, which sees all."""
+    shape: Shape, positions: int = 262144, seed: int = 0, device: torch.device | str = "cpu"
+) -> LlamaForCausalLM:
+    """A Llama with random weights in bfloat16, in evaluation mode."""
     torch.manual_seed(seed)
-    config_class, model_class, others = LlamaConfig, LlamaForCausalLM, {}
-    if window:
-        kinds = ["sliding_attention" if (layer + 1) % 4 else "full_attention" for layer in range(shape.layers)]
-        config_class, model_class = Qwen2Config, Qwen2ForCausalLM
-        others = {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
-    config = config_class(
+    config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -69,9 +63,8 @@ def build_model(
         max_position_embeddings=positions,
         tie_word_embeddings=True,
         eos_token_id=None,
-        **others,
     )
-    return model_class._from_config(config, dtype=torch.bfloat16).to(device).eval()
+    return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).to(device).eval()
 
 
 def random_keys_and_values(
@@ -126,11 +119,16 @@ def fill(cache: Cache, model: LlamaForCausalLM, shape: Shape, tokens: int, batch
             keys, values = context(shape, tokens, layer_idx, batch, model.device)
             returned, other = cache.update(keys, values, layer_idx)
             del keys, values
-            layer = cache.layers[layer_idx]
-            if isinstance(layer, OffloadLayer) and layer.state != "full":
-                module = model.model.layers[layer_idx].self_attn
-                query = returned.new_zeros(batch, shape.heads, 1, shape.head_dim)
-                layer.attend(AttentionCall(_no_attention, module, query, returned, other, None))
+            attend_to_nothing(cache, model, layer_idx, returned.new_zeros(batch, shape.heads, 1, shape.head_dim),
+                              returned, other)
+
+
+def attend_to_nothing(cache: Cache, model: Any, layer_idx: int, *call: torch.Tensor) -> None:
+    """The end of an offloaded layer's prefill: `attend` with queries, keys and values that nothing is computed of."""
+    layer = cache.layers[layer_idx]
+    if isinstance(layer, OffloadLayer) and layer.state != "full":
+        module = model.model.layers[layer_idx].self_attn
+        layer.attend(AttentionCall(_no_attention, module, *call, None, kwargs={"scaling": module.scaling}))
 
 
 def _no_attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

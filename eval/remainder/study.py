@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
         ids = build_prompt(tokenizer, needle.document, needle.question)
         asked = len(tokenizer(needle.question, add_special_tokens=False)["input_ids"]) + 16
         context = prefill(model, ids[:, :-asked])
-        answer = tokenizer(needle.code, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        said = needle.fact.partition(". ")[2].removesuffix(".")  # the model answers with the fact's second sentence
+        answer = tokenizer(said, add_special_tokens=False, return_tensors="pt")["input_ids"]
         if not (right := log_loss(model, context, ids, answer, Plan(), arguments.bytes))[0]:
             continue  # full attention does not answer
         for name in arguments.plans:

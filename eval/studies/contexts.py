@@ -22,6 +22,7 @@ from hf_offload_cache.model import AttentionCall
 from hf_offload_cache.registry import cache_class
 
 from ..baselines.in_memory import IN_MEMORY
+from ..synthetic import attend_to_nothing
 
 LATEST = QUERIES_SEEN
 """Queries of the prompt's end that are kept: as many as the compact keys' coding looks at."""
@@ -95,18 +96,10 @@ def replay(cache: Cache, model: Any, context: Context) -> None:
             cache.begin_step(model, {"input_ids": context.ids})
         for layer_idx, (keys, values) in enumerate(zip(context.keys, context.values, strict=True)):
             returned, other = cache.update(keys, values, layer_idx)
-            layer = cache.layers[layer_idx]
-            if isinstance(layer, OffloadLayer) and layer.state != "full":
-                module = model.model.layers[layer_idx].self_attn
-                asked = context.queries[layer_idx], returned, other
-                layer.attend(AttentionCall(_no_attention, module, *asked, None, kwargs={"scaling": module.scaling}))
+            attend_to_nothing(cache, model, layer_idx, context.queries[layer_idx], returned, other)
         if own:
             cache.end_step(None)
             cache.storage.prefetcher.flush()
-
-
-def _no_attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    return query.transpose(1, 2), None
 
 
 def share(memory: Any) -> Any:

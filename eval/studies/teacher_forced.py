@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ def text_options(tokens: int, steps: int, samples: int) -> Options:
         "tokens": (tokens, "prefilled tokens"),
         "steps": (steps, "tokens decoded after them, teacher-forced"),
         "samples": (samples, "texts"),
+        "timed": (0, "tokens after these, decoded unobserved, whose steps are timed"),
     }
 
 
@@ -38,15 +40,17 @@ def contenders_of(arguments: argparse.Namespace, usual: dict[str, Fields], **sha
 def compare(arguments: argparse.Namespace, rows: Rows, contenders: dict[str, Fields], loaded: Any = None) -> None:
     """Add a row of `measure` for each text and contender. Each text is prefilled once."""
     model, tokenizer = default_model(loaded)
-    texts = reference_texts(tokenizer, arguments.samples, arguments.tokens + arguments.steps)
+    last = arguments.tokens + arguments.steps
+    texts = reference_texts(tokenizer, arguments.samples, last + arguments.timed)
     for sample, ids in enumerate(texts):
         left = {name: one for name, one in contenders.items() if not rows.has(sample=sample, name=name)}
         if not left:
             continue
-        context, new = prefill(model, ids[:, : arguments.tokens]), ids[:, arguments.tokens :]
+        context, new = prefill(model, ids[:, : arguments.tokens]), ids[:, arguments.tokens : last]
         reference = reference_logits(model, context, new)
         for name, fields in left.items():
-            rows.add(sample=sample, name=name, **measure(model, context, new, fields, reference, arguments.path))
+            found = measure(model, context, new, fields, reference, arguments.path, ids[:, last:])
+            rows.add(sample=sample, name=name, **found)
 
 
 def reference_logits(model: PreTrainedModel, context: Context, new: torch.Tensor) -> torch.Tensor:
@@ -58,46 +62,79 @@ def reference_logits(model: PreTrainedModel, context: Context, new: torch.Tensor
 
 def measure(
     model: PreTrainedModel, context: Context, new: torch.Tensor, fields: Fields, reference: torch.Tensor,
-    path: str | None = None,
+    path: str | None = None, timed: torch.Tensor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure one contender on one text. `mass`: mean over layers, steps and heads; `worst` and `worst_layer`: the
-    layer with the least mean; `layer_mass`: by layer; `important`: share of the attended tokens that are among the most
-    important tenth; `kl` in nats and `top1` to `DynamicCache`; `perplexity` over `DynamicCache`'s; `attended` tokens;
-    `overlap` of successive selections; `hit_rate`; `peak_share` of the full KV; `judged`: evaluations over those of
-    judging all tokens, if the method counts them."""
+    """Measure one contender on one text, teacher-forced.
+
+    Returns:
+        `mass`: attention mass on what is attended to, mean over layers, steps and heads; `worst` and `worst_layer`: of
+        the layer with the least; `layer_mass`: by layer; `outside` and `outside_worst`: the same of the mass outside
+        sinks and tail. `important`: share of the `attended` tokens that are among the most important tenth. `kl` in
+        nats and `top1` to `DynamicCache`; `perplexity` over `DynamicCache`'s. `overlap` of successive selections;
+        `hit_rate`; `judged`: evaluations over those of judging all tokens, if the method counts them. `peak_share` of
+        the full KV. A step's `megabytes` and `reads`, and those `written`; `clusters` a key head at the end, if there
+        are any. `fill_seconds`; and `ms`, the median of steps of the ids `timed` (1, n), which follow unobserved.
+    """
     count = len(context.keys)
     mass: list[list[float]] = [[] for _ in range(count)]
     groups: list[list[np.ndarray]] = [[] for _ in range(count)]
     attended: list[float] = []
     important: list[float] = []
+    outside: list[list[float]] = [[] for _ in range(count)]
 
     def told(look: Look) -> None:
         mass[look.layer_idx].append(look.mass)
         columns = look.columns
+        if columns is not None:
+            history = cache.layers[look.layer_idx].history  # type: ignore[union-attr]
+            last = history.length - history.recent.shape[1]
+            outside[look.layer_idx].append(look.between(cache.config.num_sinks, last)[0])  # type: ignore[attr-defined]
         attended.append(look.weights.shape[1] if columns is None else float(np.mean([len(own) for own in columns])))
         important.append(look.important(0.1))
         if look.groups is not None:
             groups[look.layer_idx].append(look.groups)
 
     with open_cache(model, fields, context.tokens + new.shape[1], path) as cache:
+        start = time.perf_counter()
         replay(cache, model, context)
+        filled, before = time.perf_counter() - start, cache.report()  # type: ignore[attr-defined]
         with Watch(cache, context.keys, told):  # type: ignore[arg-type]
             logits = follow(model, cache, new)
         report = cache.report()  # type: ignore[attr-defined]
         predictors = [getattr(layer, "predictor", None) for layer in cache.offloaded]  # type: ignore[attr-defined]
+        parts = [part for layer in cache.offloaded if (part := partition_of(layer))]  # type: ignore[attr-defined]
+        clusters = float(np.mean([part.used for part in parts])) if parts else None
+        seconds = []
+        for place in range(0 if timed is None else timed.shape[1]):
+            start = time.perf_counter()
+            follow(model, cache, timed[:, place : place + 1])  # type: ignore[index]
+            seconds.append(time.perf_counter() - start)
     layers = [float(np.mean(part)) for part in mass]
     row: dict[str, Any] = {"mass": float(np.mean(layers)), "worst": min(layers)}
     row |= {"worst_layer": int(np.argmin(layers)), "attended": float(np.mean(attended)), **distance(reference, logits)}
     row |= {"hit_rate": report.hit_rate, "peak_share": report.peak_memory_bytes / report.full_kv_bytes}
+    steps = new.shape[1]
+    row |= {"megabytes": (report.bytes_read - before.bytes_read) / 1e6 / steps}
+    row |= {"written": (report.bytes_written - before.bytes_written) / 1e6 / steps}
+    row |= {"reads": (report.reads - before.reads) / steps, "clusters": clusters, "fill_seconds": filled}
+    row["ms"] = 1e3 * float(np.median(seconds)) if seconds else None
     row["perplexity"] = perplexity_over(reference, logits, new)
     row["important"] = float(np.mean(important))
     counted = [each for each in predictors if getattr(each, "judged", 0)]
     # two bounds of a chunk are as much to compare with as the keys of two tokens
     tokens = sum(each.judged for each in counted) / 2
     row["judged"] = sum(each.evaluations for each in counted) / tokens if tokens else None
+    if all(outside):
+        there = [float(np.mean(part)) for part in outside]
+        row |= {"outside": float(np.mean(there)), "outside_worst": min(there)}
     alike = [overlap(part) for part in groups]
     row["overlap"] = float(np.mean([share for part in alike for share in part])) if any(alike) else None
     return {**row, "layer_mass": layers}
+
+
+def partition_of(layer: Any) -> Any:
+    """Clusters of a layer's keys; None: it has none."""
+    return getattr(getattr(getattr(layer, "history", None), "clustered", None), "partition", None)
 
 
 def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -109,6 +146,7 @@ def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         found: dict[str, Any] = {"mass": float(layers.mean()), "worst": float(layers.min())}
         found["worst_layer"] = int(layers.argmin())
         shown = ("attended", "important", "judged", "kl", "top1", "perplexity", "hit_rate", "overlap", "peak_share")
+        shown += ("outside", "outside_worst", "megabytes", "reads", "written", "clusters", "fill_seconds", "ms")
         for field in shown:
             values = [row[field] for row in own if row.get(field) is not None]
             found[field] = float(np.mean(values)) if values else None

@@ -13,7 +13,7 @@ import torch
 from harness import fresh
 from transformers import DynamicCache
 
-from eval import bench, bench_decode, bench_text, calls, compare, memory, phases, synthetic
+from eval import bench, bench_decode, bench_text, calls, memory, phases, replay, synthetic
 from eval.bench_text import ALONE, DYNAMIC, FIRST, STATIC
 from eval.contenders import FULL, NO_REUSE, OWN, SINGLE, SLOW
 from hf_offload_cache import DiskSwapCache
@@ -81,13 +81,13 @@ def test_a_false_account_does_not_agree() -> None:
 
 def test_methods_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command, in turns; a reload reads everything in each step, the others a part."""
-    monkeypatch.setitem(compare.SHAPES, "replay", replace(TINY, heads=4, kv_heads=2))
+    monkeypatch.setitem(replay.SHAPES, "replay", replace(TINY, heads=4, kv_heads=2))
     methods = (OWN, NO_REUSE, SINGLE, FULL, "all keys", "StaticCache")
     words = ["--shape", "replay", "--quick", "--memory", "1/2", "--path", str(tmp_path), "--set", "look_ahead=false"]
-    words += ["--methods", *methods, "--json", str(tmp_path / "out.json"), "--threads", "1"]
+    words += ["--methods", *methods, "--json", str(tmp_path / "out.json"), "--threads", "1", "--beyond"]
     assert bench_decode.main(words) == 0
     (found,) = json.loads((tmp_path / "out.json").read_text())["runs"]
-    assert set(found["rows"]) == set(methods) and not found["left_out"]
+    assert set(found["rows"]) == set(found["beyond_seconds"]) == set(methods) and not found["left_out"]
     for name, row in found["rows"].items():
         assert row["off"]["steps"] == (2 if name in SLOW else 6) and row["on"]["tokens_per_second"] > 0
     full, own = (found["rows"][name]["off"] for name in (FULL, OWN))
@@ -127,10 +127,10 @@ def test_calls_are_counted() -> None:
     step = eval("lambda: (inner(), len(()))", {"inner": lambda: None})
     found = calls.count(step, 10)
     assert (found["python"], found["ours"]) == (2, 0) and calls.count(lambda: parse_size("3KiB"), 10)["ours"] == 1
-    few = calls.measure(TINY, 1024, 2, num_selected=64)
-    assert 0 < few["ours"] < few["python"] < few["all"]
+    few = calls.measure("disk-swap", TINY, 1024, 2, num_selected=64)
+    assert 0 < few["ours"] < few["python"] < few["all"] and few["files"] > 20
     with pytest.raises(RuntimeError, match="more are needed"):
-        calls.measure(TINY, 32, 2)
+        calls.measure("disk-swap", TINY, 32, 2)
 
 
 def test_a_phase_is_what_is_left_of_it(tmp_path: Path) -> None:

@@ -16,54 +16,51 @@ from letters import Letters
 from long_llama import long_model
 from words import words as tokens
 
-from eval import compare, synthetic
-from eval.studies import common, found_facts, speed_chunks, watch
+from eval.studies import common, fields, quality_needles_budget, watch
+from hf_offload_cache.registry import cache_class
 from hf_offload_cache.streaming import loader
 
 TEXT = "--tokens 700 --steps 4 --samples 1"
 CLUSTERS = "num_selected=64,reuse_capacity=32,cluster_size=16"
 SMALL = {
-    "cluster_reads": f"--prompt 320 --steps 24 --set a:cache=cluster,{CLUSTERS}",
     "gpu_batches": "",
     "long_decode": f"--prompt 320 --steps 32 --every 8 --set adaptive:cache=cluster,{CLUSTERS}",
-    "long_equal_mass": f"--prompt 320 --generated 64 --set adaptive:cache=cluster,{CLUSTERS}",
+    "long_decode --of reads": f"--prompt 320 --steps 24 --set a:cache=cluster,{CLUSTERS}",
+    "long_growth --of mass": f"--prompt 320 --marks 64 --looks 2 --set adaptive:cache=cluster,{CLUSTERS}",
     "long_growth": f"--prompt 320 --marks 32 64 --set adaptive:cache=cluster,{CLUSTERS}",
     "low_bit_attention": "--tokens 512",
-    "low_bit_hits": f"{TEXT} --selected 8",
-    "low_bit_quality": f"{TEXT} --set a:cache=spec",
-    "low_bit_speed": "--tokens 700 --steps 20 --devices ufs",
-    "quality_chunks": f"{TEXT} --set a:cache=abstract-tree,num_selected=48",
-    "quality_mass": f"{TEXT} --memory none --set a:num_selected=48",
+    "quality": f"{TEXT} --memory none --set a:num_selected=48",
+    "quality --of fields": f"{TEXT} --timed 2 --set a:adapter=calibrated,num_selected=48",
+    "quality --of guess": f"{TEXT} --set a:cache=spec,num_selected=8",
+    "quality --of bits": f"{TEXT} --set a:cache=spec",
+    "quality --of chunks": f"{TEXT} --set a:cache=abstract-tree,num_selected=48",
     "quality_needles_budget": "--tokens 800 --samples 1 --set a:num_selected=64",
-    "speed_ablation": "--tokens 1100 --steps 20 --memory none",
-    "speed_chunks": "",
-    "speed_compress": "--tokens 1100 --steps 20 --memory none",
-    "speed_growth": "--steps 1 --repetitions 1 --memory 1/2",
+    "speed --of parts": "--tokens 1100 --steps 20 --memory none",
+    "speed --of chunks": "--memory none",
+    "speed --of links": "--tokens 1100 --steps 20 --memory none",
+    "speed --of guess": "--tokens 700 --steps 20 --devices ufs",
     "stream_costs": "--tokens 512 --chunk 256",
     "stream_quality": "--tokens 300 --steps 4 --facts 0",
     "stream_speed": "--tokens 640 --chunk 128",
 }
-SLOW = ("speed_ablation", "speed_chunks", "speed_compress", "low_bit_quality", "low_bit_speed", "long_equal_mass")
+SLOW = (*(name for name in SMALL if name.startswith("speed --of")), "quality --of bits", "long_growth --of mass")
 
 
 def studies() -> list[Any]:
     place = Path(common.__file__).parent
     names = sorted(path.stem for path in place.glob("*.py") if "STUDY = Study(" in path.read_text())
-    assert names == sorted(SMALL)
-    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in names]
+    assert set(names) == {name.split()[0] for name in SMALL}
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in SMALL]
 
 
 @pytest.mark.parametrize("name", studies())
 def test_a_study_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --quick, on a tiny model; its rows are on disk, and are not measured again."""
     monkeypatch.setattr(loader, "LEAST_TOKENS", 128)
-    tiny = synthetic.Shape(layers=3, heads=4, kv_heads=4, head_dim=64, hidden=32, intermediate=64, vocabulary=128)
-    monkeypatch.setitem(compare.SHAPES, "smollm2", tiny)
-    if name == "speed_chunks":
-        unbound = {one: {**fields, "memory": "none"} for one, fields in speed_chunks.TREES.items()}
-        monkeypatch.setattr(speed_chunks, "TREES", unbound)
+    given = SMALL[name]
+    name, *question = name.split()
     study = importlib.import_module(f"eval.studies.{name}").STUDY
-    words = ["--quick", "--json", str(tmp_path / "out.json"), "--path", str(tmp_path), *SMALL[name].split()]
+    words = ["--quick", "--json", str(tmp_path / "out.json"), "--path", str(tmp_path), *question, *given.split()]
     loaded = long_model(), tokens() if name == "quality_needles_budget" else Letters()
     found = common.main(study, words, loaded)
     assert found["rows"] and found["summary"]
@@ -102,6 +99,14 @@ def test_a_study_resumes_where_it_was_interrupted(tmp_path: Path, capsys: pytest
         assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", [*fields.contenders(fields.OWN), *fields.contenders(fields.OUTPUT)])
+def test_values_that_are_tried_are_valid(name: str) -> None:
+    given = {**fields.contenders(fields.OWN), **fields.contenders(fields.OUTPUT)}[name]
+    config = cache_class(given["cache"]).config_class(**{key: one for key, one in given.items() if key != "cache"})
+    field, equals, value = name.partition(": ")[2].partition("=")
+    assert not equals or str(getattr(config, field)) == value
+
+
 def test_weights_of_a_hand_made_attention() -> None:
     """Two query heads of one key head; keys in two parts; exp of the scaled scores is 1, 2, 5 and 1, 1, 1."""
     keys = torch.tensor([[1.0, 0.0], [2.0, 0.0], [5.0, 0.0]]).log().nan_to_num(neginf=0.0)[None, None]
@@ -125,6 +130,6 @@ def test_needles_are_lost_of_those_that_the_full_cache_finds() -> None:
     ]
     rows += [{**rows[0], "sample": 3, "code": "3"}, {**rows[-1], "sample": 3, "code": "3", "prompt": 9}]
     rows[-1] |= {"answered": None, "refused": "too little"}
-    row = found_facts.lost(rows)["small"]
+    row = quality_needles_budget.lost(rows)["small"]
     assert (row["asked"], row["lost"], row["of"], row["refused"], row["of_refused"]) == (4, 2, 3, 1, 1)
     assert row["lost_share"] == pytest.approx(2 / 3)
