@@ -35,15 +35,19 @@ def offload_cache(
         with offload_cache(model, memory="1/13", max_context=8192) as cache:
             print(cache.why)
 
-    Args: model: a decoder-only `PreTrainedModel`, or PEFT's wrapper of one. memory: the memory limit: bytes, "300MiB",
-        or a share of the full KV such as "1/13". max_context: tokens per sequence, including generated ones; None: as
-        many as the model has positions for. max_batch: sequences, including beams. goal: "fidelity": the cache that
-        retrieves most needles and is closest to `DynamicCache`; "speed": the fastest of those that are close to it
-        (`which_cache`). hint: "long-prompt", or "long-output" if most tokens will be generated. It matters for
-        fidelity, if there are measurements after long outputs at such a budget. measured: a file that `hf-offload-cache
-        tune --compare` wrote on this machine, for this model and these `fields`. None: the shipped table, measured with
-        SmolLM2-135M on two cores: a first guess for other models. path: folder on the disk to use; None: the temporary
-        folder. fields: values for fields that all caches have.
+    Args:
+        model: a decoder-only `PreTrainedModel`, or PEFT's wrapper of one.
+        memory: the memory limit: bytes, "300MiB", or a share of the full KV such as "1/13".
+        max_context: tokens per sequence, including generated ones; None: as many as the model has positions for.
+        max_batch: sequences, including beams.
+        goal: "fidelity": the cache that retrieves most needles and is closest to `DynamicCache`; "speed": the fastest
+            of those that are close to it (`which_cache`).
+        hint: "long-prompt", or "long-output" if most tokens will be generated. It matters for fidelity, if there are
+            measurements after long outputs at such a budget.
+        measured: a file that `hf-offload-cache tune --compare` wrote on this machine, for this model and these
+            `fields`. None: the shipped table, measured with SmolLM2-135M on two cores: a first guess for other models.
+        path: folder on the disk to use; None: the temporary folder.
+        fields: values for fields that all caches have.
 
     The caller closes the cache. Its `why` has the measurements behind the choice, and says if a shipped figure is for
     other fields. With `exact`, all caches give the same tokens, and the first that fits is chosen. Raises `ConfigError`

