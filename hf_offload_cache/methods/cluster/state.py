@@ -37,8 +37,8 @@ def _clusters_wrong(form: RecordFormat, tables: dict[str, np.ndarray], capacity:
     if used.min(initial=0) < 0 or used.max(initial=0) > min(counts.shape[1], tables["first"].shape[1]):
         return f"rows use {used.tolist()} of {counts.shape[1]} clusters"
     for row, (row_labels, count, row_used) in enumerate(zip(labels, counts, used.tolist(), strict=True)):
-        members = np.bincount(row_labels, minlength=counts.shape[1])
-        if row_labels.max(initial=0) >= max(1, row_used) or not np.array_equal(members, count):
+        in_range = row_labels.max(initial=0) < max(1, row_used)  # else the table of members could be huge
+        if not in_range or not np.array_equal(np.bincount(row_labels, minlength=counts.shape[1]), count):
             return f"the token counts of row {row} do not match its tokens"
     pages, most = -(-counts // form.group_size), -(-capacity // form.group_size)
     if pages.max(initial=0) > most:
