@@ -1,5 +1,9 @@
 """`AbstractTreeCache`: LeoAM. Abstracts of chunks select what is read, one layer after another.
 
+A decoding step in reading order: `predictor.py` ranks chunks and selects tokens in them, and `layer.py` fetches them
+through its tiers. `history.py` and `replicas.py` store chunks, abstracts and 4-bit replicas. `cache.py` coordinates the
+layers and fits a budget.
+
 Where to find the paper:
 
 * section 4.1, token importance by column sums of the attention: `shares`, `best_tokens`

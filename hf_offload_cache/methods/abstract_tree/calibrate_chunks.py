@@ -111,7 +111,7 @@ def _shares(layer: AbstractTreeLayer, states: torch.Tensor, sizes: list[int]) ->
         chunks = keys.unflatten(2, (-1, size))
         ends, enough = (chunks.amin(3), chunks.amax(3)), np.full(len(keys), wanted)
         for results, room, judge in ((left_open, None, bounds), (opened, -(-to_open // size), likely)):
-            upper, lower = (one.cpu().numpy() for one in judge(scaled, *ends))
+            upper, lower = (bound.cpu().numpy() for bound in judge(scaled, *ends))
             most, least = standing(upper, lower, length // size)
             results.append(float(front(most, least, size, enough, room).unsure.mean()))
     return left_open, opened

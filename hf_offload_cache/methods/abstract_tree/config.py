@@ -65,7 +65,7 @@ class AbstractTreeConfig(SelectedShareConfig):
     """Tokens per chunk, a power of two. A chunk has one abstract, and is one record on disk. A sequence has one value
     for each offloaded layer, as `calibrate_chunks` measures them. None: 64."""
     abstracts: str | None = None
-    """Where the chunks' abstracts are: "memory", a 64th of keys and values at chunks of 64; or "disk", from where each
+    """Storage of the chunks' abstracts: "memory", a 64th of keys and values at chunks of 64; or "disk", from where each
     query reads them. None: in memory, or on disk if `for_budget` has no room for them."""
     num_opened: int | None = None
     """Tokens in the chunks that a step reads and examines to select those it attends to. None: four times the attended

@@ -27,7 +27,7 @@ class AbstractPages:
     width of the keys (LeoAM, section 4.3).
 
     A page is a record of as many abstracts as fit. The partial page is in memory, in the account as "abstracts". An
-    error may leave fewer units than were to be added: `units` says how many, and `clear` starts anew. For the thread
+    error may leave fewer units than were to be added: `units` says how many, and `clear` starts over. For the thread
     that runs the model.
     """
 
@@ -249,7 +249,7 @@ class ChunkHistory(PositionHistory):
         return [*super().live(parts[:count]), *self.replicas.live(parts[count:])]
 
     def capture(self) -> dict[str, Any]:
-        complete = self.pages is not None and self.pages.units == self.units  # else the predictor makes them anew
+        complete = self.pages is not None and self.pages.units == self.units  # else the predictor recomputes them
         tree = {**super().capture(), "pages": self.pages.capture() if self.pages is not None and complete else None}
         return {**tree, "replicas": None if self.replicas is None else self.replicas.STATE.capture(self.replicas)}
 
@@ -284,8 +284,8 @@ class ChunkHistory(PositionHistory):
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, length: int) -> np.ndarray | None:
-        """As `History.truncate`. If a page to be cut cannot be read, all abstracts are dropped and the predictor makes
-        them anew; the history is truncated anyway."""
+        """As `History.truncate`. If a page to be cut cannot be read, all abstracts are dropped and the predictor
+        recomputes them. The history is truncated anyway."""
         freed, dropped = super().truncate(length), None
         self._forget(freed)
         if self.pages is not None and self.units < self.pages.units:

@@ -55,16 +55,16 @@ def front(
         return Front(np.zeros(upper.shape, dtype=bool), _first(upper, count))
     order = np.argsort(-upper, 1, kind="stable")
     queue, least = np.take_along_axis(upper, order, 1), np.take_along_axis(lower, order, 1)
-    place = np.arange(chunks)
+    rank = np.arange(chunks)
     # chunks that must be in the front until no upper bound outside is above each chunk's lower bound
-    whole_from = np.maximum(above(queue, least), place + 1)
+    whole_from = np.maximum(above(queue, least), rank + 1)
     counted = np.ones((rows, chunks + 2), dtype=np.int64)  # [m]: tokens that a front of m chunks counts with
     counted[:, 0] = 0
     np.add.at(counted, (np.arange(rows)[:, None], whole_from), size - 1)
     enough = np.cumsum(counted, 1)[:, : chunks + 1] >= wanted[:, None]
     length = np.where(enough.any(1), enough.argmax(1), chunks)
     length = np.minimum(length, chunks if most is None else min(most, chunks))
-    inside = (place < length[:, None]) & (queue > -np.inf)
+    inside = (rank < length[:, None]) & (queue > -np.inf)
     sure = inside & (whole_from * size <= wanted[:, None]) & (least > -np.inf)
     parts = [np.empty_like(inside) for _ in range(2)]
     for flags, part in zip(parts, (sure, inside & ~sure), strict=True):
@@ -210,9 +210,9 @@ class AbstractTreePredictor(SummaryPredictor):
     def rehearse_judging(self, run: DryRun, context: int, heads: int) -> None:
         """Declare the temporary memory to evaluate chunks and the tokens of the first ones, in a dry run."""
         form, chunks = self.form, sealed_groups(self.form, self.config, context)
-        brought = min(self._most(self.config, form, chunks), chunks)
-        run.passes("scores", decode=_judge_bytes(form, self.rows, heads, chunks, brought))
-        run.passes("judging", decode=_look_bytes(form, self.rows, heads, brought * form.group_size))
+        opened = min(self._most(self.config, form, chunks), chunks)
+        run.passes("scores", decode=_judge_bytes(form, self.rows, heads, chunks, opened))
+        run.passes("judging", decode=_look_bytes(form, self.rows, heads, opened * form.group_size))
 
     @staticmethod
     def _most(config: SelectiveConfig, form: RecordFormat, chunks: int) -> int:

@@ -77,8 +77,8 @@ class Replicas:
         run.stores(self.store, rows * groups)
         self._replica_of = np.empty(max(64, rows * groups * 5 // 4), dtype=np.int32)
         working = self.form.layout.working_bytes
-        at_once, one = (working + rows * count * self.record_bytes for count in (filled, 1))
-        run.passes("packing", prefill=at_once, decode=one, together=True)
+        at_once, a_group = (working + rows * count * self.record_bytes for count in (filled, 1))
+        run.passes("packing", prefill=at_once, decode=a_group, together=True)
         run.passes("unpacking", decode=working)
 
     @property

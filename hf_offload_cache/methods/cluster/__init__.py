@@ -1,5 +1,9 @@
 """`ClusterCache`: DynaKV. Clusters of keys that adapt to a long generation.
 
+A decoding step in reading order: `entries.py` adds new tokens to clusters (`add`), `predictor.py` selects clusters, and
+`cache.py` attends to them and settles buffered entries (`settle`). `partition.py` has the clusters themselves, their
+statistics and splits. `pages.py`, `append_buffer.py` and `history.py` store the entries. `plan.py` fits a budget.
+
 Where to find the paper:
 
 * section 4.1, equation 4, sizes n, centroids r and variances of the clusters: `Partition`, `Moments`
@@ -21,7 +25,7 @@ Where to find the paper:
 * section 6.2, cluster-aligned replacement: `ClusterAligned` in `fetch`; updated clusters stay: `ClusterLayer.renewed`
 
 Three things differ from algorithm 1. Tokens join in batches (the field join_every), and layers settle in turns. Every
-new entry is buffered first, because a page on disk is only written anew after it was read. The flag is computed from
+new entry is buffered first, because a page on disk is only rewritten after it was read. The flag is computed from
 the variance, which a joining key updates at once.
 """
 

@@ -65,7 +65,7 @@ class ClusterConfig(SelectedShareConfig):
     """Split a cluster whose variance exceeds this multiple of its head's mean cluster variance at the last bulk
     clustering."""
     centroids: str = "memory"
-    """Where centroids are stored: "memory", or "disk", in files that are mapped while they are used."""
+    """Storage of the centroids: "memory", or "disk", in files that are mapped while they are used."""
     append_buffer: int = 16
     """Entries that may wait in memory until their clusters are read, in addition to the latest `join_every`. Steps
     attend to them as a part of `num_selected`."""

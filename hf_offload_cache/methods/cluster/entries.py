@@ -57,7 +57,7 @@ def fullest(waiting: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Settling:
-    """Clusters whose pages are written anew, as arrays (n,). A cluster to be split is written completely, others from
+    """Clusters whose pages are rewritten, as arrays (n,). A cluster to be split is rewritten completely, others from
     their partial page on."""
 
     rows: np.ndarray
@@ -67,7 +67,7 @@ class Settling:
     kept: np.ndarray
     """Pages that stay as they are: the full ones, or none of a cluster to be split."""
     read: np.ndarray
-    """Stored entries behind the kept pages, which are read and written anew."""
+    """Stored entries behind the kept pages, which are read and rewritten."""
     waiting: np.ndarray
     """Buffered entries."""
 
@@ -186,11 +186,11 @@ class ClusteredEntries:
     """The tokens 0 to `sealed` - 1 of each row, each a member of one cluster of `partition` (DynaKV, algorithm 1).
 
     A cluster's first members, in sequence order, are in its pages of `group_size` entries. Later members are in the
-    `buffer` until `settle` gets the cluster's pages. It then writes the partial page anew, or splits a cluster that has
+    `buffer` until `settle` gets the cluster's pages. It then rewrites the partial page, or splits a cluster that has
     become too wide. For the thread that runs the model.
 
     Args:
-        readers: told which records are written anew.
+        readers: told which records are rewritten.
         most_tokens: upper bound on a row's tokens.
     """
 
@@ -225,7 +225,7 @@ class ClusteredEntries:
         return self.partition.counts - self._counts.entries
 
     def _count_stored(self) -> None:
-        """Count the entries in pages anew, after a change of partition or buffer."""
+        """Recount the entries in pages, after a change of partition or buffer."""
         self._counts = StoredCounts(self.partition.counts, self._labels, self.buffer.places, self.form.group_size)
 
     page_counts: np.ndarray = property(attrgetter("_counts.pages"))  # type: ignore[assignment]

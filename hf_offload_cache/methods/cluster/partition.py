@@ -229,7 +229,7 @@ class Partition:
 
     It stores each cluster's count n, centroid r and variance: the mean squared distance to the centroid. It stores no
     keys. All three are exact after every change but for rounding. Centroids are in half precision: a joining key
-    changes a component only if it differs by more than n four-thousandths of it. A split computes centroids anew
+    changes a component only if it differs by more than n four-thousandths of it. A split recomputes centroids
     (`put`). Tables are in host memory. For the thread that runs the model.
 
     Args:
@@ -317,7 +317,8 @@ class Partition:
     @property
     def nbytes(self) -> int:
         means = 0 if self._table is not None else self._centroids.nbytes
-        return sum(own.nbytes for own in (self._counts, self._variances, self._closed, self.used, self.limits)) + means
+        tables = self._counts, self._variances, self._closed, self.used, self.limits
+        return sum(table.nbytes for table in tables) + means
 
     def will_need(self) -> None:
         """Announce a use of the centroids: the system may begin to read those on disk (section 6.1)."""
@@ -430,13 +431,13 @@ class Partition:
         order."""
         which = np.repeat(np.arange(len(counts)), counts)
         width = int(parts.max(initial=0)) + 1
-        each, own = np.unique(which * width + parts, return_inverse=True)
+        each, labels = np.unique(which * width + parts, return_inverse=True)
         of, part = np.divmod(each, width)
         numbers = clusters[of]
         numbers[part > 0] = self._open(rows[of[part > 0]])
-        self.put(rows[of], numbers, Moments.of(keys, own, each.size))
+        self.put(rows[of], numbers, Moments.of(keys, labels, each.size))
         self._set_limits()
-        return numbers[own]
+        return numbers[labels]
 
     def put(self, rows: np.ndarray, clusters: np.ndarray, those: Moments) -> None:
         """Set the moments of clusters (k,) of rows (k,)."""

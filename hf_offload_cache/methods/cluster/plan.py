@@ -40,8 +40,8 @@ def most_settled(form: RecordFormat, joining: int, write_queue: int) -> int:
 
 
 def settling(form: RecordFormat, pages: int) -> int:
-    """Bytes to write so many pages anew, of clusters that grow or are split: entries as read and as assembled, and
-    their keys in 32 bits, twice; then the pages, and their packed records."""
+    """Bytes to rewrite so many pages, of clusters that grow or are split: entries as read and as assembled, and their
+    keys in 32 bits, twice; then the pages, and their packed records."""
     return pages * (2 * form.record_bytes + form.group_size * (2 * form.entry_bytes + 2 * 4 * form.key_width))
 
 
@@ -83,14 +83,14 @@ def fit_cluster(search: Search[ClusterConfig]) -> ClusterConfig:
 def _tried(search: Search[ClusterConfig]) -> Iterator[dict[str, Any]]:
     wanted = search.config({}).brought(search.max_context)
     chosen: dict[str, Any] = {"num_selected": wanted, "reuse_capacity": 0}
-    places: list[dict[str, Any]] = [{}, {"join_every": 1}]
+    savings: list[dict[str, Any]] = [{}, {"join_every": 1}]
     if search.fields.get("encryption_key") is None:
-        places.append({"join_every": 1, "centroids": "disk"})
-    for place in places:
-        yield from ({**chosen, **place, **search.streams(share)} for share in STREAM_SHARES)
-    for place in places:
-        yield {**chosen, **place, **search.least_streams(), "look_ahead": False}
-    chosen.update(places[-1], look_ahead=False)
+        savings.append({"join_every": 1, "centroids": "disk"})
+    for saving in savings:
+        yield from ({**chosen, **saving, **search.streams(share)} for share in STREAM_SHARES)
+    for saving in savings:
+        yield {**chosen, **saving, **search.least_streams(), "look_ahead": False}
+    chosen.update(savings[-1], look_ahead=False)
     given, capacity = (search.fields.get(name) for name in ("cluster_size", "cluster_capacity"))
     least, most = (1, _SIZES[-1]) if capacity is None else (capacity / MOST_ROOM, capacity)
     sizes = [size for size in _SIZES if least <= size <= most] if given is None else [given]
