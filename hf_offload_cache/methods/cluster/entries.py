@@ -267,7 +267,7 @@ class ClusteredEntries:
         """Book temporary memory of so many bytes in the account, as "packing"."""
         return self._storage.account.holding("packing", nbytes)
 
-    # --- in ----------------------------------------------------------------------------------------------------
+    # --- new tokens --------------------------------------------------------------------------------------------
 
     def add(self, coming: Arrivals, *, hold_back: bool = False) -> None:
         """Add the next tokens. Algorithm 1: NewCluster for many tokens; the assignment, UpdateVar and UpdateStats for
@@ -281,12 +281,12 @@ class ClusteredEntries:
         """
         labels = np.full((coming.rows, coming.count), -1, dtype=np.int64)
         self._label(self.sealed + coming.count)  # first what can fail
-        if coming.count <= self.buffer.joining:
+        if coming.count <= self.buffer.joining:  # few enough to join clusters; first make room in the buffer
             self.settle(self.read, *fullest(self.waiting, self.buffer.most))
             points = np.stack([coming.points(row) for row in range(coming.rows)])
             labels = self.partition.nearest(points)
         joins = np.logical_and.reduce(labels >= 0, axis=1)
-        if not joins.all():
+        if not joins.all():  # the other rows make new clusters
             with self.holding(clustering(self.form, coming.count)):
                 self._unplaced = NewClusters(self.partition, (~joins).nonzero()[0], coming, labels)
             if not hold_back:
@@ -369,6 +369,7 @@ class ClusteredEntries:
         partition, group = self.partition, self.form.group_size
         waits = batch.waits_at(self.buffer, self._labels, partition.clusters)
         entries = batch.entries(pages, self.buffer.at(*waits), group)
+        # to which part of its cluster each entry goes: 0, or another one if the cluster is split
         owner = np.repeat(np.arange(len(batch.counts)), batch.counts)
         wide, parts = batch.wide[owner], np.zeros(len(owner), dtype=np.int64)
         if wide.any():
@@ -376,6 +377,7 @@ class ClusteredEntries:
             parts[wide] = self._parts(batch, keys)
         both = np.stack([owner, parts])  # the parts, cluster by cluster
         (of, part), at, counts = np.unique(both, axis=1, return_index=True, return_counts=True)
+        # where each part is written: the first from its cluster's kept pages on, others at new places
         first, step = self.pages.records(*batch.ends)[of], self.pages.steps(batch.rows, batch.clusters)[of]
         fresh = batch.rows[of[part > 0]]
         partition.reserve(fresh)
@@ -392,6 +394,7 @@ class ClusteredEntries:
         except Exception:
             self.pages.give(fresh, places)
             raise
+        # the pages are handed over: update the clusters, their places and the buffer, and last the copies of the pages
         numbers = batch.clusters[owner]
         if wide.any():
             numbers[wide] = self._split(batch, keys, parts[wide])
