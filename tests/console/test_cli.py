@@ -301,7 +301,7 @@ def test_plan_compares_all_caches(plan, monkeypatch):
         assert 0 < one["read_bytes"] <= one["plan"]["full_kv_bytes"]
     monkeypatch.setattr(cluster, "find_spec", lambda name: None)  # what is not installed is planned, and that is said
     code, out, _, written = plan("--compare", *room, "--set", "exact=true", context=longer)
-    assert all(one["plan"] for one in written["plans"]) and "cluster: ClusterCache makes clusters by faiss" in out
+    assert all(one["plan"] for one in written["plans"]) and "cluster: ClusterCache needs faiss" in out
     assert "for speed: disk-swap: the first that fits: exact caches all give the same output" in out
     code, out, _, written = plan("--compare", "--memory", "2000")
     assert code == 1 and written["machine"]["fits"] == [] and "none of them" in out

@@ -36,23 +36,23 @@ WRONG: dict[str, tuple[Wrong, str]] = {
     "fewer tokens": (lambda tree: {"labels": tree["labels"][:, 1:]}, r"labels .* expected \(rows=2, sealed="),
     "fewer rows": (lambda tree: {"used": tree["used"][1:]}, r"used .* expected \(rows=2\)"),
     "narrow means": (lambda tree: {"centroids": tree["centroids"][:, :, 1:]}, "centroids .* width="),
-    "too many clusters": (lambda tree: {"used": tree["used"] + 1000}, "rows have"),
-    "a cluster that is none": (lambda tree: {"used": changed(tree["used"], (1,), 2)}, "in row 1 they have other"),
+    "too many clusters": (lambda tree: {"used": tree["used"] + 1000}, "rows use"),
+    "a cluster that is none": (lambda tree: {"used": changed(tree["used"], (1,), 2)}, "the token counts of row 1"),
     "another's token": (
         lambda tree: {"labels": changed(tree["labels"].int(), (0, 0), int(tree["labels"][0, 0] == 0)).to(torch.uint16)},
-        "in row 0 they have other numbers",
+        "the token counts of row 0",
     ),
-    "a record that is none": (lambda tree: {"first": tree["first"] + 10_000}, "they name records"),
-    "a step of two": (lambda tree: {"step": tree["step"] * 2}, "not side by side|a record in common|they name records"),
+    "a record that is none": (lambda tree: {"first": tree["first"] + 10_000}, "they use records"),
+    "a step of two": (lambda tree: {"step": tree["step"] * 2}, "not adjacent|share a record|they use records"),
     "one place for two": (
         lambda tree: {"first": changed(tree["first"], (0, 1), int(tree["first"][0, 0])),
                       "step": changed(tree["step"], (0, 1), int(tree["step"][0, 0]))},
-        "two of a row have a record in common",
+        "two of a row share a record",
     ),
     "a mean that is none": (
-        lambda tree: {"centroids": changed(tree["centroids"], (0, 0, 0), float("nan"))}, "no number"
+        lambda tree: {"centroids": changed(tree["centroids"], (0, 0, 0), float("nan"))}, "not a finite number"
     ),
-    "a limit that is none": (lambda tree: {"limits": changed(tree["limits"], (0,), float("nan"))}, "no number"),
+    "a limit that is none": (lambda tree: {"limits": changed(tree["limits"], (0,), float("nan"))}, "limit is not"),
 }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_clusters_that_are_larger_than_there_is_room_for() -> None:
         history.append(*some_keys_and_values(1, 120, 1))
         parts, tree = history.freeze(), history.capture()
         small = ClusterForm(size=2, capacity=4)
-        with pytest.raises(ContextError, match="and 4 tokens need 1"):
+        with pytest.raises(ContextError, match="but 4 tokens need only 1"):
             ClusterHistory.restore(storage, tree, parts, CPU, CONFIG, "layer 0", small, lambda records: None)
     finally:
         storage.close()

@@ -31,7 +31,7 @@ LENGTH = 700
     [
         ({"chunk_size": 48}, "chunk_size must be a power of two.*use chunk_size=32"),
         ({"chunk_size": 1}, "chunk_size must be a power of two from 2.*use chunk_size=2"),
-        ({"chunk_size": 64, "group_size": 32}, r"group_size must be chunk_size \(64\)"),
+        ({"chunk_size": 64, "group_size": 32}, r"group_size must equal chunk_size \(64\)"),
         ({"selected_share": 0.0}, "selected_share must be a number above 0"),
         ({"selected_share": True}, "selected_share must be a number above 0"),
         ({"num_opened": 100}, "num_opened must be at least 400"),

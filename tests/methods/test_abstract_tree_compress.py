@@ -211,7 +211,7 @@ def test_shares_of_small_reads_add_up() -> None:
 def test_chunks_too_small_for_replicas_are_told() -> None:
     model = long_model()
     fields = {**FIELDS, "chunk_size": 32, "compress": 1.0}
-    with AbstractTreeCache(model, **fields) as cache, pytest.warns(UserWarning, match="compress=1.0 does nothing"):
+    with AbstractTreeCache(model, **fields) as cache, pytest.warns(UserWarning, match="compress=1.0 has no effect"):
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
     with AbstractTreeCache(model, **{**FIELDS, "compress": 1.0}) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)

@@ -33,9 +33,9 @@ FIELDS["dense_layers"] = 2
         ({"resident_layers": -1}, "resident_layers must be at least 0"),
         ({"dense_share": 1.5}, "dense_share must be a number above 0, at most 1"),
         ({"dense_chunk_size": 24}, "dense_chunk_size must be a power of two from 2 to 1024.*use dense_chunk_size=16"),
-        ({"chunk_size": []}, "chunk_size must name the tokens a chunk of each layer"),
+        ({"chunk_size": []}, "chunk_size must have one value for each offloaded layer, got an empty list"),
         ({"chunk_size": [64, 24]}, "chunk_size must be a power of two from 2 to 1024.*use chunk_size=16"),
-        ({"chunk_size": [64], "dense_chunk_size": 8}, "dense_chunk_size is given, and chunk_size names each layer's"),
+        ({"chunk_size": [64], "dense_chunk_size": 8}, "dense_chunk_size must be left out if chunk_size has"),
         ({"chunk_size": [128, 16], "block_tokens": 64}, "at least the largest chunk .128."),
         ({"dense_chunk_size": 128, "block_tokens": 64}, "use block_tokens=128"),
         ({"early_steps": -1}, "early_steps must be at least 0"),
@@ -48,7 +48,7 @@ def test_fields_that_are_refused(fields: dict[str, Any], said: str) -> None:
 
 
 def test_chunk_sizes_for_fewer_layers_than_there_are() -> None:
-    with pytest.raises(ConfigError, match="chunk_size must name each offloaded layer's, got 2"):
+    with pytest.raises(ConfigError, match="chunk_size must have one value for each offloaded layer, got 2"):
         AbstractTreeCache(long_model(), chunk_size=[64, 64])
 
 
@@ -374,7 +374,7 @@ def test_what_a_budget_costs_is_told() -> None:
 
     assert told(4) == told(13) == []
     (looks,) = told(20)
-    assert "looks into" in looks and "for 400; with 1600" in looks
+    assert "examines" in looks and "for 400; examining 1600" in looks
     assert any("a step selects" in line for line in told(34))
     assert told(20, num_opened=500) == []
     (dense,) = told(13, dense_layers=2)

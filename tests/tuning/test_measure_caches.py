@@ -263,7 +263,7 @@ def test_a_cache_that_lacks_a_package_is_no_choice(
     with pytest.raises(ConfigError, match=r"faiss, which is not installed: pip install 'hf-offload-cache\[cluster\]'"):
         cluster.ClusterCache(model, path=tmp_path)
     with offload_cache(model, MEMORY, CONTEXT, path=tmp_path) as cache:
-        assert "cluster: left out: ClusterCache makes clusters by faiss" in cache.why
+        assert "cluster: left out: ClusterCache needs faiss" in cache.why
     asked = (Geometry.of(model), None, CONTEXT, 1, {})
     plans = compare_plans.compare_plans(*asked, installed=True)
     assert [plan.name for plan in plans if plan.plan is None] == ["cluster"]

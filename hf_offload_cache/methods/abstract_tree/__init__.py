@@ -1,13 +1,25 @@
-"""`AbstractTreeCache`: LeoAM. Summaries of chunks choose what is read, layer by layer.
+"""`AbstractTreeCache`: LeoAM. Abstracts of chunks select what is read, one layer after another.
+
+A decoding step in reading order: `predictor.py` ranks chunks and selects tokens in them, and `layer.py` fetches them
+through its tiers. `history.py` and `replicas.py` store chunks, abstracts and 4-bit replicas. `cache.py` coordinates the
+layers and fits a budget.
 
 Where to find the paper:
 
-* section 4.2, chunks judged by bounds of their keys: `AbstractTreePredictor.select`, `bounds`, `likely`; chunk sizes by
-  layer: `best_size`
-* section 4.3, abstracts on the disk: `AbstractPages`, `StoredAbstractsPredictor`; three tiers:
-  `AbstractTreeLayer.make_tiers`, with `MostUsed` in `fetch`
-* section 4.4, abstracts are read a layer early: `AbstractTreeLayer.begin_look`; a part of the traffic in 4 bits:
-  `Replicas`, with `Link` in `fetch`
+* section 4.1, token importance by column sums of the attention: `shares`, `best_tokens`
+* section 4.2, upper and lower bounds of chunks: `bounds`, or an estimate: `likely`; the priority queues of the heads:
+  `standing`; the important chunks at the front of a queue: `front`; a step: `AbstractTreePredictor.select`,
+  `AbstractTreePredictor.look_into`
+* section 4.2, dynamic chunk resizing, equations 2 and 3: `expected_judged`, `best_size`; early steps:
+  `AbstractTreeConfig.early_steps`; the first two layers: `AbstractTreeConfig.dense_layers`
+* section 4.3, abstracts: `AbstractTreePredictor.summarise`; on disk: `AbstractPages`, `StoredAbstractsPredictor`; three
+  tiers: `AbstractTreeLayer.make_tiers`; the access-frequency table: `MostUsed` in `fetch`
+* section 4.4, abstracts are read one layer early: `AbstractTreeLayer.begin_look`; chunks:
+  `SelectiveCache.leave_attention` in `core`; dynamic KV compression: `ReplicaFormat`, `Replicas`; the share theta:
+  `Link`, `LinkRates` in `fetch`
+
+One thing differs from section 4.2: no tree is built. A step scores the tokens of the front chunks directly, which needs
+fewer evaluations than splitting and merging chunks and finds the same tokens.
 """
 
 from .cache import AbstractTreeCache as AbstractTreeCache

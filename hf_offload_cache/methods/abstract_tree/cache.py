@@ -1,4 +1,4 @@
-"""`AbstractTreeCache`: LeoAM (section 4). Chunks judged by abstracts of their keys, tokens of the best by the keys."""
+"""`AbstractTreeCache`: LeoAM (section 4). Abstracts of keys select chunks, and the keys select tokens in these."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ from .layer import AbstractTreeLayer
 
 _CHUNK_SIZES = (64, 32, 16)
 _OPENED = (4.0, 2.5, 2.0, 1.5, 1.25)
-"""Tokens of the chunks that are looked into, over those that are attended to: the best, the default, first."""
+"""Tokens in the examined chunks, as a multiple of the attended tokens: the best, the default, first."""
 _NONE_DENSE = {"dense_layers": 0, "resident_layers": 0, "dense_share": 0.001}
-"""Where a context has dense layers, they attend to as many tokens as the others."""
+"""Dense layers of a saved context attend to as many tokens as the other layers."""
 
 
 def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
-    """The best configuration that fits: 400 tokens of 1,600 that are looked into, dense first layers in memory, and
-    what is left for slots.
+    """Find the best configuration that fits: 400 of 1,600 examined tokens, dense first layers in memory, and the
+    remaining memory for slots.
 
-    Where that does not fit, these give way, one after another: dense layers, reading ahead, the queue and the buffers
-    of streams, some of what is looked into, the abstracts, which are read from the disk then, early steps and the
-    latest tokens, more of what is looked into, what is attended to, and at last the chunks' size. Raises `BudgetError`
-    with the least memory that would do.
+    If that does not fit, these are reduced in turn: dense layers, prefetches, stream queue and buffers, a part of the
+    examined tokens, abstracts in memory (then on disk), early steps and the recent window, more of the examined tokens,
+    the attended tokens, and finally the chunk size. Raises `BudgetError` with the minimum memory needed.
     """
 
     def smallest(chosen: dict[str, Any]) -> dict[str, Any]:
@@ -51,11 +50,12 @@ def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
 def _of_size(search: Search[AbstractTreeConfig], size: int) -> Search[AbstractTreeConfig]:
     """`search` with chunks of `size` tokens."""
     sizes = {size, search.fields.get("dense_chunk_size") or size}
-    return replace(search, records=[(_record_bytes(*record, one), one) for record in search.records for one in sizes])
+    records = [(_record_bytes(*record, tokens), tokens) for record in search.records for tokens in sizes]
+    return replace(search, records=records)
 
 
 def whole_chunks(search: Search[AbstractTreeConfig]) -> Search[AbstractTreeConfig]:
-    """Run `search` with blocks that hold the largest chunk, whichever layers a model has."""
+    """`search` with blocks that fit the largest chunk, for any layers of the model."""
     return _of_size(search, search.config({}).group_size or _CHUNK_SIZES[0])
 
 
@@ -89,35 +89,38 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
 
 
 def tree_shortfalls(config: AbstractTreeConfig, given: Iterable[str]) -> list[str]:
-    """What of `config` gave way to a budget, and was not so `given`: dense layers, and what is looked into."""
-    context, found = config.max_context or 1 << 40, []
+    """Warnings for fields of `config` that a budget reduced and the user has not `given`: dense layers and examined
+    tokens."""
+    context, shortfalls = config.max_context or 1 << 40, []
     wanted, opened = config.attended(context), config.brought(context)
     if config.dense_layers and config.dense_share == _NONE_DENSE["dense_share"] and "dense_share" not in given:
-        found.append(
-            f"there is no room for dense_layers={config.dense_layers}: they attend to no more tokens than the others"
+        shortfalls.append(
+            f"no room for dense_layers={config.dense_layers}: these layers attend to no more tokens than the others"
         )
     if opened < _OPENED[0] * wanted and "num_opened" not in given:
         most = round(_OPENED[0] * wanted)
-        found.append(f"a step looks into {opened} tokens for {wanted}; with {most} fewer facts are lost {LOST_BY}")
-    return found
+        shortfalls.append(
+            f"a step examines {opened} tokens for {wanted}; examining {most} loses fewer needles {LOST_BY}"
+        )
+    return shortfalls
 
 
 def _selecting(tokens: int, opened: float) -> dict[str, Any]:
-    brought = None if opened == _OPENED[0] else round(tokens * opened)
-    return {"num_selected": tokens, "num_opened": brought, "reuse_capacity": 0}
+    num_opened = None if opened == _OPENED[0] else round(tokens * opened)
+    return {"num_selected": tokens, "num_opened": num_opened, "reuse_capacity": 0}
 
 
 def _record_bytes(nbytes: int, tokens: int, size: int) -> int:
-    """Of a record of `size` tokens, where one of `tokens` has `nbytes`."""
+    """Bytes of a record of `size` tokens, if a record of `tokens` has `nbytes`."""
     return -(-nbytes * size // tokens // DEVICE_BLOCK) * DEVICE_BLOCK
 
 
 class AbstractTreeCache(SelectiveCache):
-    """Keeps the KV cache on disk, in chunks, and in memory the least and the largest of each component of their keys.
+    """Keep the KV cache on disk in chunks, and the minimum and maximum of each chunk's key components in memory.
 
     `model.generate(..., past_key_values=AbstractTreeCache(model))`. See `AbstractTreeConfig` for the fields. Prefill is
-    exact. A step of decoding brings the chunks whose keys can score highest, and attends to the best tokens in them,
-    by their keys, beside the first tokens and the latest ones.
+    exact. A decoding step reads the chunks whose keys may score highest. It attends to the best tokens in them, by
+    their keys, and to the first and the latest tokens.
     """
 
     config_class: ClassVar[type[OffloadConfig]] = AbstractTreeConfig
@@ -127,12 +130,12 @@ class AbstractTreeCache(SelectiveCache):
     def prepare(self, model: Any) -> None:
         super().prepare(model)
         self._early = 0
-        """Early steps to come."""
+        """Remaining early steps."""
         sizes = self.config.chunk_size
         if isinstance(sizes, tuple) and len(sizes) != len(self.offloaded):
             raise ConfigError(
-                f"chunk_size must name each offloaded layer's, got {len(sizes)} for {len(self.offloaded)} layers: were "
-                "they measured with another model? See calibrate_chunks"
+                f"chunk_size must have one value for each offloaded layer, got {len(sizes)} for {len(self.offloaded)} "
+                "layers: measure them on this model with calibrate_chunks"
             )
         rates: Rates = {}
         for layer in self.selective:
@@ -144,7 +147,7 @@ class AbstractTreeCache(SelectiveCache):
                 layer.following = following
 
     def rest(self) -> None:
-        """As `SelectiveCache.rest`: after a prompt come early steps."""
+        """As `SelectiveCache.rest`: early steps follow a prompt."""
         super().rest()
         self._early = self.config.early_steps
 
@@ -156,22 +159,22 @@ class AbstractTreeCache(SelectiveCache):
             assert isinstance(resident, AbstractTreeLayer)
             resident.keep_all()
         if selective and self.config.keeps_pages:
-            first = selective[0]  # none is before it
+            first = selective[0]  # no layer before it starts this read
             assert isinstance(first, AbstractTreeLayer)
             first.begin_look()
 
     def end_step(self, output: Any = None) -> Any:
         step = self.shared.step
-        if step is not None and step.selects:  # one that failed is made once more
+        if step is not None and step.selects:  # a failed step is repeated
             self._early = max(0, self._early - 1)
         changed = super().end_step(output)
         if self.config.compress is None:
             return changed
-        kept = [layer for layer in self.selective if layer.config.keeps_replicas]  # type: ignore[attr-defined]
-        if kept and all(map(_has_no_replicas, kept)):
+        replicated = [layer for layer in self.selective if layer.config.keeps_replicas]  # type: ignore[attr-defined]
+        if replicated and all(map(_has_no_replicas, replicated)):
             useless = (
-                f"compress={self.config.compress!r} does nothing: in 4 bits chunks of {self.config.chunk_size} tokens "
-                "take no less of the disk, whose blocks are 4 KiB; give a larger chunk_size"
+                f"compress={self.config.compress!r} has no effect: 4-bit chunks of {self.config.chunk_size} tokens "
+                "take no less disk space, because its blocks are 4 KiB; use a larger chunk_size"
             )
             if useless not in self.warnings:
                 self.warn(useless)
@@ -182,14 +185,14 @@ class AbstractTreeCache(SelectiveCache):
 
     def restore(self, tree: dict[str, Any]) -> None:
         super().restore(tree)
-        left = tree["early"]
-        if type(left) is not int or left < 0:
-            raise not_whole("the cache", f"early steps that are left must be a number from 0, got {left!r:.80}")
-        self._early = min(left, self.config.early_steps)
+        early = tree["early"]
+        if type(early) is not int or early < 0:
+            raise not_whole("the cache", f"its remaining early steps must be a whole number from 0, got {early!r:.80}")
+        self._early = min(early, self.config.early_steps)
 
     @classmethod
     def to_try(cls, given: dict[str, Any]) -> list[dict[str, Any]]:
-        """Smaller chunks, whose bounds say more, and more of them that are looked into."""
+        """Smaller chunks, which have tighter bounds, and more examined tokens."""
         sizes = [{"chunk_size": size} for size in (64, 32, 16)] if given.get("group_size") is None else [{}]
         wanted = given.get("num_selected", 400)
         if wanted is None or given.get("num_opened") is not None:
@@ -198,8 +201,8 @@ class AbstractTreeCache(SelectiveCache):
 
     @classmethod
     def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
-        found = super().shortfalls(config, geometry, given)
-        return found if config.exact else [*found, *tree_shortfalls(config, given)]
+        shortfalls = super().shortfalls(config, geometry, given)
+        return shortfalls if config.exact else [*shortfalls, *tree_shortfalls(config, given)]
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
@@ -209,5 +212,5 @@ class AbstractTreeCache(SelectiveCache):
 
 
 def _has_no_replicas(layer: SelectiveLayer) -> bool:
-    """Nor will have."""
+    """True if the layer has no replicas and will have none."""
     return layer.is_initialized and isinstance(layer.history, ChunkHistory) and layer.history.replicas is None

@@ -1,4 +1,5 @@
-"""Chunk sizes from sample text: how many chunks of each size bounds leave open (LeoAM, section 4.2)."""
+"""Chunk sizes measured on sample text, by the share of chunks of each size that bounds leave open (LeoAM, section
+4.2)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class ChunkSizes:
     left_open: tuple[dict[int, float], ...]
     """By tokens per chunk: share of the chunks that bounds leave open."""
     opened: tuple[dict[int, float], ...]
-    """By tokens per chunk: share of the chunks that are opened, at most as many as a step has room to read."""
+    """By tokens per chunk: share of the chunks that a step opens, at most as many as it has room to read."""
     sizes: tuple[int, ...]
     """The best sizes, for `chunk_size`."""
 
@@ -51,27 +52,27 @@ class ChunkSizes:
 def calibrate_chunks(
     model: Any, texts: Iterable[Any], tokenizer: Any = None, least: int = 16, **fields: Any
 ) -> ChunkSizes:
-    """For each offloaded layer of an `AbstractTreeCache`, the chunk size with the fewest evaluations: pass its `sizes`
-    as `chunk_size`.
+    """Find, for each offloaded layer of an `AbstractTreeCache`, the chunk size with the fewest evaluations. Pass the
+    result's `sizes` as `chunk_size`.
 
     The last query of each text is compared with the keys before it, in chunks of every size. Bounds leave open the
-    chunks that could hold a wanted token. A step opens as many chunks as it has room to read, in the order of its
-    ranking, except those of which it is sure.
+    chunks that could contain a wanted token. A step opens chunks in the order of its ranking, as many as it has room to
+    read, except those it is sure of.
 
     Args:
         model: a PreTrainedModel; runs forward on its own device, one text at a time.
-        texts: token ids (T,) or (B, T) as tensors, or strings (then `tokenizer` is needed). As long as the contexts
-            that the sizes are for.
-        least: the smallest size that a read of the disk is worth: a power of two from 8 to 64.
+        texts: token ids (T,) or (B, T) as tensors, or strings (then `tokenizer` is needed). They should be as long as
+            the contexts that the sizes are for.
+        least: the smallest chunk size that is worth a read: a power of two from 8 to 64.
         **fields: further fields of that cache, e.g. num_selected, num_opened, dense_layers.
 
-    Raises `ValueError` if no text is long enough to choose from. Writes nothing.
+    Raises `ValueError` if no text is long enough to select from. Writes nothing.
     """
     if least not in SIZES:
         raise ValueError(f"least must be one of {', '.join(map(str, SIZES))}, got {least!r}: use 16")
     sizes = [size for size in SIZES if size >= least]
     inner = inner_model(model)
-    found: list[list[tuple[list[float], list[float]]]] = []
+    measured: list[list[tuple[list[float], list[float]]]] = []
     densities, lengths = [], []
     for text in texts:
         ids = text_ids(text, tokenizer)
@@ -83,12 +84,12 @@ def calibrate_chunks(
             inner(input_ids=ids, past_key_values=cache, logits_to_keep=1)
             layers = [layer for layer in cache.selective if isinstance(layer, AbstractTreeLayer)]
             if ids.shape[1] >= sizes[0] and any(layer.length > layer.config.brought(layer.length) for layer in layers):
-                found.append([_shares(layer, queries[layer.layer_idx][:, :, -1], sizes) for layer in layers])
+                measured.append([_shares(layer, queries[layer.layer_idx][:, :, -1], sizes) for layer in layers])
                 densities.append([layer.config.attended(layer.length) / layer.length for layer in layers])
                 lengths.append(ids.shape[1])
-    if not found:
-        raise ValueError("texts must include one so long that a step attends to a part of it: pass longer texts")
-    shares = np.mean(found, 0)  # (layers, left open and opened, sizes)
+    if not measured:
+        raise ValueError("texts must include one that is longer than what a step attends to: pass longer texts")
+    shares = np.mean(measured, 0)  # (layers, left open and opened, sizes)
     left_open, opened = ([dict(zip(sizes, row, strict=True)) for row in shares[:, kind].tolist()] for kind in (0, 1))
     return ChunkSizes(
         int(np.mean(lengths)), tuple(np.mean(densities, 0).tolist()), tuple(left_open), tuple(opened),
@@ -97,20 +98,20 @@ def calibrate_chunks(
 
 
 def _shares(layer: AbstractTreeLayer, states: torch.Tensor, sizes: list[int]) -> tuple[list[float], list[float]]:
-    """By size, the share of the chunks that bounds leave open to a query (B, H, D), and of those that are opened."""
+    """By size, the shares of the chunks that bounds leave open to a query (B, H, D), and of those that a step opens."""
     keys = layer.rows.fold(layer.whole()[0])
     length = keys.shape[2] // sizes[0] * sizes[0]
     keys = keys[:, :, :length]
     query: Query = layer.query_of(states, None)
     scaled = (query.states * query.scaling).to(keys.dtype).reshape(keys.shape[0], -1, keys.shape[3])
-    wanted, brought = layer.config.attended(length), layer.config.brought(length)
+    wanted, to_open = layer.config.attended(length), layer.config.brought(length)
     left_open: list[float] = []
     opened: list[float] = []
     for size in sizes:
         chunks = keys.unflatten(2, (-1, size))
         ends, enough = (chunks.amin(3), chunks.amax(3)), np.full(len(keys), wanted)
-        for found, room, judge in ((left_open, None, bounds), (opened, -(-brought // size), likely)):
-            upper, lower = (one.cpu().numpy() for one in judge(scaled, *ends))
+        for results, room, judge in ((left_open, None, bounds), (opened, -(-to_open // size), likely)):
+            upper, lower = (bound.cpu().numpy() for bound in judge(scaled, *ends))
             most, least = standing(upper, lower, length // size)
-            found.append(float(front(most, least, size, enough, room).unsure.mean()))
+            results.append(float(front(most, least, size, enough, room).unsure.mean()))
     return left_open, opened

@@ -1,4 +1,4 @@
-"""All tokens of one layer, and on the disk beside them an abstract of each chunk of their keys, or a replica."""
+"""All tokens of one layer, with an abstract of each chunk of keys, or a replica of each record, on disk."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from ...memory.dry_run import DryRun
 from ...stores.base import FreezableStore, Store, aligned_empty
 from .replicas import ReplicaFormat, Replicas
 
-# Abstracts of a history's units, packed in records of their own in its store; the latest ones in memory
+# Abstracts of a history's units, packed in separate records of its store; the latest ones in memory
 
 class AbstractPages:
-    """For each unit of a row one vector of `width` elements, twice the joined width of the keys; in the order of units.
+    """Abstracts of a history's units on disk: for each unit, in order, a vector of `width` elements, twice the joined
+    width of the keys (LeoAM, section 4.3).
 
-    A page is a record of as many as fit; the page that is not full is in memory, in the account as "abstracts". What
-    raises leaves fewer units behind than were to be added: `units` says how many, and `clear` begins anew. For the
-    thread that runs the model.
+    A page is a record of as many abstracts as fit. The partial page is in memory, in the account as "abstracts". An
+    error may leave fewer units than were to be added: `units` says how many, and `clear` starts over. For the thread
+    that runs the model.
     """
 
     STATE: ClassVar[State] = State(
@@ -49,7 +50,7 @@ class AbstractPages:
         self._open = self._account.empty("abstracts", rows, self.each, self.width, dtype=form.dtype, device=device)
 
     def rehearse(self, run: DryRun, units: int) -> None:
-        """Be of `units` units a row, in a dry run."""
+        """Take the size of `units` units a row, in a dry run."""
         self.table.rehearse(units // self.each)
         run.stores(self._store, self.rows * (units // self.each))
         if self.rows > 1:
@@ -57,20 +58,20 @@ class AbstractPages:
 
     @property
     def units(self) -> int:
-        """Of which there are abstracts."""
+        """Units with an abstract."""
         return self.table.num_groups * self.each + self._count
 
-    # --- in and out --------------------------------------------------------------------------------------------
+    # --- reads and writes --------------------------------------------------------------------------------------
 
     def append(self, abstracts: torch.Tensor) -> None:
-        """Add (rows, n, width), which are copied; full pages go to the writer. Raises `StoreFullError`, or an earlier
-        write's `StoreError`."""
-        taken = 0
-        while taken < abstracts.shape[1]:
-            part = min(self.each - self._count, abstracts.shape[1] - taken)
-            self._open[:, self._count : self._count + part] = abstracts[:, taken : taken + part]
+        """Add abstracts (rows, n, width), which are copied. Full pages go to the writer. Raises `StoreFullError`, or an
+        earlier write's `StoreError`."""
+        added = 0
+        while added < abstracts.shape[1]:
+            part = min(self.each - self._count, abstracts.shape[1] - added)
+            self._open[:, self._count : self._count + part] = abstracts[:, added : added + part]
             self._count += part
-            taken += part
+            added += part
             if self._count == self.each:
                 try:
                     self._write()
@@ -98,8 +99,8 @@ class AbstractPages:
         return Extents(self.table.ids.astype(np.int64))
 
     def joined(self, pages: torch.Tensor) -> torch.Tensor:
-        """All abstracts, (rows, units, width): of the pages (rows, P, G, entry width) that `extents` names, and what is
-        in memory."""
+        """All abstracts, (rows, units, width): those of pages (rows, P, G, entry width), as `extents` names them, and
+        those in memory."""
         packed = pages.flatten(2)[:, :, : self.each * self.width]
         stored = packed.reshape(self.rows, pages.shape[1] * self.each, self.width)
         return torch.cat([stored, self._open[:, : self._count]], 1)
@@ -107,35 +108,35 @@ class AbstractPages:
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, units: int) -> np.ndarray | None:
-        """Keep the abstracts of the first `units` units. Returns the records freed, or None where none was. Raises
+        """Keep the abstracts of the first `units` units. Returns the freed records; None: none was freed. Raises
         `StoreError` with nothing changed."""
         stored = self.table.num_groups * self.each
         if units >= stored:
             self._count = min(self._count, units - stored)
             return None
-        full, rest = divmod(units, self.each)
-        if rest:
+        full, partial = divmod(units, self.each)
+        if partial:
             ids = self.table.ids[:, full].astype(np.int64)
             with self._storage.audited():
                 for page in self._storage.stream(self._store, ids, self.rows, self.device):
                     packed = self.form.payload(page)[:, : self.each * self.width]
                     self._open.copy_(packed.reshape(self.rows, self.each, self.width))
-        self._count = rest
+        self._count = partial
         return self.table.truncate(full)
 
     def clear(self) -> np.ndarray:
-        """Keep none. Returns the records freed."""
+        """Drop all abstracts. Returns the freed records."""
         self._count = 0
         return self.table.truncate(0)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now."""
+        """Make row i the current row `rows[i]`."""
         self.STATE.select_rows(self, rows)
         self.table.select_rows(rows.cpu().numpy())
         self.rows = len(rows)
 
     def move(self, store: Store) -> None:
-        """The same records are found in `store` from now on, by the same ids."""
+        """Use `store` from now on: it has the same records under the same ids."""
         self._store = store
         self.table.move(store)
 
@@ -145,11 +146,11 @@ class AbstractPages:
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        """What is held beside the records: views, valid until the next change."""
+        """All state besides the records: views, valid until the next change."""
         return self.STATE.capture(self)
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Hold what was captured, which `STATE` has checked. Copies."""
+        """Load the captured state, which `STATE` has checked. Copies."""
         self.table = BlockTable.of(self._store, tree["table"].cpu().numpy())
         self._count = tree["open"].shape[1]
         self._open[:, : self._count] = tree["open"]
@@ -161,10 +162,11 @@ def page_size(form: RecordFormat) -> int:
 
 
 class ChunkHistory(PositionHistory):
-    """A `PositionHistory` that may have `pages` in its store, and `replicas` of its records in another.
+    """A `PositionHistory` with optional abstract `pages` in its store, and optional `replicas` of its records in
+    another.
 
-    What a predictor puts into `pages` moves, and is kept in contexts, with the units that it is of. `config` is an
-    `OffloadConfig` that says in `keeps_pages` and `keeps_replicas` which of them there are.
+    Abstracts move with their units and are saved with them. `config.keeps_pages` and `config.keeps_replicas` say which
+    of the two exist.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ class ChunkHistory(PositionHistory):
             filled = piece_groups(self.form, self.rows, self._storage.write_queue)
             self.replicas.rehearse(run, self.rows, self.units, filled)
 
-    # --- in ----------------------------------------------------------------------------------------------------
+    # --- writes ------------------------------------------------------------------------------------------------
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
         if self.replicas is None:
@@ -212,7 +214,7 @@ class ChunkHistory(PositionHistory):
         try:
             return super().append(keys, values)
         except Exception:
-            if not self._storage.torn:  # the records are free again
+            if not self._storage.torn:  # the records were freed
                 for records in self._written:
                     self.replicas.forget(records)
             raise
@@ -242,12 +244,13 @@ class ChunkHistory(PositionHistory):
     def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
         if self.replicas is None:
             return super().live(parts)
-        count = sum(part.record_bytes == self.form.record_bytes for part in parts)  # replicas, behind, are smaller
+        # the replicas' parts follow, with smaller records
+        count = sum(part.record_bytes == self.form.record_bytes for part in parts)
         return [*super().live(parts[:count]), *self.replicas.live(parts[count:])]
 
     def capture(self) -> dict[str, Any]:
-        whole = self.pages is not None and self.pages.units == self.units  # else who puts them there has to begin anew
-        tree = {**super().capture(), "pages": self.pages.capture() if self.pages is not None and whole else None}
+        complete = self.pages is not None and self.pages.units == self.units  # else the predictor recomputes them
+        tree = {**super().capture(), "pages": self.pages.capture() if self.pages is not None and complete else None}
         return {**tree, "replicas": None if self.replicas is None else self.replicas.STATE.capture(self.replicas)}
 
     @classmethod
@@ -261,28 +264,28 @@ class ChunkHistory(PositionHistory):
     def restore(
         cls, storage: Storage, tree: dict[str, Any], parts: Sequence[FreezableStore], *given: Any
     ) -> ChunkHistory:
-        captured, own = tree["replicas"], len(parts)
-        if captured is not None:  # replicas are behind the records, and smaller
+        captured, count = tree["replicas"], len(parts)
+        if captured is not None:  # the replicas' parts follow, with smaller records
             size = RecordFormat(**tree["form"]).record_bytes
-            own = sum(part.record_bytes == size for part in parts)
-        history = super().restore(storage, tree, parts[:own], *given)
+            count = sum(part.record_bytes == size for part in parts)
+        history = super().restore(storage, tree, parts[:count], *given)
         assert isinstance(history, ChunkHistory)
         if history.pages is not None and tree["pages"] is not None:
             history.pages.restore(tree["pages"])
         if captured is None:
             history._make_replicas()
         elif history._keeps_replicas:
-            history.replicas = Replicas.restore(storage, captured, history.form, parts[own:], history._name)
+            history.replicas = Replicas.restore(storage, captured, history.form, parts[count:], history._name)
         else:
-            for part in parts[own:]:
+            for part in parts[count:]:
                 part.close()
         return history
 
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, length: int) -> np.ndarray | None:
-        """As `History.truncate`. Where a page that is to be cut cannot be read back, no abstract is left, and who puts
-        them there begins anew: the history itself is cut."""
+        """As `History.truncate`. If a page to be cut cannot be read, all abstracts are dropped and the predictor
+        recomputes them. The history is truncated anyway."""
         freed, dropped = super().truncate(length), None
         self._forget(freed)
         if self.pages is not None and self.units < self.pages.units:

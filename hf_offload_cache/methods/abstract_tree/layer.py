@@ -1,4 +1,4 @@
-"""The layers of `AbstractTreeCache`: tiers, links and looks of their own (LeoAM, sections 4.3 to 4.5)."""
+"""The layers of `AbstractTreeCache`: their tiers, replica links and early reads (LeoAM, sections 4.3 and 4.4)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ from .history import ChunkHistory
 from .predictor import AbstractTreePredictor, StoredAbstractsPredictor
 
 _FEW = 16
-"""Chunks a row that a resident layer reads at a time, once it has all but the latest."""
+"""Chunks a row that a resident layer reads at a time, after its first complete read."""
 
 
 class AbstractTreeLayer(SelectiveLayer):
-    """A layer whose chunks are fetched by their abstracts, and whose tokens are chosen within them; each key head has
-    chunks of its own."""
+    """A layer that selects chunks by their abstracts, and tokens within them; each KV head has its own chunks."""
 
     heads_apart: ClassVar[bool] = True
     config: AbstractTreeConfig
@@ -41,13 +40,13 @@ class AbstractTreeLayer(SelectiveLayer):
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         super().__init__(shared, layer_idx, place, **kwargs)
         self.num_layers = 1
-        """How many layers are offloaded; set by the cache."""
+        """Number of offloaded layers; set by the cache."""
         self.rates: Rates = {}
-        """What the disk takes, as `compress="auto"` has measured it; the cache's, set by it."""
+        """Times of the disk as `compress="auto"` measured them; owned and set by the cache."""
         self.following: AbstractTreeLayer | None = None
-        """The layer whose abstracts are read from the disk while this one attends; set by the cache."""
+        """The next layer, whose abstracts are read during this layer's attention; set by the cache."""
         self._all_kept = 0
-        """Units that tiers were made to hold all of."""
+        """Units when the tiers were last made to hold all of them."""
 
     @property
     def num_stores(self) -> int:  # type: ignore[override]
@@ -74,7 +73,7 @@ class AbstractTreeLayer(SelectiveLayer):
         self.num_layers = kind.layers
         super().rehearse(run, kind, context)
         pages = self.history.pages if isinstance(self.history, ChunkHistory) else None
-        if pages is not None and not self.config.exact:  # which are looked at a layer early
+        if pages is not None and not self.config.exact:  # which are read one layer early
             area = self.history.rows * pages.table.num_groups * kind.form.record_bytes
             run.passes("staging", decode=area * Staging.sides(kind.device), together=True)
 
@@ -87,13 +86,13 @@ class AbstractTreeLayer(SelectiveLayer):
 
     @property
     def _near_slots(self) -> int:
-        """On the device."""
+        """Slots on the device."""
         near, history = super().slots, self.history
         return min(near, history.rows * _room_for_all(history.units)) if self.config.keeps_all else near
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
-        """Slots on the device and in host memory, which are one on a CPU. What is used often stays in host memory, and
-        on a CPU (LeoAM, section 4.3)."""
+        """Slots on the device and in host memory; on a CPU these are one tier. Frequently used records stay in host
+        memory, and on a CPU in its slots (LeoAM, section 4.3)."""
         form, device, account = self.history.form, self.history.device, self.shared.storage.account
         near = capacity if device.type == "cpu" else self._near_slots
         tiers: list[Tier] = [SlotTier(near, form.payload_width, form.dtype, device, account, policy=MostUsed)]
@@ -107,8 +106,8 @@ class AbstractTreeLayer(SelectiveLayer):
         return tiers
 
     def keep_all(self) -> None:
-        """Let the slots of a resident layer have all that is held, before its step wants a part of it. Where that
-        fails the step brings what it wants."""
+        """Read all stored chunks of a resident layer into its slots, before its step selects some. If this fails, the
+        step reads the chunks that it selects."""
         history = self.history if self.config.keeps_all and self._sparse() else None
         if history is None or not self.can_choose() or history.units <= self.budget:
             return
@@ -118,13 +117,13 @@ class AbstractTreeLayer(SelectiveLayer):
                 return
             every = np.broadcast_to(np.arange(history.units), (history.rows, history.units))
             absent = fetcher.not_held(history.extents(every).records.reshape(-1))
-            places, there = kept_entries(absent.reshape(every.shape))
-            units = places if there is None else np.where(there, places, -1)
+            indices, valid = kept_entries(absent.reshape(every.shape))
+            units = indices if valid is None else np.where(valid, indices, -1)
             for start in range(0, units.shape[1], self.budget):
                 fetcher.bring(history, Choice(units[:, start : start + self.budget]))
             if not self._all_kept:
                 assert self.selecting is not None
-                self.selecting.areas.free_memory()  # the other layers, and what comes to this one, need smaller ones
+                self.selecting.areas.free_memory()  # other layers, and later reads of this one, need smaller ones
             self._all_kept = history.units
             fetcher.read_at_once = self.read_at_once(fetcher.most_records)
 
@@ -133,7 +132,7 @@ class AbstractTreeLayer(SelectiveLayer):
             super().prefetch_again()
 
     def _has_all(self) -> bool:
-        """There is nothing to read ahead."""
+        """True if all units are in slots, so that there is nothing to prefetch."""
         return self.is_filled and 0 < self._all_kept == self.history.units
 
     def read_at_once(self, most: int) -> int:
@@ -150,16 +149,15 @@ class AbstractTreeLayer(SelectiveLayer):
         share = self.config.compress
         if replicas is None or share is None:
             return None
-        solved = isinstance(share, str)
-        return Link(self.shared.storage, replicas, None if solved else float(share), self.rates)
+        automatic = isinstance(share, str)
+        return Link(self.shared.storage, replicas, None if automatic else float(share), self.rates)
 
     # --- abstracts on the disk ---------------------------------------------------------------------------------
 
-    # They are read a layer early (LeoAM, section 4.4).
+    # They are read one layer early (LeoAM, section 4.4).
 
     def begin_look(self) -> None:
-        """Start to read the abstracts that this layer's next query will be held against. Where that fails, the query
-        reads them."""
+        """Start to read the abstracts for this layer's next query. If this fails, the query reads them."""
         history = self.history if self._sparse() else None
         pages = history.pages if isinstance(history, ChunkHistory) else None
         if history is not None and pages is not None and self.can_choose() and history.units > self.budget:
@@ -176,21 +174,22 @@ class AbstractTreeLayer(SelectiveLayer):
 
     def most_kept(self, context: int) -> int:
         config = self.config
-        whole = config.brought(context) <= config.attended(context)
-        return 0 if whole else config.attended(context) + config.num_sinks
+        complete = config.brought(context) <= config.attended(context)
+        return 0 if complete else config.attended(context) + config.num_sinks
 
 
 def _host_slots(
     form: RecordFormat, config: AbstractTreeConfig, layers: int, rows: int, units: int, near: int
 ) -> int:
-    """Slots in host memory beside `near` ones, of one of `layers` layers: no copies of what those can hold."""
+    """Slots in host memory besides `near` ones on the device, for one of `layers` layers. Host slots do not duplicate
+    these."""
     most = rows * most_slots(config, form.group_size, units)
-    held = config.host_bytes_of(layers) // (form.payload_width * form.dtype.itemsize)
-    return max(0, min(held, most - near))
+    room = config.host_bytes_of(layers) // (form.payload_width * form.dtype.itemsize)
+    return max(0, min(room, most - near))
 
 
 def _room_for_all(units: int) -> int:
-    """Slots a row for all of `units` units: an eighth more at most, so that what is held is what is used, and that they
-    are made anew, and read, a few times while as many come again."""
+    """Slots a row for all of `units` units, with up to an eighth more. So most slots are in use, and they are
+    reallocated and read again only a few times while the units double."""
     step = max(16, 1 << max(0, units.bit_length() - 4))
     return -(-units // step) * step

@@ -1,4 +1,4 @@
-"""Chunks judged by abstracts of their keys, and their tokens by the keys themselves (LeoAM, sections 4.2 and 4.3)."""
+"""Selects chunks by their abstracts, and tokens in them by their keys (LeoAM, sections 4.2 and 4.3)."""
 
 from __future__ import annotations
 
@@ -20,76 +20,79 @@ from ...predictors.sinks import largest, sink_units, with_sinks
 from ...predictors.summaries import SummaryPredictor
 from .history import AbstractPages
 
-# The adaptive tree (LeoAM, section 4.2): the most important tokens, found by judging chunks of them, and parts of
+# The most important tokens, found by evaluating chunks of them (LeoAM, section 4.2)
 
 @dataclass(frozen=True)
 class Front:
-    """What was made of the nodes of one level, (rows, n) bool each; what is in neither is a desert."""
+    """The chunks chosen from one priority queue, (rows, n) bool each. A chunk in neither part is an attention
+    desert."""
 
     sure: np.ndarray
-    """All tokens are important: no more than are wanted can be more so than the least of them."""
+    """All its tokens are important: no more than the wanted number can score above its lower bound."""
     unsure: np.ndarray
-    """Some tokens may be: to be split."""
+    """Some of its tokens may be important: its tokens are examined, which the paper does by splitting it."""
 
 
 def front(
     upper: np.ndarray, lower: np.ndarray | None, size: int, wanted: np.ndarray, most: int | None = None
 ) -> Front:
-    """The front of the queue: as many nodes, the highest upper bounds first, as hold `wanted` important tokens.
+    """Take chunks from the front of the priority queue, the highest upper bounds first, until they contain `wanted`
+    important tokens (LeoAM, section 4.2).
 
-    How many a node holds is counted by what its bounds say of the best node that is left out: all where the lower
-    bound is no lower than that one's upper bound, else one, which the upper bound stands for. So where upper bounds
-    are attained, as those of single numbers are, no important token is left out.
+    A chunk counts with all tokens if its lower bound is at least the upper bound of the best chunk left in the queue.
+    Else it counts with one token, the one that its upper bound stands for. So no important token is lost if upper
+    bounds are attained, as those of single tokens are.
 
     Args:
-        upper, lower: (rows, n) float32 bounds of the nodes; -inf: no node. `lower` None: below all upper bounds.
+        upper, lower: (rows, n) float32 bounds of the chunks; -inf: no chunk. `lower` None: below all upper bounds.
+        size: tokens a chunk.
         wanted: (rows,) tokens a row.
-        most: nodes a row that may be in the front; None: all.
+        most: upper bound on the chunks taken for a row; None: no bound.
     """
-    rows, nodes = upper.shape
+    rows, chunks = upper.shape
     if lower is None:
-        count = np.minimum(wanted, nodes if most is None else most)
+        count = np.minimum(wanted, chunks if most is None else most)
         return Front(np.zeros(upper.shape, dtype=bool), _first(upper, count))
     order = np.argsort(-upper, 1, kind="stable")
     queue, least = np.take_along_axis(upper, order, 1), np.take_along_axis(lower, order, 1)
-    place = np.arange(nodes)
-    # how many nodes have to be in the front until no upper bound outside is above each node's lower bound
-    whole_from = np.maximum(above(queue, least), place + 1)
-    counted = np.ones((rows, nodes + 2), dtype=np.int64)  # [m]: tokens that a front of m nodes is counted with
+    rank = np.arange(chunks)
+    # chunks that must be in the front until no upper bound outside is above each chunk's lower bound
+    whole_from = np.maximum(above(queue, least), rank + 1)
+    counted = np.ones((rows, chunks + 2), dtype=np.int64)  # [m]: tokens that a front of m chunks counts with
     counted[:, 0] = 0
     np.add.at(counted, (np.arange(rows)[:, None], whole_from), size - 1)
-    enough = np.cumsum(counted, 1)[:, : nodes + 1] >= wanted[:, None]
-    length = np.where(enough.any(1), enough.argmax(1), nodes)
-    length = np.minimum(length, nodes if most is None else min(most, nodes))
-    inside = (place < length[:, None]) & (queue > -np.inf)
+    enough = np.cumsum(counted, 1)[:, : chunks + 1] >= wanted[:, None]
+    length = np.where(enough.any(1), enough.argmax(1), chunks)
+    length = np.minimum(length, chunks if most is None else min(most, chunks))
+    inside = (rank < length[:, None]) & (queue > -np.inf)
     sure = inside & (whole_from * size <= wanted[:, None]) & (least > -np.inf)
-    found = [np.empty_like(inside) for _ in range(2)]
-    for flags, part in zip(found, (sure, inside & ~sure), strict=True):
+    parts = [np.empty_like(inside) for _ in range(2)]
+    for flags, part in zip(parts, (sure, inside & ~sure), strict=True):
         np.put_along_axis(flags, order, part, 1)
-    return Front(*found)
+    return Front(*parts)
 
 
 def _first(upper: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Which of (rows, n) are the `count` (rows,) highest of a row, of equal ones the first ones; of -inf none."""
+    """Mark the `count` (rows,) highest of each row of (rows, n); of equal ones the first, of -inf none."""
     if (count >= upper.shape[1]).all():
         return upper > -np.inf
     order = np.argsort(-upper, 1, kind="stable")
-    found = np.zeros(upper.shape, dtype=bool)
-    np.put_along_axis(found, order, np.arange(upper.shape[1]) < count[:, None], 1)
-    return found & (upper > -np.inf)
+    mask = np.zeros(upper.shape, dtype=bool)
+    np.put_along_axis(mask, order, np.arange(upper.shape[1]) < count[:, None], 1)
+    return mask & (upper > -np.inf)
 
 
 def above(queue: np.ndarray, least: np.ndarray) -> np.ndarray:
-    """How many of `queue` (..., n) are above each of `least` (..., n): of one shape, int64."""
+    """Count the elements of `queue` (..., n) above each of `least` (..., n): int64 of the same shape."""
     count = queue.shape[-1]
-    both = np.argsort(np.concatenate([-least, -queue], -1), -1, kind="stable")  # of equal ones, those of `least` first
-    passed = np.empty(both.shape, dtype=np.int64)
-    np.put_along_axis(passed, both, np.cumsum(both >= count, -1), -1)
+    merged = np.argsort(np.concatenate([-least, -queue], -1), -1, kind="stable")  # `least` first among equal ones
+    passed = np.empty(merged.shape, dtype=np.int64)
+    np.put_along_axis(passed, merged, np.cumsum(merged >= count, -1), -1)
     return passed[..., :count]
 
 
 def best_tokens(scores: np.ndarray, wanted: int) -> np.ndarray:
-    """Which tokens of (rows, n) have the `wanted` highest scores of a row: (rows, n) bool; of -inf none."""
+    """Mark the `wanted` highest scores of each row of (rows, n): bool; of -inf none."""
     keep = scores > -np.inf
     count = scores.shape[1] - wanted
     if count > 0:
@@ -98,57 +101,59 @@ def best_tokens(scores: np.ndarray, wanted: int) -> np.ndarray:
 
 
 _APART = 1024
-"""Chunks whose ends are held against each other at a time."""
+"""Chunks whose abstracts are subtracted at a time."""
 
 
 def bounds(states: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The highest and the lowest products (B, H, n) float32 of queries (B, H, D) with keys between `least` and `most`
-    (B, Hk, n, D)."""
+    """Upper and lower bounds (B, H, n) float32 of the products of queries (B, H, D) with a chunk's keys (LeoAM, section
+    4.2). The abstracts `least` and `most` (B, Hk, n, D) are the minimum and maximum of each key component."""
     grouped = states.unflatten(1, (least.shape[1], -1))
-    signs = torch.cat([grouped.clamp(min=0), grouped.clamp(max=0)], 2)  # above zero, below
-    high, low = ((signs @ side.transpose(2, 3)).float().chunk(2, 2) for side in (most, least))
+    signs = torch.cat([grouped.clamp(min=0), grouped.clamp(max=0)], 2)  # positive parts, negative parts
+    high, low = ((signs @ ends.transpose(2, 3)).float().chunk(2, 2) for ends in (most, least))
     return (high[0] + low[1]).flatten(1, 2), (low[0] + high[1]).flatten(1, 2)
 
 
 def likely(states: torch.Tensor, least: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the highest products (B, H, n) float32 of queries (B, H, D) with keys between `least` and `most`
-    (B, Hk, n, D) are likely to be, and `bounds`' lowest ones.
+    """Expected maximum products (B, H, n) float32 of queries (B, H, D) with a chunk's keys, and the lower ones of
+    `bounds`. The abstracts `least` and `most` (B, Hk, n, D) are the minimum and maximum of each key component.
 
-    The upper bound has all components of one key at their ends together, which no key of 64 is near: on text it stands
-    so far above the products that those decide little. As far above the middle as here is the highest of as many keys,
-    on average, as there are in the chunk, if components are independent and normal, whatever their number: the highest
-    of each component is as many of its standard deviations from its mean as the highest product is of its own.
+    No key of 64 is close to the upper bound, which has all components of one key at their ends. On text that bound is
+    so far above the products that these decide little. This estimate assumes independent, normal components. The
+    expected maximum product is then as many of its standard deviations above its mean as each component's maximum is
+    above its own, for any number of keys a chunk.
     """
     grouped = states.unflatten(1, (least.shape[1], -1))
     lowest = (grouped @ least.transpose(2, 3)).float()
-    if least.dtype == torch.float16:  # squares may be beyond half precision
+    if least.dtype == torch.float16:  # squares may overflow half precision
         grouped = grouped.float()
     highest = torch.empty_like(lowest)
-    both, squares = torch.cat([grouped, grouped.clamp(max=0)], 2), grouped.square()
+    signed, squares = torch.cat([grouped, grouped.clamp(max=0)], 2), grouped.square()
     for start in range(0, least.shape[2], _APART):
         part = slice(start, start + _APART)
-        apart = (most[:, :, part] - least[:, :, part]).to(grouped.dtype).transpose(2, 3)
-        half, below = (both @ apart).float().chunk(2, 2)
-        spread = (squares @ apart.square_()).float().sqrt_()
-        highest[..., part] = lowest[..., part] + (half + spread) / 2
+        ranges = (most[:, :, part] - least[:, :, part]).to(grouped.dtype).transpose(2, 3)
+        products, below = (signed @ ranges).float().chunk(2, 2)
+        spread = (squares @ ranges.square_()).float().sqrt_()
+        highest[..., part] = lowest[..., part] + (products + spread) / 2
         lowest[..., part] += below
     return highest.flatten(1, 2), lowest.flatten(1, 2)
 
 
 def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """How well chunks stand with the heads of a row, at most and at least: (rows, n) float32 each. None: at least, none
-    of them is among the first of any head.
+    """Rank chunks for the heads of a row, at most and at least: (rows, n) float32 each. None for the second: at least,
+    no chunk ranks among the first of any head.
 
-    Each head has a queue of chunks, by what is `upper` for it (rows, heads, n): bounds, or what is `likely`. First in
-    some head's queue is `places`, and a little more where others have it among their first `places` too; 0 is in none
-    of these. At least: as if the chunk stood where its `lower` bound does. So no head drowns the others, whatever the
-    size of its scores and however loose its bounds: one that looks for a single thing is heard by its first places,
-    where a sum over heads of what bounds allow loses it.
+    Each head has a priority queue of chunks by `upper` (rows, heads, n), from `bounds` or `likely`. The first chunk of
+    some head's queue gets `places` points, and a fraction more if other heads have it among their first `places` too. A
+    chunk beyond all heads' first `places` gets 0. The second result uses the place that a chunk's `lower` bound would
+    have.
+
+    So no head drowns the others, whatever the size of its scores and however loose its bounds. A head that looks for a
+    single token counts by its first places; a sum of bounds over heads would lose it.
     """
     rows, heads, count = upper.shape
     places = min(places, count)
     queues, lowest = upper.reshape(-1, count), lower.reshape(-1, count)
-    first = largest(queues, places) + np.arange(len(queues))[:, None] * count  # in all queues, one after the other
+    first = largest(queues, places) + np.arange(len(queues))[:, None] * count  # index into all queues, laid end to end
     values = queues.reshape(-1)[first]
     order = np.argsort(-values, 1, kind="stable") + np.arange(len(queues))[:, None] * places
     first, values = first.reshape(-1)[order], values.reshape(-1)[order]
@@ -156,7 +161,7 @@ def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndar
     points.reshape(-1)[first] = np.arange(places, 0, -1, dtype=np.float32)
     by_head = points.reshape(upper.shape)
     most = by_head.max(1) + by_head.sum(1) / (heads * places + 1)
-    if (lowest.max(1) < values[:, -1]).all():  # the usual thing: bounds of many keys are far apart
+    if (lowest.max(1) < values[:, -1]).all():  # the usual case: bounds of many keys are far apart
         return most, None
     beaten = above(values, lowest.reshape(-1)[first])
     least = np.zeros(queues.shape, dtype=np.float32)
@@ -167,32 +172,33 @@ def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndar
 def shares(
     states: torch.Tensor, keys: torch.Tensor, others: torch.Tensor, hidden: np.ndarray | None = None
 ) -> np.ndarray:
-    """What tokens with `keys` (rows, Hk, n, D) have of the attention of scaled queries (rows, heads, D) to these and to
-    `others` (rows, Hk, t, D), summed over heads: (rows, n) float32. `hidden` (rows, n) bool: not seen by any."""
+    """Shares of tokens with `keys` (rows, Hk, n, D) in the attention of scaled queries (rows, heads, D) to these and to
+    `others` (rows, Hk, t, D), summed over heads: (rows, n) float32. `hidden` (rows, n) bool: tokens that no query
+    sees."""
     grouped = states.unflatten(1, (keys.shape[1], -1))
     attention = torch.cat([grouped @ keys.transpose(2, 3), grouped @ others.transpose(2, 3)], -1).float()
     if hidden is not None:
-        own = attention[..., : keys.shape[2]]
-        own.masked_fill_(torch.from_numpy(hidden).to(own.device)[:, None, None], float("-inf"))
+        scores = attention[..., : keys.shape[2]]
+        scores.masked_fill_(torch.from_numpy(hidden).to(scores.device)[:, None, None], float("-inf"))
     attention = attention.softmax(-1)
     return attention[..., : keys.shape[2]].sum((1, 2)).cpu().numpy()
 
 
 class AbstractTreePredictor(SummaryPredictor):
-    """Abstracts (rows, chunks, 2, Hk, D) in memory: the least and the largest of each component of a chunk's keys.
+    """Selects with abstracts (rows, chunks, 2, Hk, D) in memory: the minimum and maximum of each component of a chunk's
+    keys (LeoAM, section 4.2).
 
-    Rows are sequences times key heads, or sequences with all key heads. The chunks that stand first by their likely
-    highest products are fetched; which of their tokens are attended to is found by their keys: by the sum over the
-    row's heads of shares of the attention to all that is there. Products are made where the keys are, on their device;
-    what stands first, and which tokens stay, is found on the host.
+    Rows are sequences times KV heads, or sequences with all KV heads. The chunks that rank first by `judges_by` are
+    fetched. Their tokens are selected by their keys: by their shares of the attention to all tokens, summed over the
+    row's heads. Products are computed where the keys are, on their device; ranks and selected tokens on the host.
     """
 
     judges_by: ClassVar[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = staticmethod(likely)
-    """What chunks stand by: see `likely` and `bounds`."""
+    """The bounds that rank chunks: `likely` or `bounds`."""
     evaluations = 0
-    """Chunks, parts of chunks and tokens that were judged for steps, since it was made; two tokens are one."""
+    """Importance evaluations of all steps: chunks, parts of chunks, and pairs of tokens."""
     judged = 0
-    """Tokens that were chosen among for that."""
+    """Tokens that these evaluations selected from."""
 
     def summarise(self, keys: torch.Tensor) -> torch.Tensor:
         return torch.stack([keys.amin(3), keys.amax(3)], 1).permute(0, 3, 1, 2, 4)
@@ -202,11 +208,11 @@ class AbstractTreePredictor(SummaryPredictor):
         self.rehearse_judging(run, context, heads)
 
     def rehearse_judging(self, run: DryRun, context: int, heads: int) -> None:
-        """What it takes to judge chunks and the tokens of the first ones."""
+        """Declare the temporary memory to evaluate chunks and the tokens of the first ones, in a dry run."""
         form, chunks = self.form, sealed_groups(self.form, self.config, context)
-        brought = min(self._most(self.config, form, chunks), chunks)
-        run.passes("scores", decode=_judge_bytes(form, self.rows, heads, chunks, brought))
-        run.passes("judging", decode=_look_bytes(form, self.rows, heads, brought * form.group_size))
+        opened = min(self._most(self.config, form, chunks), chunks)
+        run.passes("scores", decode=_judge_bytes(form, self.rows, heads, chunks, opened))
+        run.passes("judging", decode=_look_bytes(form, self.rows, heads, opened * form.group_size))
 
     @staticmethod
     def _most(config: SelectiveConfig, form: RecordFormat, chunks: int) -> int:
@@ -216,8 +222,8 @@ class AbstractTreePredictor(SummaryPredictor):
     def select(
         self, query: Query, budget: int, guess: bool, abstracts: torch.Tensor | None = None
     ) -> Decision:
-        """As `Predictor.select`; what a guess would bring is not looked into. `abstracts` (rows, chunks, 2, Hk, D) are
-        those that are held, if none are given."""
+        """As `Predictor.select`; a guess selects chunks without examining their tokens. `abstracts` (rows, chunks, 2,
+        Hk, D) default to those in memory."""
         if abstracts is None:
             assert self._held is not None
             abstracts = self._held[:, : self.units]
@@ -232,89 +238,91 @@ class AbstractTreePredictor(SummaryPredictor):
             most, least = standing(high.cpu().numpy(), low.cpu().numpy(), min(budget, self.units))
             most = with_sinks(most, config.num_sinks, group, query.visible)
             if least is None and query.visible is None:
-                units, there = np.sort(largest(most, min(budget, wanted, self.units)), 1), None
+                units, valid = np.sort(largest(most, min(budget, wanted, self.units)), 1), None
             else:
-                units, there = self._front(most, least, query.visible, wanted, budget)
+                units, valid = self._front(most, least, query.visible, wanted, budget)
         finally:
             self._account.release("scores", nbytes)
         most = np.take_along_axis(most, units, 1)
-        if there is not None:
-            units, most = np.where(there, units, -1), np.where(there, most, -np.inf)
+        if valid is not None:
+            units, most = np.where(valid, units, -1), np.where(valid, most, -np.inf)
         if guess:
             return Choice(units, importance=most)
         self.evaluations += self.rows * self.units
         self.judged += self.rows * self.units * group
-        if config.brought(self.units * group) <= attended:  # chunks are attended to whole
+        if config.brought(self.units * group) <= attended:  # complete chunks are attended to
             return Choice(units, importance=most)
         return self.look_into(query, states, units, most, wanted)
 
     def _front(
         self, most: np.ndarray, least: np.ndarray | None, visible: torch.Tensor | None, wanted: int, budget: int
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The chunks in front of each row's queue, and which of these are some, as `kept_entries`."""
+        """The chunks at the front of each row's queue, and which of these are valid, as `kept_entries` returns them."""
         group = self.form.group_size
-        if visible is not None and least is not None:  # of a chunk with padding, not all tokens are to be had
+        if visible is not None and least is not None:  # a chunk with padding has fewer tokens
             seen = visible[:, : self.units * group].unflatten(1, (-1, group)).all(-1).cpu().numpy()
             least[~np.repeat(seen, self.rows // seen.shape[0], 0)] = -np.inf
-        found = front(most, least, group, np.full(self.rows, wanted), budget)
-        return kept_entries(found.sure | found.unsure)
+        chosen = front(most, least, group, np.full(self.rows, wanted), budget)
+        return kept_entries(chosen.sure | chosen.unsure)
 
     def look_into(
         self, query: Query, states: torch.Tensor, units: np.ndarray, most: np.ndarray, wanted: int
     ) -> Generator[Choice, torch.Tensor, Choice]:
-        """Bring the chunks `units` (rows, E), and keep the best of their tokens, judged by their keys."""
+        """Fetch the chunks `units` (rows, E), and keep their best tokens by their keys."""
         entries, form = (yield Choice(units, importance=most)), self.form
         keys = entries[..., : form.key_width].unflatten(-1, (form.num_key_heads, form.key_dim))
         always, hidden = self._marks(units, query.visible)
         nbytes = _look_bytes(form, self.rows, states.shape[1], units.shape[1] * form.group_size)
         self._account.hold("judging", nbytes)
         try:
-            found = shares(states, keys.flatten(1, 2).transpose(1, 2), query.recent(), hidden)
-            found[always] = np.inf
+            scores = shares(states, keys.flatten(1, 2).transpose(1, 2), query.recent(), hidden)
+            scores[always] = np.inf
             if hidden is not None:
-                found[hidden] = -np.inf
-            keep = best_tokens(found, wanted)
+                scores[hidden] = -np.inf
+            keep = best_tokens(scores, wanted)
         finally:
             self._account.release("judging", nbytes)
         self.evaluations += int((units >= 0).sum()) * form.group_size // 2
         return Choice(units, keep.reshape(*units.shape, form.group_size), most)
 
     def _marks(self, units: np.ndarray, visible: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray | None]:
-        """Of the tokens of chunks (rows, E): which are sinks, and which are padding or of no chunk, -1; (rows, E G)
-        bool."""
+        """Mark the sinks, and the padding or tokens of no chunk (-1), among the tokens of chunks (rows, E): (rows, E G)
+        bool each."""
         group, sinks = self.form.group_size, self.config.num_sinks
         if visible is None and units[:, -1].min() >= 0:  # the sinks' chunks are the first
             always = np.zeros((len(units), units.shape[1] * group), dtype=bool)
             always[:, :sinks] = True
             return always, None
-        places = np.where(units[:, :, None] < 0, -1, units[:, :, None] * group + np.arange(group))
-        places = places.reshape(len(units), -1)
+        positions = np.where(units[:, :, None] < 0, -1, units[:, :, None] * group + np.arange(group))
+        positions = positions.reshape(len(units), -1)
         if visible is None:
-            return (places >= 0) & (places < sinks), places < 0 if (units < 0).any() else None
+            return (positions >= 0) & (positions < sinks), positions < 0 if (units < 0).any() else None
         seen = visible.cpu().numpy()
         seen = np.repeat(seen, len(units) // len(seen), 0)
         first = seen.argmax(1)[:, None]
-        hidden = ~np.take_along_axis(seen, np.maximum(places, 0), 1) | (places < 0)
-        return (places >= first) & (places < first + sinks), hidden
+        hidden = ~np.take_along_axis(seen, np.maximum(positions, 0), 1) | (positions < 0)
+        return (positions >= first) & (positions < first + sinks), hidden
 
 
 def _judge_bytes(form: RecordFormat, rows: int, heads: int, chunks: int, places: int) -> int:
-    """Bounds in 32 bits and what they are made of, and what the queues of heads and of rows are sorted by."""
+    """Bytes of bounds in 32 bits with their operands, and of the sort keys of the heads' and rows' queues."""
     apart = min(chunks, _APART) * form.key_width * (6 if form.dtype == torch.float16 else form.dtype.itemsize)
     return rows * (24 * heads * chunks + 80 * heads * min(places, chunks) + 64 * chunks + apart)
 
 
 def _look_bytes(form: RecordFormat, rows: int, heads: int, tokens: int) -> int:
-    """A copy of the keys that are looked at, and their scores in 32 bits, three times."""
+    """Bytes of a copy of the examined keys, and of their scores in 32 bits, three times."""
     return rows * tokens * (form.key_width * form.dtype.itemsize + 12 * heads)
 
 
-# The adaptive tree's predictor with its abstracts on the disk (LeoAM, section 4.3)
+# The predictor with abstracts on disk (LeoAM, section 4.3)
 
 class StoredAbstractsPredictor(AbstractTreePredictor):
-    """An `AbstractTreePredictor` that puts its abstracts into a history's `pages`, which the history moves, keeps in
-    contexts and closes, and asks to look at them for each query. Nothing of them is in memory but the page that is not
-    full."""
+    """An `AbstractTreePredictor` with abstracts on disk (LeoAM, section 4.3).
+
+    It appends abstracts to a history's `pages`, and asks to read them for each query. The history moves, saves and
+    closes the pages. Only a partial page is in memory.
+    """
 
     def __init__(
         self, form: RecordFormat, rows: int, config: SelectiveConfig, account: MemoryAccount, pages: AbstractPages
@@ -356,5 +364,5 @@ class StoredAbstractsPredictor(AbstractTreePredictor):
 
 
 def _looked_bytes(form: RecordFormat, rows: int, chunks: int) -> int:
-    """All abstracts, as they are looked at and put together."""
+    """Bytes of all abstracts as they are read and as they are joined."""
     return 2 * rows * (chunks * 2 * form.key_width + form.payload_width) * form.dtype.itemsize

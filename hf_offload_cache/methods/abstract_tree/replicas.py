@@ -1,4 +1,5 @@
-"""Replicas in 4 bits of a history's records, in a store beside its own: what may travel in their place."""
+"""4-bit replicas of a history's records, in a separate store: reads may use them instead of the records (LeoAM, section
+4.4, dynamic KV compression)."""
 
 from __future__ import annotations
 
@@ -25,20 +26,20 @@ from ...stores.layered import LayeredStore, parts_that_stay
 # How a record's replica in 4 bits lies on the disk
 
 _GROUPS = (64, 32)
-"""Elements a group: fewer where they take no more of the disk."""
+"""Elements a quantisation group; the smaller group applies if it takes no more disk."""
 
 
 @dataclass(frozen=True)
 class ReplicaFormat:
-    """One replica a record of a `RecordFormat` (LeoAM, section 4.4: INT4, group-wise), padded to the device's block.
-    A group is of one token, and of its keys or its values alone."""
+    """One replica for each record of a `RecordFormat` (LeoAM, section 4.4: INT4, group-wise), padded to the device's
+    block. A group has elements of one token, and either of its keys or of its values."""
 
     layout: Int4Layout
     record_bytes: int
 
     @classmethod
     def of(cls, form: RecordFormat) -> ReplicaFormat | None:
-        """None where a replica is no smaller than the record, so that none pays."""
+        """Format of the replicas of `form`; None: a replica would be no smaller than the record."""
         best: ReplicaFormat | None = None
         for group in _GROUPS:
             entry = Int4Layout.of(group, form.key_width, form.entry_width - form.key_width)
@@ -54,10 +55,10 @@ _NONE = -1
 
 
 class Replicas:
-    """Which replica each record has, if it has one, and their store, which this owns. For the model's thread.
+    """The replica of each record, if it has one, and their store, which this owns. For the thread that runs the model.
 
-    A replica belongs to a record, not to a row: rows that share records share them, whatever is done to rows. What
-    cannot be read of them is read of the records.
+    A replica belongs to a record, not to a row: rows that share records share replicas, whatever happens to the rows.
+    If a replica cannot be read, the record is read instead.
     """
 
     STATE: ClassVar[State] = State(
@@ -71,12 +72,13 @@ class Replicas:
         self._replica_of = np.full(64, _NONE, dtype=np.int32)
 
     def rehearse(self, run: DryRun, rows: int, groups: int, filled: int) -> None:
-        """Be those of `rows` rows of `groups` groups, in a dry run; of `filled` of a row at a time."""
+        """Take the size of `rows` rows of `groups` groups, in a dry run, with `filled` groups a row written at a
+        time."""
         run.stores(self.store, rows * groups)
         self._replica_of = np.empty(max(64, rows * groups * 5 // 4), dtype=np.int32)
         working = self.form.layout.working_bytes
-        at_once, one = (working + rows * count * self.record_bytes for count in (filled, 1))
-        run.passes("packing", prefill=at_once, decode=one, together=True)
+        at_once, a_group = (working + rows * count * self.record_bytes for count in (filled, 1))
+        run.passes("packing", prefill=at_once, decode=a_group, together=True)
         run.passes("unpacking", decode=working)
 
     @property
@@ -84,26 +86,29 @@ class Replicas:
         return self._replica_of.nbytes + self.store.tables_bytes
 
     def locate(self, records: np.ndarray) -> np.ndarray:
-        """The replica (int64 ids in `store`) of each record, -1: it has none."""
-        last = self._replica_of.size - 1  # stays -1
+        """The replica of each record, int64 ids in `store`; -1: none."""
+        last = self._replica_of.size - 1  # always -1
         return self._replica_of[np.where((records < 0) | (records > last), last, records)].astype(np.int64)
 
     @property
     def records(self) -> np.ndarray:
-        """The records that have one, ascending."""
+        """The records with a replica, ascending."""
         return (self._replica_of >= 0).nonzero()[0]
 
-    # --- in and out --------------------------------------------------------------------------------------------
+    # --- reads and writes --------------------------------------------------------------------------------------
 
     def write(self, records: np.ndarray, payloads: torch.Tensor) -> None:
-        """Hand replicas of `records` (n), which have none, with payloads (n, payload width) in host memory to the
-        writer. One with an element that half precision does not hold has none. Raises `StoreFullError`, or an earlier
-        write's `StoreError`, with nothing changed."""
+        """Quantise the payloads (n, payload width) in host memory of `records` (n), and hand the replicas to the
+        writer.
+
+        The records must have no replica yet. A record with an element beyond half precision gets none. Raises
+        `StoreFullError`, or an earlier write's `StoreError`, with nothing changed.
+        """
         layout = self.form.layout
         with self._storage.account.holding("packing", layout.working_bytes + records.size * self.record_bytes):
-            held = (payloads.amax(1) <= int4.LARGEST) & (payloads.amin(1) >= -int4.LARGEST)
-            if not held.all():
-                records, payloads = records[held.numpy()], payloads[held]
+            fits = (payloads.amax(1) <= int4.LARGEST) & (payloads.amin(1) >= -int4.LARGEST)
+            if not fits.all():
+                records, payloads = records[fits.numpy()], payloads[fits]
                 if not records.size:
                     return
             replicas = aligned_empty(records.size, self.record_bytes)
@@ -121,23 +126,23 @@ class Replicas:
         self._replica_of[records] = ids
 
     def unpack(self, replicas: torch.Tensor, rows: np.ndarray, into: ByteRows, target: np.ndarray) -> None:
-        """Payloads of replica `rows[i]` of `replicas` (n, record_bytes) uint8 into row `target[i]` of `into`, on the
-        device of both."""
+        """Dequantise row `rows[i]` of `replicas` (n, record_bytes) uint8 into row `target[i]` of `into`, on their
+        device."""
         device = replicas.device
-        places, targets = (torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in (rows, target))
+        indices, targets = (torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in (rows, target))
         with self._storage.account.holding("unpacking", self.form.layout.working_bytes):
             if has_kernels(device):
                 from ...kernels import int4_triton
 
-                int4_triton.dequantise(self.form.layout, replicas, places, into.tensor, targets)
+                int4_triton.dequantise(self.form.layout, replicas, indices, into.tensor, targets)
             elif device.type != "cpu":
-                entries = int4.dequantised(self.form.layout, replicas[places])
+                entries = int4.dequantised(self.form.layout, replicas[indices])
                 into.tensor[targets, : entries.shape[1]] = entries.to(into.tensor.dtype)
             else:
-                int4.dequantise(self.form.layout, replicas, places, into.tensor, targets)
+                int4.dequantise(self.form.layout, replicas, indices, into.tensor, targets)
 
     def forget(self, records: np.ndarray) -> None:
-        """These records have none any more."""
+        """Drop the replicas of these records."""
         known = records[(records >= 0) & (records < self._replica_of.size)]
         replicas = self._replica_of[known]
         self._replica_of[known] = _NONE
@@ -157,7 +162,7 @@ class Replicas:
         self.store = store
 
     def freeze(self) -> Sequence[FreezableStore]:
-        """As `History.freeze`; those that were not written, or of a part that cannot be merged, are forgotten."""
+        """As `History.freeze`. Drops replicas that were not written, and those of a part that cannot be merged."""
         try:
             self._storage.prefetcher.flush(self.store)
             self._storage.prefetcher.check_written(self.store, self.locate(self.records))
@@ -192,16 +197,16 @@ class Replicas:
     def restore(
         cls, storage: Storage, tree: Any, form: RecordFormat, parts: Sequence[FreezableStore], name: str
     ) -> Replicas:
-        """What was captured, over the frozen stores `parts`, which it owns then. Raises `ContextError`."""
-        own = ReplicaFormat.of(form)
-        known = sum(part.capacity for part in parts)
-        if own is None or any(part.record_bytes != own.record_bytes for part in parts):
+        """Make the captured replicas over the frozen stores `parts`, and own these. Raises `ContextError`."""
+        replica = ReplicaFormat.of(form)
+        count = sum(part.capacity for part in parts)
+        if replica is None or any(part.record_bytes != replica.record_bytes for part in parts):
             sizes = [part.record_bytes for part in parts]
-            raise not_whole(name, f"its replicas have {sizes} bytes, of records in the form {form}")
-        records = cls.STATE.check(tree, name, replicas=known)["records"]
+            raise not_whole(name, f"its replicas have {sizes} bytes, which do not fit records of {form}")
+        records = cls.STATE.check(tree, name, replicas=count)["records"]
         if records < 64 or int(tree["of"][-1]) != _NONE:
-            raise not_whole(name, f"its replicas are named by {records} records, the last of which has none")
-        store = storage.layer_store(parts, own.record_bytes, f"{name}, replicas")
-        replicas = cls(storage, own, name, store)
+            raise not_whole(name, f"its table of replicas has {records} records, not 64 or more with none for the last")
+        store = storage.layer_store(parts, replica.record_bytes, f"{name}, replicas")
+        replicas = cls(storage, replica, name, store)
         cls.STATE.restore(replicas, tree)
         return replicas

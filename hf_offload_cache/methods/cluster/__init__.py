@@ -1,18 +1,32 @@
-"""`ClusterCache`: DynaKV. Clusters of keys that follow a long generation.
+"""`ClusterCache`: DynaKV. Clusters of keys that adapt to a long generation.
+
+A decoding step in reading order: `entries.py` adds new tokens to clusters (`add`), `predictor.py` selects clusters, and
+`cache.py` attends to them and settles buffered entries (`settle`). `partition.py` has the clusters themselves, their
+statistics and splits. `pages.py`, `append_buffer.py` and `history.py` store the entries. `plan.py` fits a budget.
 
 Where to find the paper:
 
-* section 4.1, clusters are retrieved by their centroids: `ClusterPredictor.select`
-* algorithm 1, prefill, NewCluster: `Partition.add`
-* algorithm 1, decode, a new entry joins its nearest cluster, UpdateVar and UpdateStats: `ClusteredEntries.add`,
-  `Partition.nearest`, `Partition.join`
-* algorithm 1, delayed splits of the clusters that a step has read: `ClusterLayer.settle`, `ClusteredEntries.settle`,
-  `Partition.to_split`, `Partition.split`
-* algorithm 1, the buffer budget: `AppendBuffer`, `fullest`
-* section 5.1, correlation-aware placement: `ClusterHistory.place`, `co_retrieved`, `chain`, `in_pools`
-* section 5.2, two clusters of a pool grow towards each other: `ClusterPages`
-* section 6.1, centroids on the disk, mapped while they are used: `Partition.will_need`
-* section 6.2, cluster-aligned replacement: `ClusterAligned` in `fetch`
+* section 4.1, equation 4, sizes n, centroids r and variances of the clusters: `Partition`, `Moments`
+* algorithm 1 (section 4.2), line by line:
+    * prefill, NewCluster: `NewClusters`, `Partition.add`, `k_means`; the buffers: `AppendBuffer`
+    * load the top-k clusters by query-centroid similarity: `ClusterPredictor.select`
+    * assign the new entry to its nearest cluster: `ClusteredEntries.add`, `Partition.nearest`
+    * UpdateVar, UpdateStats: `Partition.join`
+    * the threshold tau and the flag Split: `Partition.to_split`, `ClusterConfig.split_threshold`
+    * buffer the entry: `AppendBuffer.add`; AddEntry: `ClusteredEntries.settle`
+    * delayed SplitCluster of the clusters that a step has read: `ClusterLayer.settle`, `ClusteredEntries.settle`,
+      `Partition.parts`, `Partition.split`, `halves`
+    * the buffer budget: `ClusterConfig.append_buffer`; the cluster with the fullest buffer: `fullest`
+* section 5.1, clusters on disk: `PageWriter`; correlation-aware placement: `ClusterHistory.place`, `NewClusters.write`;
+  equation 8: `co_retrieved`, then `pairs`, `chain` and `in_pools`
+* section 5.2, dual-head layout: `ClusterPages`; the page-aligned buffer: `AppendBuffer`, `Settling`
+* section 6.1, centroids on disk: `ClusterConfig.centroids`, mapped for their use: `Partition.will_need`,
+  `Partition.rest`; the next layer's clusters are prefetched: `SelectiveCache.leave_attention` in `core`
+* section 6.2, cluster-aligned replacement: `ClusterAligned` in `fetch`; updated clusters stay: `ClusterLayer.renewed`
+
+Three things differ from algorithm 1. Tokens join in batches (the field join_every), and layers settle in turns. Every
+new entry is buffered first, because a page on disk is only rewritten after it was read. The flag is computed from
+the variance, which a joining key updates at once.
 """
 
 from .append_buffer import AppendBuffer as AppendBuffer
@@ -21,13 +35,16 @@ from .cache import ClusterLayer as ClusterLayer
 from .config import ClusterConfig as ClusterConfig
 from .config import ClusterForm as ClusterForm
 from .entries import ClusteredEntries as ClusteredEntries
+from .entries import Settling as Settling
 from .entries import fullest as fullest
 from .history import HELD_BACK as HELD_BACK
 from .history import ClusterHistory as ClusterHistory
 from .pages import ClusterPages as ClusterPages
+from .pages import PageWriter as PageWriter
 from .pages import in_order as in_order
 from .partition import FEWEST as FEWEST
 from .partition import Moments as Moments
+from .partition import NewClusters as NewClusters
 from .partition import Partition as Partition
 from .partition import chain as chain
 from .partition import co_retrieved as co_retrieved

@@ -1,4 +1,4 @@
-"""`ClusterCache`: DynaKV (sections 4 to 6). Clusters of keys that follow a long generation."""
+"""`ClusterCache`: DynaKV (sections 4 to 6). Clusters of keys that adapt to a long generation."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from .plan import fit_cluster
 from .predictor import ClusterPredictor
 
 _PLACED_BY = 32
-"""The latest queries of a call, by which what it brings is placed."""
+"""A call's latest queries, which order the clusters of its tokens on disk."""
 
 
 class ClusterLayer(SelectiveLayer):
-    """A layer whose history lies in clusters, each key head's of its own."""
+    """A layer whose history is clustered, separately for each KV head."""
 
     heads_apart: ClassVar[bool] = True
     history_class: ClassVar[type[ClusterHistory]] = ClusterHistory
@@ -47,27 +47,27 @@ class ClusterLayer(SelectiveLayer):
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         super().__init__(shared, layer_idx, place, **kwargs)
         self.following: ClusterLayer | None = None
-        """The layer whose centroids are about to be asked for while this one attends; set by the cache."""
+        """The next layer, whose centroids are used after this layer's attention; set by the cache."""
 
     @property
     def num_stores(self) -> int:  # type: ignore[override]
-        return 3 if self.config.centroids == "disk" else 1  # a map has a descriptor of its own
+        return 3 if self.config.centroids == "disk" else 1  # a mapped file has its own descriptor
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
-        own = self.shared.storage, form, rows, device, self.config, self.name
-        return self.history_class(*own, self.config.clusters, self)
+        given = self.shared.storage, form, rows, device, self.config, self.name
+        return self.history_class(*given, self.config.clusters, self)
 
     def restore_history(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> History:
-        own = self.shared.storage, tree, parts, device, self.config, self.name
-        return self.history_class.restore(*own, self.config.clusters, self)
+        given = self.shared.storage, tree, parts, device, self.config, self.name
+        return self.history_class.restore(*given, self.config.clusters, self)
 
     def stale(self, records: np.ndarray) -> None:
-        """See `Readers`."""
+        """As `Readers.stale`."""
         if self._fetcher is not None:
             self._fetcher.stale(records)
 
     def renewed(self, records: np.ndarray, payloads: torch.Tensor, gone: np.ndarray) -> None:
-        """See `Readers`."""
+        """As `Readers.renewed`. Updated clusters stay in their slots (DynaKV, section 6.2, principle 2)."""
         if self._fetcher is not None:
             self._fetcher.renew(records, payloads, gone)
 
@@ -79,7 +79,7 @@ class ClusterLayer(SelectiveLayer):
 
     @staticmethod
     def policy_of(sizes: Callable[[np.ndarray], np.ndarray]) -> Callable[[int], Policy]:
-        """Makes the policy of so many slots; `sizes` as in `ClusterAligned`."""
+        """Make the policy of a number of slots; `sizes` as in `ClusterAligned`."""
         return partial(ClusterAligned, sizes=sizes)
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
@@ -102,9 +102,9 @@ class ClusterLayer(SelectiveLayer):
     def make_predictor(self) -> ClusterPredictor:
         return ClusterPredictor(self._own.clustered, self.config, self.config.clusters, self.shared.storage.account)
 
-    # --- placing -----------------------------------------------------------------------------------------------
+    # --- placement ---------------------------------------------------------------------------------------------
 
-    # What is clustered in an `update` is placed by the queries of the attention that follows, or as the step ends.
+    # The queries of the next attention order the clusters of an `update` on disk. Without one, `end_step` places them.
 
     def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._own.holds_back = self.shared.step is not None and self.state != "full"
@@ -113,8 +113,8 @@ class ClusterLayer(SelectiveLayer):
     def _attend(self, call: AttentionCall) -> Output:
         if self._own.held_back:
             latest = call.query[:, :, -_PLACED_BY:].detach() * call.scaling
-            own = latest.unflatten(1, (self.rows.heads, -1)).flatten(0, 1)
-            self._own.place(own, self.config.brought(self.length))
+            queries = latest.unflatten(1, (self.rows.heads, -1)).flatten(0, 1)
+            self._own.place(queries, self.config.brought(self.length))
         try:
             return super()._attend(call)
         finally:
@@ -122,13 +122,13 @@ class ClusterLayer(SelectiveLayer):
                 self._own.clustered.partition.rest()
 
     def fetched(self, choice: Choice, fetched: Fetched) -> None:
-        if self.following is not None and self.following.is_initialized:  # a layer early (DynaKV, section 6.1)
+        if self.following is not None and self.following.is_initialized:  # one layer early (DynaKV, section 6.1)
             self.following._own.clustered.partition.will_need()
 
     def end_step(self) -> None:
         if self.is_filled:
             self._own.place()
-            self._own.clustered.partition.rest()  # where no attention came that asked for means
+            self._own.clustered.partition.rest()  # in case no attention has used the centroids
         super().end_step()
 
     # --- attention ---------------------------------------------------------------------------------------------
@@ -139,49 +139,53 @@ class ClusterLayer(SelectiveLayer):
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
     ) -> Output:
         output = super().combine(call, choice, fetched, visible)
-        together, now = self._own.together, self.length + self.layer_idx  # layers take turns
-        if now // together > (now - call.query.shape[2]) // together:
+        batch, turn = self._own.together, self.length + self.layer_idx  # layers take turns
+        if turn // batch > (turn - call.query.shape[2]) // batch:
             self.settle(choice, fetched)
         return output
 
     def settle(self, choice: Choice, fetched: Fetched) -> None:
-        """What waits for a cluster of a choice that was fetched does so no longer (DynaKV, algorithm 1); if more waits
-        for others than may, the fullest of these are read for it. For `combine`, once for as many tokens as leave the
-        tail together."""
-        history, own = self._own, self._own.clustered
+        """Algorithm 1 after attention: settle the clusters that the step retrieved, and, over the buffer budget, the
+        fullest others.
+
+        A retrieved cluster gets its buffered entries, and is split if it is flagged. Its pages are in `fetched`. If
+        more than `append_buffer` entries would remain, the clusters with the most are read and settled too. `combine`
+        calls this once each time that tokens leave the tail.
+        """
+        history, clustered = self._own, self._own.clustered
         extents = history.extents(choice.units)
         assert fetched.records is not None and extents.unit is not None
         begins = np.diff(extents.unit, axis=1, prepend=-1) > 0
         row, column = (begins & (extents.records >= 0)).nonzero()
-        first = np.full(own.stored.shape, -1)  # where what each cluster's first page holds is
+        first = np.full(clustered.stored.shape, -1)  # column of each cluster's first fetched page
         first[row, choice.units[row, extents.unit[row, column]]] = column
-        leaving = (own.waiting > 0) & (first >= 0)
-        held = fetched.records
+        retrieved = (clustered.waiting > 0) & (first >= 0)
+        records = fetched.records
 
         def pages(rows: np.ndarray, clusters: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
             begin = first[rows, clusters]
             if (absent := begin < 0).all():
-                return own.read(rows, clusters, numbers)
-            at = torch.from_numpy(np.where(absent, 0, begin + numbers)).to(held.device)
-            found = held[torch.from_numpy(rows).to(held.device), at]
+                return clustered.read(rows, clusters, numbers)
+            at = torch.from_numpy(np.where(absent, 0, begin + numbers)).to(records.device)
+            out = records[torch.from_numpy(rows).to(records.device), at]
             if absent.any():
-                found[torch.from_numpy(absent).to(held.device)] = own.read(
+                out[torch.from_numpy(absent).to(records.device)] = clustered.read(
                     rows[absent], clusters[absent], numbers[absent]
                 )
-            return found
+            return out
 
-        others = fullest(np.where(leaving, 0, own.waiting), own.buffer.most)
-        rows, clusters = map(np.concatenate, zip(leaving.nonzero(), others, strict=True))
+        others = fullest(np.where(retrieved, 0, clustered.waiting), clustered.buffer.most)
+        rows, clusters = map(np.concatenate, zip(retrieved.nonzero(), others, strict=True))
         if rows.size:
-            own.settle(pages, rows, clusters)
+            clustered.settle(pages, rows, clusters)
 
 
 class ClusterCache(SelectiveCache):
-    """Keeps the KV cache on disk, in clusters of keys, and in memory what each cluster's keys have in common.
+    """Keep the KV cache on disk in clusters of similar keys, and the centroids of these in memory.
 
     `model.generate(..., past_key_values=ClusterCache(model))`. See `ClusterConfig` for the fields. Prefill is exact. A
-    step of decoding attends to the clusters whose centroids score highest, beside the first tokens and the latest ones;
-    what is decoded joins clusters, which are split where their keys have gone apart.
+    decoding step attends to the clusters whose centroids score highest, and to the first and the latest tokens. Decoded
+    tokens join clusters, and clusters whose keys have drifted apart are split.
     """
 
     config_class: ClassVar[type[OffloadConfig]] = ClusterConfig
@@ -193,7 +197,7 @@ class ClusterCache(SelectiveCache):
         if find_spec("faiss") is not None:
             return None
         return (
-            f"{cls.__name__} makes clusters by faiss, which is not installed: pip install 'hf-offload-cache[cluster]'"
+            f"{cls.__name__} needs faiss, which is not installed: pip install 'hf-offload-cache[cluster]'"
         )
 
     def prepare(self, model: Any) -> None:
@@ -207,9 +211,9 @@ class ClusterCache(SelectiveCache):
 
     @classmethod
     def to_try(cls, given: dict[str, Any]) -> list[dict[str, Any]]:
-        """Clusters of other sizes: smaller ones lose less, larger ones are read in fewer pieces."""
+        """Other cluster sizes: smaller clusters lose fewer needles, larger ones need fewer reads."""
         if any(given.get(name) is not None for name in ("cluster_size", "cluster_capacity", "num_clusters")):
-            return [{"join_every": every} for every in (16, 64)] if given.get("join_every") is None else []
+            return [{"join_every": tokens} for tokens in (16, 64)] if given.get("join_every") is None else []
         return [{"cluster_size": size} for size in (8, 16, 32)]
 
     @classmethod

@@ -1,5 +1,5 @@
-"""What has left the tail, in clusters: in pages of the store, and a few entries that wait for theirs (DynaKV, sections
-4.2 and 5)."""
+"""Entries in clusters: stored in pages, or buffered in memory until their cluster is read (DynaKV, algorithm 1,
+sections 4.2 and 5)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -21,128 +21,150 @@ from .arrivals import Arrivals
 from .pages import ClusterPages, PageWriter, in_order, pieces
 from .partition import Moments, NewClusters, Partition, counted
 from .plan import clustering, most_settled, settling, writing
-from .readers import Readers
 
-# What waits for clusters, on its way to the ends of their pages, or to their parts' (DynaKV, sections 4.2, 5.2)
+
+class Readers(Protocol):
+    """Copies of records outside the history, which keeps them up to date. Called on the thread that runs the model."""
+
+    def stale(self, records: np.ndarray) -> None:
+        """Prepare for new contents of `records`: no read of them may be in flight. Earlier copies stay valid if the
+        write fails."""
+
+    def renewed(self, records: np.ndarray, payloads: torch.Tensor, gone: np.ndarray) -> None:
+        """Replace copies: distinct `records` (n,) now contain `payloads` (n, payload width), a view, valid for the
+        call. Records that are `gone` contain nothing."""
+
+
+# Buffered entries, on their way into the pages of their clusters or of the parts of these (sections 4.2, 5.2)
 
 PagesOf = Callable[[np.ndarray, np.ndarray, np.ndarray], torch.Tensor]
-"""Of rows, clusters and numbers of their pages, (n,) each, what lies there: (n, group_size, width), even if others
-were changed since."""
+"""Reads pages: rows, clusters and page indices, (n,) each, give entries (n, group_size, width). Pages are as they were
+before any change of the current `settle`."""
 
 
 def fullest(waiting: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (n,) and numbers (n,) of the fullest clusters of each row, of which so much waits (rows, clusters), without
-    which no more than `most` does."""
+    """Choose each row's clusters with the most buffered entries, until at most `most` remain. Algorithm 1, buffer
+    budget: the arg max of |Buf_j|.
+
+    `waiting` (rows, clusters) counts buffered entries. Returns rows (n,) and clusters (n,).
+    """
     order = np.argsort(-waiting, 1, kind="stable")
-    falling = np.take_along_axis(waiting, order, 1)
-    over = falling.sum(1, keepdims=True) - most
-    rows, places = ((np.cumsum(falling, 1) - falling < over) & (falling > 0)).nonzero()
-    return rows, order[rows, places]
+    descending = np.take_along_axis(waiting, order, 1)
+    over = descending.sum(1, keepdims=True) - most
+    rows, columns = ((np.cumsum(descending, 1) - descending < over) & (descending > 0)).nonzero()
+    return rows, order[rows, columns]
 
 
 @dataclass(frozen=True)
 class Settling:
-    """Some clusters of which something is written anew: the page that is not full, or, of those that are to be split,
-    all of them. Of each, (n,)."""
+    """Clusters whose pages are rewritten, as arrays (n,). A cluster to be split is rewritten completely, others from
+    their partial page on."""
 
     rows: np.ndarray
     clusters: np.ndarray
     wide: np.ndarray
-    """It is to be split."""
+    """bool: split this cluster."""
     kept: np.ndarray
-    """Its pages that stay as they are: those that are full, none of what is to be split."""
+    """Pages that stay as they are: the full ones, or none of a cluster to be split."""
     read: np.ndarray
-    """How many entries are in the pages behind these, which are read and written anew."""
+    """Stored entries behind the kept pages, which are read and rewritten."""
     waiting: np.ndarray
-    """Entries that wait."""
+    """Buffered entries."""
 
     @classmethod
     def in_pieces(
         cls, rows: np.ndarray, clusters: np.ndarray, wide: np.ndarray, stored: np.ndarray, waiting: np.ndarray,
         group: int, most: int,
     ) -> Iterator[Settling]:  # fmt: skip
-        """These clusters of these rows, of which some are `wide`, as many at a time as write `most` pages; of all there
-        are so many entries `stored` and `waiting`, (rows, clusters)."""
+        """Group clusters of rows, some of them `wide`, so that each piece writes at most `most` pages. `stored` and
+        `waiting` (rows, clusters) count all clusters' entries in pages and in the buffer."""
         kept = np.where(wide, 0, stored[rows, clusters] // group)
         read = stored[rows, clusters] - kept * group
         waits = waiting[rows, clusters]
-        for some in pieces(read + waits, most, group):
-            yield cls(rows[some], clusters[some], wide[some], kept[some], read[some], waits[some])
+        for piece in pieces(read + waits, most, group):
+            yield cls(rows[piece], clusters[piece], wide[piece], kept[piece], read[piece], waits[piece])
 
     @property
     def counts(self) -> np.ndarray:
-        """Entries that are written of each."""
+        """Entries written for each cluster, (n,)."""
         return self.read + self.waiting
 
     @property
     def ends(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each its row, its number, and which page is written first."""
+        """Row, cluster and index of the first written page of each cluster."""
         return self.rows, self.clusters, self.kept
 
     def written_pages(self, group: int) -> int:
-        """How many are written, but for those that parts do not fill."""
+        """Pages written, without the partial pages that a split adds."""
         return int((-(-self.counts // group)).sum())
 
     def pages(self, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Rows, clusters and numbers of the pages that are read."""
+        """Rows, clusters and page indices of the pages that are read."""
         each = -(-self.read // group)
         number = np.repeat(self.kept, each) + places_within(each)
         return np.repeat(self.rows, each), np.repeat(self.clusters, each), number
 
     def waits_at(self, buffer: AppendBuffer, labels: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows and columns of the buffer where these wait, (w,) each: one cluster's after the other's, in the order
-        of the sequence. `labels`: of all tokens, or the first ones, (rows, tokens), numbers below `clusters`."""
+        """Find these clusters' buffered entries: rows and columns of the buffer, (w,) each, cluster by cluster, in
+        sequence order.
+
+        `labels` (rows, tokens) are the clusters of all tokens, or of the first ones; they are below `clusters`.
+        """
         rows, columns = ((buffer.places >= 0) & (buffer.places < labels.shape[1])).nonzero()
         return self._sorted(rows, columns, labels, buffer.places[rows, columns], clusters)
 
     def members(self, labels: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray]:
-        """The rows and tokens (n,) of those tokens whose `labels` (rows, tokens), numbers below `clusters`, name these:
-        one cluster's after the other's, in the order of the sequence."""
+        """Find these clusters' tokens: rows (n,) and tokens (n,), cluster by cluster, in sequence order. `labels`
+        (rows, tokens) are the clusters of the tokens; they are below `clusters`."""
         rows, tokens = np.indices(labels.shape).reshape(2, -1)
         return self._sorted(rows, tokens, labels, tokens, clusters)
 
     def _sorted(
         self, rows: np.ndarray, columns: np.ndarray, labels: np.ndarray, tokens: np.ndarray, clusters: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Of rows and columns (n,), at which there are these tokens, those that are members, as they have it."""
-        number = np.full((len(labels), clusters), -1)
-        number[self.rows, self.clusters] = np.arange(len(self.rows))
-        whose = number[rows, labels[rows, tokens]]
-        order = np.lexsort((tokens, whose))[(whose < 0).sum() :]
+        """Keep the rows and columns (n,) whose `tokens` (n,) belong to these clusters, and sort them as `members`
+        does."""
+        index = np.full((len(labels), clusters), -1)
+        index[self.rows, self.clusters] = np.arange(len(self.rows))
+        owners = index[rows, labels[rows, tokens]]
+        order = np.lexsort((tokens, owners))[(owners < 0).sum() :]
         return rows[order], columns[order]
 
     def entries(self, pages: PagesOf, waiting: torch.Tensor, group: int) -> torch.Tensor:
-        """What is written of one cluster after the other, each in the order of the sequence, (sum of counts, width),
-        new; `waiting`: what waits, (w, width), as `waits_at` has it."""
+        """Collect the entries to write: (sum of counts, width), new, cluster by cluster, in sequence order. `waiting`
+        (w, width) are the buffered ones, in the order of `waits_at`."""
         out, counts = waiting.new_empty(int(self.counts.sum()), waiting.shape[1]), self.counts
-        there = places_within(counts) < np.repeat(self.read, counts)
-        if there.any():
+        stored = places_within(counts) < np.repeat(self.read, counts)
+        if stored.any():
             each = -(-self.read // group)
-            held = places_within(each)[:, None] * group + np.arange(group) < np.repeat(self.read, each)[:, None]
-            out[torch.from_numpy(there)] = pages(*self.pages(group))[torch.from_numpy(held)]
-        out[torch.from_numpy(~there)] = waiting
+            filled = places_within(each)[:, None] * group + np.arange(group) < np.repeat(self.read, each)[:, None]
+            out[torch.from_numpy(stored)] = pages(*self.pages(group))[torch.from_numpy(filled)]
+        out[torch.from_numpy(~stored)] = waiting
         return out
 
 
-# How much of each cluster lies in its pages
+# Entries and pages of each cluster in the store
 
 class StoredCounts:
-    """Of clusters that have `counts` (rows, clusters) members, but for those that wait: tokens `waiting` (rows, n), -1:
-    none, each a member of the cluster that `labels` (rows, tokens) say. Counted once."""
+    """Entries and pages of each cluster in the store, computed once.
+
+    They are `counts` (rows, clusters) members less the buffered ones. `waiting` (rows, n) are buffered tokens, -1:
+    none; `labels` (rows, tokens) are the tokens' clusters.
+    """
 
     def __init__(self, counts: np.ndarray, labels: np.ndarray, waiting: np.ndarray, group: int) -> None:
         rows, columns = (waiting >= 0).nonzero()
         self.entries = counts.copy()
-        """(rows, clusters) int32: members that lie in pages."""
+        """(rows, clusters) int32: members in pages."""
         np.subtract.at(self.entries, (rows, labels[rows, waiting[rows, columns]]), 1)
         self.pages = -(-self.entries // group)
-        """(rows, clusters) int32: pages, of `group` each, that hold something."""
+        """(rows, clusters) int32: pages of `group` entries that are not empty."""
         self.most_pages = int(self.pages.sum(1).max(initial=0))
         self.sizes: np.ndarray | None = None
-        """By record, see `make_sizes`; None: they were not asked for since the last change."""
+        """By record, see `make_sizes`; None: not computed since the last change."""
 
     def rehearse(self, pages: np.ndarray, records: int) -> None:
-        """Be of so many pages (rows, clusters), in a store of `records`."""
+        """Take the size of `pages` (rows, clusters) in a store of `records`, in a dry run."""
         self.entries, self.pages, self.sizes = np.empty_like(pages), pages, np.empty(records, dtype=np.uint16)
         self.most_pages = int(pages.sum(1).max(initial=0))
 
@@ -151,8 +173,8 @@ class StoredCounts:
         return self.entries.nbytes + self.pages.nbytes + (0 if self.sizes is None else self.sizes.nbytes)
 
     def make_sizes(self, places: ClusterPages) -> np.ndarray:
-        """How many pages the cluster has that each record belongs to, (records,) uint16. `places`: where the pages are,
-        until the next change."""
+        """Compute the pages of the cluster that each record belongs to, (records,) uint16. `places`: where the pages
+        are; valid until the next change."""
         pages = in_order(self.pages)
         ids = places.records(*pages)
         self.sizes = np.ones(int(ids.max(initial=0)) + 1, dtype=np.uint16)
@@ -161,15 +183,15 @@ class StoredCounts:
 
 
 class ClusteredEntries:
-    """The tokens 0 to `sealed` - 1 of each row, each a member of one cluster of `partition`.
+    """The tokens 0 to `sealed` - 1 of each row, each a member of one cluster of `partition` (DynaKV, algorithm 1).
 
-    A cluster's first members, in the order of the sequence, lie in its pages, of `group_size` entries each; what has
-    joined since waits in the `buffer` until the cluster is at hand and `settle` is told what lies there: then a page
-    that was not full is written anew, and a cluster that has become too wide is split. For the model's thread.
+    A cluster's first members, in sequence order, are in its pages of `group_size` entries. Later members are in the
+    `buffer` until `settle` gets the cluster's pages. It then rewrites the partial page, or splits a cluster that has
+    become too wide. For the thread that runs the model.
 
     Args:
-        readers: told which records are written anew.
-        most_tokens: a row will have no more.
+        readers: told which records are rewritten.
+        most_tokens: upper bound on a row's tokens.
     """
 
     STATE: ClassVar[State] = State(
@@ -195,24 +217,24 @@ class ClusteredEntries:
         return self._labels[:, : self.sealed]
 
     stored: np.ndarray = property(attrgetter("_counts.entries"))  # type: ignore[assignment]
-    """How many members of each cluster lie in its pages, (rows, clusters) int32: a view, until the next change."""
+    """(rows, clusters) int32: members of each cluster in its pages; a view, valid until the next change."""
 
     @property
     def waiting(self) -> np.ndarray:
-        """How many members of each cluster wait, (rows, clusters)."""
+        """(rows, clusters): buffered members of each cluster."""
         return self.partition.counts - self._counts.entries
 
     def _count_stored(self) -> None:
-        """Know what lies in pages, as partition and buffer are now."""
+        """Recount the entries in pages, after a change of partition or buffer."""
         self._counts = StoredCounts(self.partition.counts, self._labels, self.buffer.places, self.form.group_size)
 
     page_counts: np.ndarray = property(attrgetter("_counts.pages"))  # type: ignore[assignment]
-    """Pages of each cluster that hold something, (rows, clusters) int32: a view, valid until the next change."""
+    """(rows, clusters) int32: pages of each cluster that are not empty; a view, valid until the next change."""
     most_pages: int = property(attrgetter("_counts.most_pages"))  # type: ignore[assignment]
-    """Pages of the row that has most."""
+    """Pages of the row with the most."""
 
     def sizes(self, records: np.ndarray) -> np.ndarray:
-        """How many pages the cluster has that each of `records` (n,) belongs to, (n,) uint16; of others, anything."""
+        """Pages of the cluster that each of `records` (n,) belongs to, (n,) uint16; undefined for other records."""
         counts = self._counts
         sizes = counts.sizes
         if sizes is None:
@@ -221,11 +243,12 @@ class ClusteredEntries:
 
     @property
     def tables_nbytes(self) -> int:
-        return sum(one.nbytes for one in (self._labels, self._counts, self.buffer.places, self.partition, self.pages))
+        tables = self._labels, self._counts, self.buffer.places, self.partition, self.pages
+        return sum(table.nbytes for table in tables)
 
     def rehearse(self, tokens: int, clusters: int, records: int) -> None:
-        """Make the tables as large as `tokens` tokens a row in `clusters` clusters, with places for `records`, may make
-        them. Pages are as many as these tokens fill, and of each cluster one that is not full."""
+        """Make the tables as large as for `tokens` tokens a row in `clusters` clusters and `records` records, in a dry
+        run. These tokens fill their pages, and each cluster has one partial page more."""
         rows, group = self.partition.rows, self.form.group_size
         self.partition.rehearse(clusters)
         self.pages.rehearse(clusters)
@@ -237,27 +260,33 @@ class ClusteredEntries:
 
     @property
     def most_settled(self) -> int:
-        """Pages that are read, put together and written at a time."""
+        """Pages that are read, assembled and written at a time."""
         return most_settled(self.form, self.buffer.joining, self._storage.write_queue)
 
     def holding(self, nbytes: int) -> AbstractContextManager[None]:
-        """So much is held for a while, in the account as "packing"."""
+        """Book temporary memory of so many bytes in the account, as "packing"."""
         return self._storage.account.holding("packing", nbytes)
 
-    # --- in ----------------------------------------------------------------------------------------------------
+    # --- new tokens --------------------------------------------------------------------------------------------
 
     def add(self, coming: Arrivals, *, hold_back: bool = False) -> None:
-        """The next tokens. As many as the buffer has room for, or fewer, join the nearest clusters, where some may be
-        joined, and wait; more make clusters of their own, in the store, or, to `hold_back`, in none until `place`.
-        Raises `StoreFullError`, or an earlier write's `StoreError`, with nothing changed but where entries lie."""
+        """Add the next tokens. Algorithm 1: NewCluster for many tokens; the assignment, UpdateVar and UpdateStats for
+        few.
+
+        Tokens join their nearest clusters if the buffer has room for them and their row has open clusters. They are
+        buffered then, whether or not their cluster is to be split. Otherwise they form new clusters in the store. To
+        `hold_back` leaves these unwritten until `place`.
+
+        Raises `StoreFullError`, or an earlier write's `StoreError`, with nothing changed but the entries' places.
+        """
         labels = np.full((coming.rows, coming.count), -1, dtype=np.int64)
-        self._label(self.sealed + coming.count)  # what can fail comes first
-        if coming.count <= self.buffer.joining:
+        self._label(self.sealed + coming.count)  # first what can fail
+        if coming.count <= self.buffer.joining:  # few enough to join clusters; first make room in the buffer
             self.settle(self.read, *fullest(self.waiting, self.buffer.most))
             points = np.stack([coming.points(row) for row in range(coming.rows)])
             labels = self.partition.nearest(points)
         joins = np.logical_and.reduce(labels >= 0, axis=1)
-        if not joins.all():
+        if not joins.all():  # the other rows make new clusters
             with self.holding(clustering(self.form, coming.count)):
                 self._unplaced = NewClusters(self.partition, (~joins).nonzero()[0], coming, labels)
             if not hold_back:
@@ -277,77 +306,83 @@ class ClusteredEntries:
         self._count_stored()
 
     def _label(self, tokens: int) -> None:
-        """Have room for labels of so many tokens."""
+        """Make room for the labels of so many tokens."""
         if tokens > self._labels.shape[1]:
             more = max(tokens, min(self._labels.shape[1] * 5 // 4 + 64, self._most_tokens)) - self._labels.shape[1]
             self._labels = np.pad(self._labels, ((0, 0), (0, more)))
 
     def _widen_labels(self) -> None:
-        """Have labels for the largest number of a cluster."""
+        """Widen the labels' type if the largest cluster number needs it."""
         if self.partition.clusters > 1 << 16 and self._labels.itemsize == 2:
             self._labels = self._labels.astype(np.uint32)
 
     def points(self, entries: torch.Tensor) -> np.ndarray:
-        """What is clustered of entries (n, width): their keys (n, key width), float32, on the host."""
+        """The vectors that are clustered: the keys of entries (n, width), as (n, key width) float32 on the host."""
         return entries[:, : self.form.key_width].float().cpu().numpy()
 
     def place(self, queries: np.ndarray | None = None, wanted: int = 0) -> None:
-        """Write the clusters that were held back, if there are any: see `NewClusters.write`, and what it raises."""
+        """Write the clusters that were held back, if any: see `NewClusters.write`, also for the errors."""
         if (new := self._unplaced) is not None:
             with self.holding(writing(self.form, new.coming.count, new.most, self._storage.write_queue)):
                 new.write(self._storage, self.store, self.form, self.pages, queries, wanted)
             self._unplaced = None
 
     def drop_unplaced(self) -> None:
-        """The clusters that were held back, and their tokens, are gone."""
+        """Drop the clusters that were held back, and their tokens."""
         if self._unplaced is not None:
             self._unplaced.undo()
             self.sealed -= self._unplaced.coming.count
             self._unplaced = None
             self._count_stored()
 
-    # --- what waits --------------------------------------------------------------------------------------------
+    # --- buffered entries --------------------------------------------------------------------------------------
 
     def settle_all(self) -> None:
-        """Let nothing wait any more."""
+        """Settle all clusters with buffered entries."""
         self.settle(self.read, *self.waiting.nonzero())
 
     def read(self, rows: np.ndarray, clusters: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
-        """What lies in pages of clusters of rows, (n,) each: (n, group_size, width), a copy."""
+        """Read pages of clusters of rows, (n,) each: entries (n, group_size, width), a copy."""
         ids, form = self.pages.records(rows, clusters, numbers), self.form
-        found = self.buffer.entries.new_empty(len(ids), form.group_size, form.entry_width)
+        out = self.buffer.entries.new_empty(len(ids), form.group_size, form.entry_width)
         with self._storage.audited():
-            streamed = self._storage.stream(self.store, ids, self.pages.largest, found.device)
-            for part, records in zip(found.split(self.pages.largest), streamed, strict=False):
-                part.copy_(form.payload(records).view_as(part))
-        return found
+            streamed = self._storage.stream(self.store, ids, self.pages.largest, out.device)
+            for piece, records in zip(out.split(self.pages.largest), streamed, strict=False):
+                piece.copy_(form.payload(records).view_as(piece))
+        return out
 
     def settle(self, pages: PagesOf, rows: np.ndarray, clusters: np.ndarray) -> None:
-        """What waits for these distinct clusters of these rows, (n,) each, lies in their pages from now on, and those
-        that are to be split are so. Raises with nothing changed of those that are not settled."""
-        form, wide = self.form, self.partition.to_split[rows, clusters]
-        there = self.stored, self.waiting, form.group_size, self.most_settled
-        for some in Settling.in_pieces(rows, clusters, wide, *there):
-            with self.holding(settling(form, some.written_pages(form.group_size))):
-                self._settle(pages, some)
+        """Move these clusters' buffered entries into their pages, and split those that are too wide. Algorithm 1:
+        AddEntry, the delayed SplitCluster, and the reset of Buf_j and f_j.
 
-    def _settle(self, pages: PagesOf, some: Settling) -> None:
-        """In one write."""
-        own, group = self.partition, self.form.group_size
-        waits = some.waits_at(self.buffer, self._labels, own.clusters)
-        entries = some.entries(pages, self.buffer.at(*waits), group)
-        owner = np.repeat(np.arange(len(some.counts)), some.counts)
-        wide, parts = some.wide[owner], np.zeros(len(owner), dtype=np.int64)
+        `rows` and `clusters` (n,) are distinct pairs; `pages` reads their pages. Raises with the unsettled ones
+        unchanged.
+        """
+        form, wide = self.form, self.partition.to_split[rows, clusters]
+        sizes = self.stored, self.waiting, form.group_size, self.most_settled
+        for piece in Settling.in_pieces(rows, clusters, wide, *sizes):
+            with self.holding(settling(form, piece.written_pages(form.group_size))):
+                self._settle(pages, piece)
+
+    def _settle(self, pages: PagesOf, batch: Settling) -> None:
+        """Settle some clusters in one write."""
+        partition, group = self.partition, self.form.group_size
+        waits = batch.waits_at(self.buffer, self._labels, partition.clusters)
+        entries = batch.entries(pages, self.buffer.at(*waits), group)
+        # to which part of its cluster each entry goes: 0, or another one if the cluster is split
+        owner = np.repeat(np.arange(len(batch.counts)), batch.counts)
+        wide, parts = batch.wide[owner], np.zeros(len(owner), dtype=np.int64)
         if wide.any():
             keys = self.points(entries[torch.from_numpy(wide)])
-            parts[wide] = self._parts(some, keys)
-        both = np.stack([owner, parts])  # of each part, one cluster after the other:
+            parts[wide] = self._parts(batch, keys)
+        both = np.stack([owner, parts])  # the parts, cluster by cluster
         (of, part), at, counts = np.unique(both, axis=1, return_index=True, return_counts=True)
-        first, step = self.pages.records(*some.ends)[of], self.pages.steps(some.rows, some.clusters)[of]
-        fresh = some.rows[of[part > 0]]
-        own.reserve(fresh)
+        # where each part is written: the first from its cluster's kept pages on, others at new places
+        first, step = self.pages.records(*batch.ends)[of], self.pages.steps(batch.rows, batch.clusters)[of]
+        fresh = batch.rows[of[part > 0]]
+        partition.reserve(fresh)
         places = self.pages.reserve(fresh)
-        before = self.pages.records(*some.pages(group))
+        before = self.pages.records(*batch.pages(group))
         writer = PageWriter(self._storage, self.store, self.form, at_once=True)
         try:
             if places:
@@ -359,9 +394,10 @@ class ClusteredEntries:
         except Exception:
             self.pages.give(fresh, places)
             raise
-        numbers = some.clusters[owner]
+        # the pages are handed over: update the clusters, their places and the buffer, and last the copies of the pages
+        numbers = batch.clusters[owner]
         if wide.any():
-            numbers[wide] = self._split(some, keys, parts[wide])
+            numbers[wide] = self._split(batch, keys, parts[wide])
         self.pages.take(fresh, numbers[at[part > 0]], places)
         try:
             self.buffer.free(*waits)
@@ -369,43 +405,47 @@ class ClusteredEntries:
             self._count_stored()
             self._readers.renewed(*written, before[~np.isin(before, written[0])])
 
-    def _parts(self, some: Settling, keys: np.ndarray) -> np.ndarray:
-        """The part of its cluster that each of what is to be split goes to, (n,), all its keys (n, D): 0 where it
-        stays, as all of a cluster does for which others, wider ones of its row, have taken the room."""
-        own, new = self.partition, np.zeros(self.partition.rows, dtype=np.int64)
-        parts, rows = own.parts(keys, counts := some.counts[some.wide]), some.rows[some.wide]
+    def _parts(self, batch: Settling, keys: np.ndarray) -> np.ndarray:
+        """Plan the split of the `wide` clusters: the part (n,) of each of their keys (n, D). A cluster stays in part 0
+        if wider clusters of its row have used up the room."""
+        partition, new = self.partition, np.zeros(self.partition.rows, dtype=np.int64)
+        parts, rows = partition.parts(keys, counts := batch.counts[batch.wide]), batch.rows[batch.wide]
         each = np.split(parts, np.cumsum(counts)[:-1])
-        for one in np.argsort(-own.variances[rows, some.clusters[some.wide]], kind="stable").tolist():
-            row, part = rows[one], each[one]
-            if len(part) <= own.capacity and not own.roomy(new)[row]:
+        for index in np.argsort(-partition.variances[rows, batch.clusters[batch.wide]], kind="stable").tolist():
+            row, part = rows[index], each[index]
+            if len(part) <= partition.capacity and not partition.roomy(new)[row]:
                 part[:] = 0
             new[row] += part.max()
         return parts
 
-    def _split(self, some: Settling, keys: np.ndarray, parts: np.ndarray) -> np.ndarray:
-        """What is to be split goes to these parts, (n,), all its keys (n, D). The cluster of each, (n,)."""
-        rows, clusters, counts = some.rows[some.wide], some.clusters[some.wide], some.counts[some.wide]
+    def _split(self, batch: Settling, keys: np.ndarray, parts: np.ndarray) -> np.ndarray:
+        """Split the `wide` clusters into the planned `parts` (n,) of their keys (n, D). Returns each key's cluster,
+        (n,)."""
+        rows, clusters, counts = batch.rows[batch.wide], batch.clusters[batch.wide], batch.counts[batch.wide]
         numbers = self.partition.split(rows, clusters, keys, counts, parts)
         self._widen_labels()
-        for row, cluster, own in zip(rows, clusters, np.split(numbers, np.cumsum(counts)[:-1]), strict=True):
+        for row, cluster, assigned in zip(rows, clusters, np.split(numbers, np.cumsum(counts)[:-1]), strict=True):
             labels = self._labels[row, : self.sealed]
-            labels[labels == cluster] = own
+            labels[labels == cluster] = assigned
         return numbers
 
     # --- changes -----------------------------------------------------------------------------------------------
 
     def cut(self, keep: int, left: list[tuple[Settling, Moments]]) -> None:
-        """Only the first `keep` tokens stay. `left`: clusters that lose others, and what their own that stay have in
-        common; of clusters that lose some and are not among these none stays."""
-        own, stay = self.partition, counted(self.labels[:, :keep], self.partition.clusters)
-        rows, clusters = (own.counts > stay).nonzero()
-        none = np.zeros((0, own.dim), dtype=np.float32), np.zeros(0, dtype=np.int64)
-        own.put(rows, clusters, Moments.of(*none, len(rows)))
-        for some, moments in left:
-            own.put(some.rows, some.clusters, moments)
-        empty = stay[rows, clusters] == 0
+        """Keep only the first `keep` tokens.
+
+        `left` has the moments of the remaining members of clusters that lose some. A cluster that loses members and is
+        not in `left` becomes empty.
+        """
+        partition, remaining = self.partition, counted(self.labels[:, :keep], self.partition.clusters)
+        rows, clusters = (partition.counts > remaining).nonzero()
+        no_keys = np.zeros((0, partition.dim), dtype=np.float32), np.zeros(0, dtype=np.int64)
+        partition.put(rows, clusters, Moments.of(*no_keys, len(rows)))
+        for settled, moments in left:
+            partition.put(settled.rows, settled.clusters, moments)
+        empty = remaining[rows, clusters] == 0
         self.pages.leave(rows[empty], clusters[empty])
-        new = own.close_up()
+        new = partition.close_up()
         self.pages.renumber(new)
         self._labels[:, :keep] = np.take_along_axis(new, self.labels[:, :keep].astype(np.int64), 1)
         self.buffer.truncate(keep)
@@ -413,14 +453,14 @@ class ClusteredEntries:
         self._count_stored()
 
     def settle_shared(self, rows: torch.Tensor) -> None:
-        """Let nothing wait for clusters that several of `rows`, which are about to be selected, have in common. Raises
-        with nothing lost."""
+        """Settle the clusters that several of the new `rows` will share, before `select_rows`. Raises with nothing
+        lost."""
         shared = np.bincount(rows.cpu().numpy(), minlength=self.partition.rows) > 1
         self.settle(self.read, *(self.waiting * shared[:, None]).nonzero())
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now, as the partition's are: clusters that rows share are closed there. See
-        `settle_shared`."""
+        """Make row i the current row `rows[i]`, after the partition did. Shared clusters are closed there, and
+        `settle_shared` has settled them."""
         chosen = rows.cpu().numpy()
         self.buffer.select_rows(rows)
         self.pages.select_rows(chosen)
@@ -428,22 +468,22 @@ class ClusteredEntries:
         self._count_stored()
 
     def close(self) -> None:
-        """Others may hold all that there is: new entries get clusters of their own."""
+        """Close all clusters, because others may share them: later entries form new clusters."""
         self.partition.close()
         self.pages.close()
 
     def move(self, store: Store) -> None:
-        """The same records are found in `store` from now on, by the same ids."""
+        """Use `store` from now on: it has the same records under the same ids."""
         self.store = store
         self.pages.move(store)
 
     def capture(self) -> dict[str, Any]:
-        """All that is held beside the records, where nothing waits: views, valid until the next change."""
+        """All state besides the records, with an empty buffer: views, valid until the next change."""
         tables = {**self.partition.STATE.capture(self.partition), **self.pages.STATE.capture(self.pages)}
         return {**tables, **self.STATE.capture(self)}
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Hold what was captured, all of it closed; pools are others' too. Copies."""
+        """Load the captured state, with all clusters closed and their pools shared. Copies."""
         self.partition.restore(tree)
         self.pages.STATE.restore(self.pages, tree)
         self.STATE.restore(self, tree)

@@ -1,4 +1,4 @@
-"""All tokens of one layer: in the order of clusters, and the latest ones in the tail (DynaKV, sections 4.2 and 5)."""
+"""All tokens of one layer: stored in clusters, and the latest ones in the tail (DynaKV, sections 4.2 and 5)."""
 
 from __future__ import annotations
 
@@ -25,103 +25,109 @@ from ...stores.base import FreezableStore, Store
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
 from .config import ClusterForm
-from .entries import ClusteredEntries, Settling
+from .entries import ClusteredEntries, Readers, Settling
 from .pages import in_order
 from .partition import Moments, Partition, counted
 from .plan import most_packing, settling, streaming
-from .readers import Readers
 from .state import check_clusters
 
-# What a crop has to read of clusters
+# Reads of a crop
 
 def read_for_crop(
-    own: ClusteredEntries, keep: int, length: int
+    clustered: ClusteredEntries, keep: int, length: int
 ) -> tuple[torch.Tensor, list[tuple[Settling, Moments]]]:
-    """Of the tokens of each row the entries (rows, length - keep, width) of those from `keep` to `length`; and of the
-    clusters that would lose some, were there only the first `keep`, and have some before `length`, what the others have
-    in common. Reads what of these clusters comes before `length`, some pages at a time. Changes nothing; raises
-    `StoreError`."""
-    partition, group, labels = own.partition, own.form.group_size, own.labels
-    taken = own.buffer.entries.new_empty(partition.rows, length - keep, own.form.entry_width)
-    stay, wanted = (counted(labels[:, :stop], partition.clusters) for stop in (keep, length))
-    rows, clusters = ((partition.counts > stay) & (wanted > 0)).nonzero()
-    there, left = np.minimum(own.stored, wanted), list[tuple[Settling, Moments]]()
-    whole = np.ones(len(rows), dtype=bool)
-    for some in Settling.in_pieces(rows, clusters, whole, there, wanted - there, group, own.most_settled):
-        with own.holding(settling(own.form, some.written_pages(group))):
-            waiting = own.buffer.at(*some.waits_at(own.buffer, labels[:, :length], partition.clusters))
-            entries = some.entries(own.read, waiting, group)
-            owner = np.repeat(np.arange(len(some.counts)), some.counts)
-            stays = places_within(some.counts) < stay[some.rows, some.clusters][owner]
-            row, place = some.members(labels[:, keep:length], partition.clusters)
-            taken[torch.from_numpy(row), torch.from_numpy(place)] = entries[torch.from_numpy(~stays)]
-            common = Moments.of(own.points(entries[torch.from_numpy(stays)]), owner[stays], len(some.counts))
-            left.append((some, common))
-    return taken, left
+    """Read what a crop needs, some pages at a time: the tokens that return to the tail, and the moments of clusters
+    that lose members.
+
+    Returns each row's entries (rows, length - keep, width) of tokens `keep` to `length` - 1. The pairs are clusters
+    that lose members beyond the first `keep` tokens and have some before `length`, with the moments of the first
+    `keep`. Changes nothing; raises `StoreError`.
+    """
+    partition, group, labels = clustered.partition, clustered.form.group_size, clustered.labels
+    returned = clustered.buffer.entries.new_empty(partition.rows, length - keep, clustered.form.entry_width)
+    remaining, before_length = (counted(labels[:, :stop], partition.clusters) for stop in (keep, length))
+    rows, clusters = ((partition.counts > remaining) & (before_length > 0)).nonzero()
+    stored, losing = np.minimum(clustered.stored, before_length), list[tuple[Settling, Moments]]()
+    rewritten, buffered = np.ones(len(rows), dtype=bool), before_length - stored
+    for piece in Settling.in_pieces(rows, clusters, rewritten, stored, buffered, group, clustered.most_settled):
+        with clustered.holding(settling(clustered.form, piece.written_pages(group))):
+            waiting = clustered.buffer.at(*piece.waits_at(clustered.buffer, labels[:, :length], partition.clusters))
+            entries = piece.entries(clustered.read, waiting, group)
+            owner = np.repeat(np.arange(len(piece.counts)), piece.counts)
+            stays = places_within(piece.counts) < remaining[piece.rows, piece.clusters][owner]
+            row, column = piece.members(labels[:, keep:length], partition.clusters)
+            returned[torch.from_numpy(row), torch.from_numpy(column)] = entries[torch.from_numpy(~stays)]
+            moments = Moments.of(clustered.points(entries[torch.from_numpy(stays)]), owner[stays], len(piece.counts))
+            losing.append((piece, moments))
+    return returned, losing
 
 
-# Which tokens lie where in clusters
+# Tokens of the pages of clusters
 
-def members(own: ClusteredEntries, rows: np.ndarray, clusters: np.ndarray, pages: np.ndarray) -> np.ndarray:
-    """Which token each entry of pages of clusters of rows (n,) is, (n, group_size), -1: none."""
-    asked = np.zeros(own.stored.shape, dtype=bool)
-    asked[rows, clusters] = True
-    found = [some[labels].nonzero()[0] for some, labels in zip(asked, own.labels, strict=True)]
-    tokens = [some[np.argsort(labels[some], kind="stable")] for some, labels in zip(found, own.labels, strict=True)]
-    counts = np.where(asked, own.partition.counts, 0)  # what waits of a cluster is behind what lies there
+def members(clustered: ClusteredEntries, rows: np.ndarray, clusters: np.ndarray, pages: np.ndarray) -> np.ndarray:
+    """Find the token of each entry in pages of clusters of rows (n,): (n, group_size), -1: empty."""
+    requested = np.zeros(clustered.stored.shape, dtype=bool)
+    requested[rows, clusters] = True
+    labels = clustered.labels
+    unsorted = [mask[numbers].nonzero()[0] for mask, numbers in zip(requested, labels, strict=True)]
+    tokens = [row[np.argsort(numbers[row], kind="stable")] for row, numbers in zip(unsorted, labels, strict=True)]
+    counts = np.where(requested, clustered.partition.counts, 0)  # a cluster's buffered members are its last ones
     first = (np.cumsum(counts).reshape(counts.shape) - counts)[rows, clusters]
-    place = (pages * own.form.group_size)[:, None] + np.arange(own.form.group_size)
-    there = place < own.stored[rows, clusters][:, None]
-    return np.where(there, np.concatenate(tokens)[np.where(there, first[:, None] + place, 0)], -1)
+    index = (pages * clustered.form.group_size)[:, None] + np.arange(clustered.form.group_size)
+    stored = index < clustered.stored[rows, clusters][:, None]
+    return np.where(stored, np.concatenate(tokens)[np.where(stored, first[:, None] + index, 0)], -1)
 
 
-# All that lies in clusters, block by block, for attention over everything
+# All stored entries, block by block, for attention over all tokens
 
 def cluster_blocks(
-    own: ClusteredEntries, storage: Storage, device: torch.device, stop: int, step: int
+    clustered: ClusteredEntries, storage: Storage, device: torch.device, stop: int, step: int
 ) -> Iterator[Block]:
-    """What lies in pages and comes before token `stop`, at most `step` pages a row at a time, in the order of the
-    records."""
-    pages, form, rows = in_order(own.page_counts), own.form, len(own.page_counts)
-    ids = own.pages.records(*pages)
+    """Stream the stored entries before token `stop`, at most `step` pages a row at a time, in record order."""
+    pages, form, rows = in_order(clustered.page_counts), clustered.form, len(clustered.page_counts)
+    ids = clustered.pages.records(*pages)
     each = np.bincount(pages[0], minlength=rows)
     width, begins = int(each.max()), (np.cumsum(each) - each)[:, None]
     step = equal_parts(width, step)
     columns = np.arange(width)
-    # of a row with fewer pages than others its last one again, or the first of all, as if there were no entries
+    # a row with fewer pages than others repeats its last page, or the very first one, without entries
     which = np.lexsort((ids, pages[0]))[np.clip(begins + np.minimum(columns, each[:, None] - 1), 0, None)]
     parts = [which[:, at : at + step] for at in range(0, width, step)]
-    flat = np.concatenate([ids[some.reshape(-1)] for some in parts])
-    streamed = storage.stream(own.store, flat, step * rows, device)
-    for at, some, records in zip(range(0, width, step), parts, streamed, strict=True):
-        places = members(own, *(table[some.reshape(-1)] for table in pages)).reshape(*some.shape, -1)
-        places[columns[at : at + step] >= each[:, None]] = -1
-        places[places >= stop] = -1
-        entries, found = _filled(form.payload(records).reshape(rows, -1, form.entry_width), places.reshape(rows, -1))
-        if found.size:
-            yield Block(*form.split(entries), found)
+    flat = np.concatenate([ids[part.reshape(-1)] for part in parts])
+    streamed = storage.stream(clustered.store, flat, step * rows, device)
+    for at, part, records in zip(range(0, width, step), parts, streamed, strict=True):
+        tokens = members(clustered, *(table[part.reshape(-1)] for table in pages)).reshape(*part.shape, -1)
+        tokens[columns[at : at + step] >= each[:, None]] = -1
+        tokens[tokens >= stop] = -1
+        entries = form.payload(records).reshape(rows, -1, form.entry_width)
+        entries, tokens = _filled(entries, tokens.reshape(rows, -1))
+        if tokens.size:
+            yield Block(*form.split(entries), tokens)
 
 
-def _filled(entries: torch.Tensor, places: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
-    """Entries (rows, t, width) and which token each is, (rows, t), -1: none, without those that are none, but for rows
-    that have fewer than others. A copy. A third of what lies in pages of 16 is none, and attention takes its time."""
-    there = places >= 0
-    order = np.argsort(~there, axis=1, kind="stable")[:, : there.sum(1).max()]
+def _filled(entries: torch.Tensor, tokens: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+    """Drop the empty entries, except where a row has fewer than others. A copy.
+
+    `entries` are (rows, t, width) and `tokens` (rows, t), -1: empty. In pages of 16 a third is empty, and costs
+    attention time.
+    """
+    valid = tokens >= 0
+    order = np.argsort(~valid, axis=1, kind="stable")[:, : valid.sum(1).max()]
     index = torch.from_numpy(order).to(entries.device).unsqueeze(-1)
-    return torch.take_along_dim(entries, index, 1), np.take_along_axis(places, order, 1)
+    return torch.take_along_dim(entries, index, 1), np.take_along_axis(tokens, order, 1)
 
 
 HELD_BACK = 256
-"""A call of fewer tokens joins the clusters that there are. Where so many leave the tail at once, and not as many ever
-join together, their clusters wait for queries to be placed by."""
+"""Calls with fewer tokens join existing clusters. If at least so many tokens leave the tail at once, and fewer ever
+join together, their new clusters are held back until `place` gets queries to order them by."""
 
 
 class ClusterHistory:
-    """A history of clusters of keys: unit c of a row is its cluster c, in pages of `group_size` entries of one record
-    each, in the order of the sequence. Rows have clusters, and entries that wait, of their own: see `ClusteredEntries`.
+    """A history of clusters of keys: unit c of a row is its cluster c, in pages of `group_size` entries, one record
+    each, in sequence order. Each row has its own clusters and buffered entries: see `ClusteredEntries`.
 
-    What waits is `beside` the records of units, and comes with every gather. See `History` for what is promised. A
-    method that clusters otherwise has a `partition_class` of its own.
+    Buffered entries are `beside` the units' records, and every gather includes them. See `History` for its guarantees.
+    A method with other clusters sets `partition_class`.
     """
 
     STATE: ClassVar[State] = State("history", length=Number())
@@ -135,8 +141,9 @@ class ClusterHistory:
         self._storage, self._name, self._num_recent = storage, name, config.num_recent
         self._step = max(1, config.block_tokens // form.group_size)
         self.holds_back = False
-        """The clusters of a long `append` are written by `place`, which is called before what was given may change."""
-        self._before: tuple[torch.Tensor, int] | None = None  # tail and length before clusters that are held back
+        """If True, the clusters of a long `append` are written by `place`, which runs before the given tensors may
+        change."""
+        self._before: tuple[torch.Tensor, int] | None = None  # tail and length before the clusters that are held back
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         sizes = clusters.size, clusters.places(form.group_size), clusters.threshold
         mapped = partial(storage.open_table, f"centroids of {name}") if clusters.mapped else None
@@ -171,68 +178,70 @@ class ClusterHistory:
 
     @property
     def beside(self) -> tuple[torch.Tensor, np.ndarray]:
-        """Entries (rows, t, width) that are in no record, and which token each is, (rows, t), -1: none."""
+        """Entries (rows, t, width) that are in no record, and their tokens (rows, t), -1: empty."""
         return self.clustered.buffer.entries, self.clustered.buffer.places
 
     @property
     def tables_nbytes(self) -> int:
         return self.clustered.tables_nbytes + self.store.tables_bytes
 
-    # --- in ----------------------------------------------------------------------------------------------------
+    # --- writes ------------------------------------------------------------------------------------------------
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
-        """As `History.append`. Fewer than `HELD_BACK` tokens join the clusters that there are, as many at a time as
-        may: where one such part raises, those before it have come, as `length` says, and `truncate` drops them."""
+        """As `History.append`. Fewer than `HELD_BACK` tokens join existing clusters, at most `join_every` at a time. If
+        such a part raises, the earlier ones are added, as `length` says, and `truncate` drops them."""
         if self._before is not None:
             self.place()
-        own, step = self.clustered.partition, self.clustered.buffer.joining
+        partition, step = self.clustered.partition, self.clustered.buffer.joining
         first = self._num_recent + step - self.tail.length
-        joins = self.together == step and 0 < first < keys.shape[2] < HELD_BACK and own.clusters
-        if not joins or not ((own.counts > 0) & ~own.closed).any(1).all():
+        joins = self.together == step and 0 < first < keys.shape[2] < HELD_BACK and partition.clusters
+        if not joins or not ((partition.counts > 0) & ~partition.closed).any(1).all():
             return self._append(keys, values)
         old, before, edges = self.tail.entries.clone(), self.clustered.sealed, range(first, keys.shape[2], step)
         for start, stop in pairwise([0, *edges, keys.shape[2]]):
             sealed = self._append(keys[:, :, start:stop], values[:, :, start:stop])
-        told = leaving(self.form, old, keys, values, sealed.tokens - before)
-        return dataclasses.replace(sealed, parts=told)
+        parts = leaving(self.form, old, keys, values, sealed.tokens - before)
+        return dataclasses.replace(sealed, parts=parts)
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
         held, group = self.tail.length, self.form.group_size
         total = held + keys.shape[2]
-        count, told = max(0, total - self._num_recent) // group * group, []
+        count, parts = max(0, total - self._num_recent) // group * group, []
         if count < self.together:
             self.tail.append(keys, values)
         else:
             old = self.tail.entries.clone()
-            coming = Arrivals(self.form, old, keys, values, count)
-            rest = count + np.arange(total - count)
-            tail = torch.stack([coming.entries(row, rest) for row in range(self.rows)])  # what can fail comes first
+            arrivals = Arrivals(self.form, old, keys, values, count)
+            remaining = count + np.arange(total - count)
+            tail = torch.stack([arrivals.entries(row, remaining) for row in range(self.rows)])  # first what can fail
             hold_back = self.holds_back and count >= HELD_BACK > self.clustered.buffer.joining
-            self.clustered.add(coming, hold_back=hold_back)
+            self.clustered.add(arrivals, hold_back=hold_back)
             self._before = (old, self.length) if hold_back else None
             self.tail.replace(tail)
-            told = leaving(self.form, old, keys, values, count)
+            parts = leaving(self.form, old, keys, values, count)
         self.length += keys.shape[2]
         sealed = self.clustered.sealed
-        return Sealed(self.units, sealed, told, lambda: iter([self.whole(sealed)[0]]))
+        return Sealed(self.units, sealed, parts, lambda: iter([self.whole(sealed)[0]]))
 
     @property
     def held_back(self) -> bool:
-        """Clusters wait for `place`."""
+        """True if new clusters wait for `place`."""
         return self._before is not None
 
     def place(self, queries: torch.Tensor | None = None, wanted: int = 0) -> None:
-        """Write the clusters that `append` has held back: those that the same of these queries (rows, heads, n, D),
-        scaled, want, each `wanted` tokens, side by side (DynaKV, section 5.1). Nothing where none are. Raises
-        `StoreFullError`, or an earlier write's `StoreError`: `truncate` to the length before drops them then."""
+        """Write the clusters that `append` held back; without any, do nothing (DynaKV, section 5.1).
+
+        Clusters that the same `queries` (rows, heads, n, D), scaled, retrieve, `wanted` tokens each, lie side by side.
+        Raises `StoreFullError`, or an earlier write's `StoreError`; `truncate` to the earlier length then drops them.
+        """
         if self._before is not None:
             self.clustered.place(None if queries is None else queries.float().cpu().numpy(), wanted)
             self._before = None
 
-    # --- out ---------------------------------------------------------------------------------------------------
+    # --- reads -------------------------------------------------------------------------------------------------
 
     def extents(self, units: np.ndarray) -> Extents:
-        """As `History.extents`: a run for each page."""
+        """As `History.extents`: one run for each page."""
         if self._before is not None:
             self.place()
         rows, page, column, at, width = self._laid_out(units)
@@ -247,32 +256,32 @@ class ClusterHistory:
 
     def positions(self, units: np.ndarray) -> np.ndarray:
         rows, page, column, at, width = self._laid_out(units)
-        places = np.full((len(units), width, self.form.group_size), -1, dtype=np.int64)
-        places[rows, at] = members(self.clustered, rows, units[rows, column], page)
-        return np.concatenate([places.reshape(len(units), -1), self.beside[1]], 1)
+        tokens = np.full((len(units), width, self.form.group_size), -1, dtype=np.int64)
+        tokens[rows, at] = members(self.clustered, rows, units[rows, column], page)
+        return np.concatenate([tokens.reshape(len(units), -1), self.beside[1]], 1)
 
     def _laid_out(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-        """Every page of units (rows, M), row by row: its row, its number in its cluster, the column of its unit, and
-        its place in the row; and how many the row has that has most."""
+        """List every page of units (rows, M), row by row: its row, its index in its cluster, its unit's column and its
+        index in the row; and the pages of the row with the most."""
         counts = np.take_along_axis(self.clustered.page_counts, np.maximum(units, 0), 1) if self.units else units * 0
         rows, column, page = in_order(np.where(units >= 0, counts, 0))
-        each = np.bincount(rows, minlength=len(units))
-        return rows, page, column, places_within(each), int(each.max(initial=0))
+        page_counts = np.bincount(rows, minlength=len(units))
+        return rows, page, column, places_within(page_counts), int(page_counts.max(initial=0))
 
     def blocks(self, stop: int | None = None) -> Iterator[Block]:
-        """As `History.blocks`: in the order of the records, then what waits, then the tail."""
+        """As `History.blocks`: first in record order, then the buffered entries, then the tail."""
         self.place()
-        stop, own = self.length if stop is None else stop, self.clustered
-        if own.page_counts.any():
+        stop, clustered = self.length if stop is None else stop, self.clustered
+        if clustered.page_counts.any():
             block = self._step * self.form.group_size * self.rows
-            with own.holding(streaming(self.form, int(own.page_counts.sum()), block, own.sealed)):
-                yield from cluster_blocks(own, self._storage, self.device, stop, self._step)
-        entries, places = self.beside
-        if (places >= 0).any():
-            yield Block(*self.form.split(entries), np.where(places < stop, places, -1))
-        if own.sealed < stop:
-            last = np.arange(own.sealed, stop)
-            yield Block(*self.form.split(self.recent[:, : len(last)]), np.tile(last, (self.rows, 1)))
+            with clustered.holding(streaming(self.form, int(clustered.page_counts.sum()), block, clustered.sealed)):
+                yield from cluster_blocks(clustered, self._storage, self.device, stop, self._step)
+        entries, tokens = self.beside
+        if (tokens >= 0).any():
+            yield Block(*self.form.split(entries), np.where(tokens < stop, tokens, -1))
+        if clustered.sealed < stop:
+            latest = np.arange(clustered.sealed, stop)
+            yield Block(*self.form.split(self.recent[:, : len(latest)]), np.tile(latest, (self.rows, 1)))
 
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return joined(self, self.length if stop is None else stop)
@@ -280,32 +289,33 @@ class ClusterHistory:
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, length: int) -> np.ndarray | None:
-        """As `History.truncate`. Where clusters lose members they are read, and the tail holds `num_recent` tokens
-        again, or all that remain."""
-        own = self.clustered
+        """As `History.truncate`. Clusters that lose members are read. The tail then contains `num_recent` tokens again,
+        or all that remain."""
+        clustered = self.clustered
         if self._before is not None and length <= self._before[1]:
-            own.drop_unplaced()
+            clustered.drop_unplaced()
             self.tail.replace(self._before[0])
             self.length, self._before = self._before[1], None
         self.place()
-        if length >= own.sealed:
+        if length >= clustered.sealed:
             self.tail.drop_last(self.length - length)
             self.length = length
             return None
         keep = max(0, length - self._num_recent) // self.form.group_size * self.form.group_size
-        taken, left = read_for_crop(own, keep, length)
-        own.cut(keep, left)
-        self.tail.replace(taken)
+        returned, losing = read_for_crop(clustered, keep, length)
+        clustered.cut(keep, losing)
+        self.tail.replace(returned)
         self.length = length
-        return own.pages.sweep()
+        return clustered.pages.sweep()
 
     def sweep(self, always: bool = False) -> np.ndarray | None:
         pages = self.clustered.pages
         return pages.sweep() if always or pages.garbage else None
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """As `History.select_rows`. Moves nothing that is stored: rows share clusters, which nothing joins from then
-        on. What waits for those is settled first, which may raise `StoreError`, as mapped means may, with no change."""
+        """As `History.select_rows`. Moves no stored data: rows share clusters, which no key joins from then on. The
+        buffered entries of these are settled first. This may raise `StoreError`, as mapped centroids may, with nothing
+        changed."""
         self.place()
         self.clustered.settle_shared(rows)
         self.clustered.partition.select_rows(rows.cpu().numpy())
@@ -313,7 +323,7 @@ class ClusterHistory:
             self.clustered.select_rows(rows)
             self.tail.select_rows(rows)
         except BaseException:
-            self._storage.torn = True  # some of it has other rows than the rest
+            self._storage.torn = True  # some parts have the new rows, others the old ones
             raise
         self.rows = len(rows)
 
@@ -325,14 +335,14 @@ class ClusterHistory:
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def freeze(self) -> Sequence[FreezableStore]:
-        """As `History.freeze`, and `frozen`. Nothing joins the clusters that there are from now on."""
+        """As `History.freeze` and `frozen`. No key joins the present clusters from now on."""
         self.place()
         self.clustered.settle_all()
-        self.clustered.close()  # first: where the rest fails, some of it may be frozen
+        self.clustered.close()  # first, because a later failure may leave some of it frozen
         return frozen(self._storage, self.store, self._name, self.named, self._move).parts
 
     def named(self, count: int) -> np.ndarray:
-        """Which of the first `count` records of the store hold something of some row: (count,), bool."""
+        """Mark the records that some row uses, of the store's first `count`: (count,) bool."""
         return self.clustered.pages.named(self.clustered.page_counts, count)
 
     def _move(self, store: Store) -> None:
@@ -345,17 +355,18 @@ class ClusterHistory:
 
     def capture(self) -> dict[str, Any]:
         """As `History.capture`, after `freeze`: views, valid until the next change."""
-        own = {**self.STATE.capture(self), **self.tail.STATE.capture(self.tail)}
-        return {"form": dataclasses.asdict(self.form), **own, "clusters": self.clustered.capture()}
+        state = {**self.STATE.capture(self), **self.tail.STATE.capture(self.tail)}
+        return {"form": dataclasses.asdict(self.form), **state, "clusters": self.clustered.capture()}
 
     @classmethod
     def restore(
         cls, storage: Storage, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device,
         config: OffloadConfig, name: str, clusters: ClusterForm, readers: Readers,
     ) -> ClusterHistory:  # fmt: skip
-        """The history that `tree` was captured of, over the frozen `parts`, which it owns then. Reads nothing.
+        """Make the history that `tree` was captured from, over the frozen `parts`, and own these. Reads nothing.
 
-        Raises `ContextError` where the tree does not hold together; `parts` are the caller's then."""
+        Raises `ContextError` if the tree is inconsistent; the caller then keeps `parts`.
+        """
         form, sizes = check_captured(cls.STATE, tree, parts, name, config.group_size)
         rows, sealed = sizes["rows"], tree["length"] - sizes["recent"]
         check_clusters(form, tree["clusters"], rows, sealed, clusters.capacity, sizes["records"], name)

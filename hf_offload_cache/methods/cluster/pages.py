@@ -1,5 +1,5 @@
-"""Where each row's clusters lie in the store: pools of pages, two clusters a pool, that grow towards each other
-(DynaKV, section 5.2)."""
+"""Places of clusters in the store: pools of pages, two clusters a pool, which grow towards each other (DynaKV, section
+5.2, dual-head layout)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ...stores.base import Store, aligned_empty
 # Entries on their way into pages
 
 def piece_bytes(write_queue: int) -> int:
-    """Bytes of pages that are handed to the writer at a time, beside a queue of so many."""
+    """Bytes of pages that are handed to the writer at a time, next to a write queue of so many bytes."""
     return min(PIECE_BYTES, write_queue // 2)
 
 
 class PageWriter:
-    """Packs entries into records of `group_size` each, and hands them to the writer; what is not full has zeros behind.
+    """Packs entries into records of `group_size` each, and hands these to the writer. Partial records end in zeros.
 
-    Raises `StoreError` of an earlier write; those of this one's pages that were handed over before are written then:
-    none, where all are handed over `at_once`, by `end`.
+    Raises an earlier write's `StoreError`. Pages handed over before it are then written. There are none if all pages
+    are handed over `at_once`, by `end`.
     """
 
     def __init__(self, storage: Storage, store: Store, form: RecordFormat, *, at_once: bool = False) -> None:
@@ -34,11 +34,11 @@ class PageWriter:
         self._pages: list[torch.Tensor] = []
         self._bytes = 0
         self.piece = 1 << 62 if at_once else piece_bytes(storage.write_queue)
-        """Bytes that are handed over at a time, or all of one cluster."""
+        """Bytes handed over at a time, or all of one cluster."""
 
     @property
     def packed(self) -> bool:
-        """There is something for `end` to hand over."""
+        """True if there are records for `end` to hand over."""
         return bool(self._ids)
 
     @property
@@ -47,31 +47,31 @@ class PageWriter:
         return np.concatenate(self._ids) if self._ids else np.empty(0, dtype=np.int64)
 
     def put(self, entries: torch.Tensor, counts: np.ndarray, first: np.ndarray, step: np.ndarray) -> None:
-        """Of entries (n, width) the first `counts[0]` go to the records `first[0]`, `first[0] + step[0]` and so on, the
-        next `counts[1]` to those of the next, and so on."""
+        """Pack entries (n, width): the first `counts[0]` into the records `first[0]`, `first[0] + step[0]` and so on,
+        the next `counts[1]` into those of the next cluster, and so on."""
         form, group = self._form, self._form.group_size
         each = -(-counts // group)
         which = np.repeat(np.arange(len(counts)), each)
-        number = places_within(each)
+        index = places_within(each)
         begins = np.repeat((np.cumsum(each) - each) * group - (np.cumsum(counts) - counts), counts)
         pages = entries.new_zeros(which.size, form.record_bytes // form.dtype.itemsize)
         rows = entries.new_zeros(which.size * group, form.entry_width)
         rows[torch.from_numpy(begins + np.arange(len(entries))).to(entries.device)] = entries
         pages[:, : form.payload_width] = rows.view(which.size, form.payload_width)
-        self._ids.append(first[which] + step[which] * number)
+        self._ids.append(first[which] + step[which] * index)
         self._pages.append(pages)
         self._bytes += pages.nbytes
         if self._bytes >= self.piece:
             self.end()
 
     def end(self) -> tuple[np.ndarray, torch.Tensor]:
-        """Hand over what is packed, of which there is some, in the order of the records, so that those side by side are
-        written at once. The records (n,) and what they hold, (n, payload width): views."""
+        """Hand over the packed records, of which there must be some. They are sorted, so that adjacent ones are one
+        write. Returns the records (n,) and their contents (n, payload width): views."""
         order = np.argsort(self.ids)
-        ids, place = self.ids[order], torch.from_numpy(np.argsort(order))
+        ids, target = self.ids[order], torch.from_numpy(np.argsort(order))
         records = aligned_empty(len(ids), self._form.record_bytes)
-        for pages, places in zip(self._pages, place.split([len(pages) for pages in self._pages]), strict=True):
-            records.index_copy_(0, places, pages.view(torch.uint8).cpu())
+        for pages, targets in zip(self._pages, target.split([len(pages) for pages in self._pages]), strict=True):
+            records.index_copy_(0, targets, pages.view(torch.uint8).cpu())
         self._ids, self._pages, self._bytes = [], [], 0
         self._storage.prefetcher.write(self._store, ids, records)
         return ids, self._form.payload(records)
@@ -81,11 +81,11 @@ _ROOM = 16
 
 
 class ClusterPages:
-    """The places of clusters (rows, clusters): the records `first`, `first + step`, `first + 2 step` and so on.
+    """The places of clusters (rows, clusters): records `first`, `first + step`, `first + 2 step` and so on.
 
-    A pool is as many adjacent records as two of the largest clusters need. One of its clusters begins at its first
-    record and grows upwards, the other at its last one and grows downwards, so that either grows in place; where a pool
-    has but one, the next cluster of its row becomes its partner. A pool that no row names is given back by `sweep`.
+    A pool is as many adjacent records as two of the largest clusters need. One cluster begins at its first record and
+    grows upwards. The other begins at its last record and grows downwards. So either can grow in place. The next new
+    cluster of the row becomes the partner of a single one. `sweep` frees a pool that no row uses.
     """
 
     STATE: ClassVar[State] = State(
@@ -102,10 +102,10 @@ class ClusterPages:
         self._owned, self._left = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         self._look_from = 0
         self.moved = False
-        """Rows were selected since the last `sweep`."""
+        """True if rows were selected since the last `sweep`."""
 
     def rehearse(self, clusters: int) -> None:
-        """Make the tables as large as `clusters` clusters a row may make them."""
+        """Make the tables as large as for `clusters` clusters a row, in a dry run."""
         rows = len(self._single)
         self._first, self._step = (np.empty((rows, clusters * 5 // 4 + _ROOM), dtype) for dtype in (np.int32, np.int8))
         self._owned = np.empty(rows * (2 * clusters + 1), dtype=np.int64)
@@ -120,41 +120,41 @@ class ClusterPages:
         return 2 * self.largest
 
     def records(self, rows: np.ndarray, clusters: np.ndarray, pages: np.ndarray) -> np.ndarray:
-        """The record ids, int64, of pages of clusters of rows: of one shape."""
+        """Record ids, int64, of pages of clusters of rows; all of one shape."""
         return self._first[rows, clusters].astype(np.int64) + self._step[rows, clusters].astype(np.int64) * pages
 
     def steps(self, rows: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-        """By how much the ids of pages of clusters of rows, (n,) each, grow: 1 or -1, int64."""
+        """Differences, 1 or -1, int64, between the ids of successive pages of clusters of rows, (n,) each."""
         return self._step[rows, clusters].astype(np.int64)
 
     # --- places ------------------------------------------------------------------------------------------------
 
     def half_empty(self, row: int) -> int:
-        """Pools with one cluster of a row, which its next ones become partners of."""
+        """Pools with a single cluster of a row; its next clusters become their partners."""
         return len(self._single[row])
 
     def reserve(self, rows: np.ndarray) -> list[tuple[int, int]]:
-        """Places (first record, step) for one new cluster in each of `rows` (n,), a row as often as it has new ones.
-        They are `take`n, or `give`n back. Raises `StoreFullError` with nothing changed."""
+        """Reserve places (first record, step) for one new cluster in each of `rows` (n,); a row may occur more than
+        once. `take` uses them, `give` returns them. Raises `StoreFullError` with nothing changed."""
         wanted = np.bincount(rows, minlength=len(self._single))
         missing = [max(0, int(count) - len(single)) for count, single in zip(wanted, self._single, strict=True)]
         pools = self._store.allocate(self.pool * sum(-(-count // 2) for count in missing)).reshape(-1, self.pool)
         self._owned = np.concatenate([self._owned, pools[:, 0]])
-        fresh = iter(pools.tolist())
+        new_pools = iter(pools.tolist())
         for single, count in zip(self._single, missing, strict=True):
             for _ in range(-(-count // 2)):
-                ids = next(fresh)
-                assert ids[-1] - ids[0] == self.pool - 1, "pools are taken and given back whole"
+                ids = next(new_pools)
+                assert ids[-1] - ids[0] == self.pool - 1, "pools are allocated and freed as a whole"
                 single[:0] = [(ids[-1], -1), (ids[0], 1)]
         return [self._single[row].pop() for row in rows.tolist()]
 
     def give(self, rows: np.ndarray, places: list[tuple[int, int]]) -> None:
-        """What was reserved for `rows` is not wanted."""
+        """Return unused places that were reserved for `rows`."""
         for row, place in zip(rows.tolist()[::-1], places[::-1], strict=True):
             self._single[row].append(place)
 
     def take(self, rows: np.ndarray, clusters: np.ndarray, places: list[tuple[int, int]]) -> None:
-        """These clusters of these rows lie in what was reserved for them."""
+        """Assign reserved places to these clusters of these rows."""
         if not len(rows):
             return
         if (need := int(clusters.max()) + 1) > self._first.shape[1]:
@@ -164,20 +164,19 @@ class ClusterPages:
         self._first[rows, clusters], self._step[rows, clusters] = np.array(places).T
 
     def leave(self, rows: np.ndarray, clusters: np.ndarray) -> None:
-        """These clusters of these rows, (n,) each, have no entries any more: the next ones of a row may have their
-        places, where no other row has them; a pool is given back when no row names it. The next `sweep` tells their
-        records."""
+        """Release the places of empty clusters of rows, (n,) each. Later clusters of a row get them unless another row
+        uses them. The next `sweep` returns their records, and frees a pool that no row uses."""
         places = list(zip(self._first[rows, clusters].tolist(), self._step[rows, clusters].tolist(), strict=True))
         self._first[rows, clusters] = -1
         named, owned = set(self._first[self._first >= 0].tolist()), set(self._owned.tolist())
         for row, (first, step) in zip(rows.tolist(), places, strict=True):
             if first not in named and first - (self.pool - 1 if step < 0 else 0) in owned:
-                named.add(first)  # of several rows that leave it one may have it
+                named.add(first)  # one of the rows that released it may have it
                 self._single[row].append((first, step))
                 self._left = np.concatenate([self._left, first + step * np.arange(self.largest)])
 
     def renumber(self, new: np.ndarray) -> None:
-        """Clusters have other numbers: the `new` ones of old ones, (rows, clusters), -1: none."""
+        """Renumber clusters: `new` (rows, clusters) has the new number of each old one; -1: dropped."""
         rows, old = (new >= 0).nonzero()
         for table, nothing in ((self._first, -1), (self._step, 0)):
             kept = table[rows, old]
@@ -185,39 +184,39 @@ class ClusterPages:
             table[rows, new[rows, old]] = kept
 
     def close(self) -> None:
-        """Others may name all pools, and give them back: new clusters get pools of their own."""
+        """Stop reusing pools, because others may share or free them: new clusters get new pools."""
         self._single, self._owned = [[] for _ in self._single], self._owned[:0].copy()
 
     # --- changes -----------------------------------------------------------------------------------------------
 
     @property
     def pools(self) -> np.ndarray:
-        """The first records of the pools that some row names, ascending."""
-        there = self._first >= 0
-        return np.unique(self._first[there].astype(np.int64) - np.where(self._step[there] < 0, self.pool - 1, 0))
+        """The first records of the pools in use, ascending."""
+        used = self._first >= 0
+        return np.unique(self._first[used].astype(np.int64) - np.where(self._step[used] < 0, self.pool - 1, 0))
 
     def named(self, pages: np.ndarray, count: int) -> np.ndarray:
-        """Which of the first `count` records of the store hold entries of some row, whose clusters have so many `pages`
-        (rows, clusters): (count,), bool."""
+        """Mark the records in use, of the store's first `count`, for clusters with so many `pages` (rows, clusters):
+        (count,) bool."""
         named = np.zeros(count, dtype=bool)
         named[self.records(*in_order(pages))] = True
         return named
 
     @property
     def garbage(self) -> bool:
-        """Rows were selected, and half as many pools have come again as `sweep` left of ours."""
+        """True if rows were selected and half as many new pools were allocated as the last `sweep` left."""
         return self.moved and len(self._owned) > self._look_from
 
     def select_rows(self, rows: np.ndarray) -> None:
-        """Make row i what row `rows[i]` is now. Rows that share pools get new ones for new clusters."""
+        """Make row i the current row `rows[i]`. Rows that share pools get new ones for new clusters."""
         shared = np.bincount(rows, minlength=len(self._first))[rows] > 1
         self._first, self._step = self._first[rows], self._step[rows]
         self._single = [[] if both else self._single[row] for row, both in zip(rows.tolist(), shared, strict=True)]
         self.moved = True
 
     def sweep(self) -> np.ndarray:
-        """Give back the pools that no row names; returns their records, and those that were left to others: what was
-        read of them is void."""
+        """Free the pools that no row uses. Returns their records and those that `leave` released: copies of these are
+        void."""
         live = self.pools
         dead = np.setdiff1d(self._owned, live, assume_unique=True)
         self._owned = np.intersect1d(self._owned, live, assume_unique=True)
@@ -225,20 +224,20 @@ class ClusterPages:
         records = (dead[:, None] + np.arange(self.pool)).reshape(-1)
         if dead.size:
             self._store.free(records)
-            gone = set(records.tolist())
-            self._single = [[place for place in single if place[0] not in gone] for single in self._single]
+            freed = set(records.tolist())
+            self._single = [[place for place in single if place[0] not in freed] for single in self._single]
         self.moved = False
         left, self._left = self._left, self._left[:0].copy()
         return np.union1d(records, left)
 
     def move(self, store: Store) -> None:
-        """The same records are found in `store` from now on, by the same ids."""
+        """Use `store` from now on: it has the same records under the same ids."""
         self._store = store
 
 
 def in_order(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row, cluster and index within its cluster of every page, for clusters with so many `pages` (rows, clusters);
-    row by row and cluster by cluster."""
+    """List every page, row by row and cluster by cluster: its row, its cluster and its index in the cluster. `pages`
+    (rows, clusters) are the pages of each cluster."""
     rows, clusters = pages.nonzero()
     counts = pages[rows, clusters]
     which = np.repeat(np.arange(counts.size), counts)
@@ -246,7 +245,7 @@ def in_order(pages: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def pieces(counts: np.ndarray, most: int, group_size: int) -> Iterator[slice]:
-    """Clusters of `counts` entries, as many at a time as lie in `most` pages, or one."""
+    """Group clusters of `counts` entries: as many at a time as fit in `most` pages, or one."""
     pages, start = np.cumsum(-(-counts // group_size)), 0
     while start < len(counts):
         stop = int(np.searchsorted(pages, (pages[start - 1] if start else 0) + most, "right"))

@@ -1,4 +1,4 @@
-"""The best fields of `ClusterCache` that a budget allows."""
+"""The best fields of `ClusterCache` for a memory budget."""
 
 from __future__ import annotations
 
@@ -11,57 +11,56 @@ from .config import ClusterConfig, ClusterForm
 from .pages import piece_bytes
 from .partition import BATCH, MOST_ROOM, ORDERED
 
-# What is held for a while as "packing" when clusters are made, written, grown, split and streamed; in bytes
+# Temporary memory, "packing", when clusters are made, written, grown, split and streamed; in bytes
 
 MOST_SETTLED, FEWEST_SETTLED = 64, 24
-"""Pages that are written together where clusters grow and are split, and where tokens join them a page at a time, as a
-tight budget has it. With the fewer a settling of 32 tokens is in two parts, and a decode adapts .052 of its time for
-.041 (SmolLM2-135M, 4K tokens)."""
+"""Pages written at a time while clusters grow and are split. The fewer apply if tokens join a page at a time, as in a
+tight budget. A settling of 32 tokens then has two parts, and adaptation takes .052 instead of .041 of the decode time
+(SmolLM2-135M, 4K tokens)."""
 
 
 def clustering(form: RecordFormat, tokens: int) -> int:
-    """While clusters are made of so many tokens, `BATCH` at a time: their keys in 32 bits, and a half of that again for
-    k-means and for how far they are from their means."""
+    """Bytes to cluster so many tokens, `BATCH` at a time: their keys in 32 bits, and half of that for k-means and
+    distances."""
     return 6 * form.key_width * min(tokens, BATCH)
 
 
 def writing(form: RecordFormat, tokens: int, clusters: int, write_queue: int) -> int:
-    """While so many tokens, in `clusters` new clusters, are put in order and written: which are wanted together, of as
-    many as are ordered at a time, three times; then pages with what goes into them."""
+    """Bytes to order and write so many tokens in `clusters` new clusters: three co-retrieval tables of the clusters
+    that are ordered at a time; then pages and their entries."""
     pages = 4 * min(piece_bytes(write_queue), (tokens // form.group_size + clusters) * form.record_bytes)
     return max(pages, 3 * 4 * min(clusters, ORDERED) ** 2)
 
 
 def most_settled(form: RecordFormat, joining: int, write_queue: int) -> int:
-    """Pages that are written at a time where clusters grow and are split, so many tokens a row `joining` them at once,
-    or all of one cluster."""
+    """Pages written at a time while clusters grow and are split, or all of one cluster. `joining` tokens a row join at
+    once."""
     most = FEWEST_SETTLED if joining <= form.group_size else MOST_SETTLED
     return max(1, min(most, piece_bytes(write_queue) // form.record_bytes))
 
 
 def settling(form: RecordFormat, pages: int) -> int:
-    """While so many pages are written anew, of clusters that grow or are split: what goes into them as it is read and
-    put together, and its keys in 32 bits, twice; then the pages, and these packed."""
+    """Bytes to rewrite so many pages, of clusters that grow or are split: entries as read and as assembled, and their
+    keys in 32 bits, twice; then the pages, and their packed records."""
     return pages * (2 * form.record_bytes + form.group_size * (2 * form.entry_bytes + 2 * 4 * form.key_width))
 
 
 def streaming(form: RecordFormat, pages: int, entries: int, tokens: int) -> int:
-    """While all that is stored is streamed: which `pages` of all rows, of which clusters, in which order; the `entries`
-    of a block and of the one before once more, and which tokens these are; and of one row's `tokens` which of them
-    these may be."""
+    """Bytes to stream all stored entries: row, cluster, index and order of all rows' `pages`; the `entries` of two
+    blocks and their tokens; and a mask of one row's `tokens`."""
     return 88 * pages + (2 * form.entry_bytes + 48) * entries + 9 * tokens
 
 
 def most_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, write_queue: int) -> tuple[int, int]:
-    """The most of these while so many tokens come at once, and in steps."""
+    """Upper bounds on these bytes: when so many tokens arrive at once, and when they arrive step by step."""
     joining = clusters.together(form.group_size)
-    few = -(-2 * joining // clusters.size)
+    new_clusters = -(-2 * joining // clusters.size)
     at_once, a_group = (
-        max(clustering(form, own), writing(form, own, count, write_queue))
-        for own, count in ((tokens, clusters.most_clusters(tokens, form.group_size)), (joining, few))
+        max(clustering(form, arriving), writing(form, arriving, count, write_queue))
+        for arriving, count in ((tokens, clusters.most_clusters(tokens, form.group_size)), (joining, new_clusters))
     )
-    held = clusters.places(form.group_size) + clusters.append_buffer + joining + form.group_size
-    largest = -(-held // form.group_size)
+    room = clusters.places(form.group_size) + clusters.append_buffer + joining + form.group_size
+    largest = -(-room // form.group_size)
     return at_once, max(a_group, settling(form, max(largest, most_settled(form, joining, write_queue))))
 
 
@@ -71,11 +70,11 @@ _SIZES = (12, 16, 32, 64, 128)
 
 
 def fit_cluster(search: Search[ClusterConfig]) -> ClusterConfig:
-    """The best configuration that fits: all that is to be attended to, and what is left for slots.
+    """Find the best configuration that fits: all wanted tokens are attended to, and the remaining memory is for slots.
 
-    Where that does not fit, these give way, one after another: the queue and the buffers of streams, how many
-    tokens join clusters together, the centroids, which are on the disk then, the latest tokens, small clusters, what
-    may wait, and what is attended to. Raises `BudgetError` with the least memory that would do.
+    If that does not fit, these are reduced in turn: stream queue and buffers, tokens that join at once, centroids in
+    memory (then on disk), the recent window, small clusters, the buffer, and the attended tokens. Raises `BudgetError`
+    with the minimum memory needed.
     """
     chosen = search.first_fit(_tried(search))
     return search.config(search.wider_blocks(search.most(chosen, "reuse_capacity", search.max_context)))
@@ -84,14 +83,14 @@ def fit_cluster(search: Search[ClusterConfig]) -> ClusterConfig:
 def _tried(search: Search[ClusterConfig]) -> Iterator[dict[str, Any]]:
     wanted = search.config({}).brought(search.max_context)
     chosen: dict[str, Any] = {"num_selected": wanted, "reuse_capacity": 0}
-    places: list[dict[str, Any]] = [{}, {"join_every": 1}]
+    savings: list[dict[str, Any]] = [{}, {"join_every": 1}]
     if search.fields.get("encryption_key") is None:
-        places.append({"join_every": 1, "centroids": "disk"})
-    for place in places:
-        yield from ({**chosen, **place, **search.streams(share)} for share in STREAM_SHARES)
-    for place in places:
-        yield {**chosen, **place, **search.least_streams(), "look_ahead": False}
-    chosen.update(places[-1], look_ahead=False)
+        savings.append({"join_every": 1, "centroids": "disk"})
+    for saving in savings:
+        yield from ({**chosen, **saving, **search.streams(share)} for share in STREAM_SHARES)
+    for saving in savings:
+        yield {**chosen, **saving, **search.least_streams(), "look_ahead": False}
+    chosen.update(savings[-1], look_ahead=False)
     given, capacity = (search.fields.get(name) for name in ("cluster_size", "cluster_capacity"))
     least, most = (1, _SIZES[-1]) if capacity is None else (capacity / MOST_ROOM, capacity)
     sizes = [size for size in _SIZES if least <= size <= most] if given is None else [given]

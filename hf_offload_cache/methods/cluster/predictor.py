@@ -1,4 +1,5 @@
-"""Clusters judged by their centroids (DynaKV, section 4.1)."""
+"""Selects clusters by their centroids (DynaKV, section 4.1, equations 4 and 5; algorithm 1, load the top-k
+clusters)."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from .partition import MOST_ROOM
 
 
 class ClusterPredictor(Predictor):
-    """The clusters whose keys have most of the attention of a row's heads, if each key were its centroid.
+    """Selects the clusters whose keys get the most attention of a row's heads, as if each key were its centroid.
 
-    Each head's shares are of the attention to all that is there, the latest tokens by their keys; so that no head
-    drowns the others their sum over heads is what counts, a token. Clusters are taken until they hold as many tokens as
-    are wanted, or lie in `most_pages`; of the last one its latest ones. A row's first tokens are taken of whatever
-    clusters they are in. What waits beside the clusters is attended to anyhow, and is among these. Holds nothing:
-    centroids and counts are the history's. See `Predictor`.
+    Each head's shares are of its attention to all tokens, with the exact keys of the latest ones. They are summed over
+    heads, a token, so that no head drowns the others. Clusters are selected until they contain the wanted tokens, or
+    fill `most_pages`; the last one gives its latest entries. A row's first tokens are selected from any cluster.
+    Buffered entries are always attended to, and count among the wanted ones. Stores nothing: the history owns centroids
+    and counts. See `Predictor`.
     """
 
     def __init__(
@@ -36,14 +37,15 @@ class ClusterPredictor(Predictor):
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Predictor.rehearse`."""
-        own = self.clustered
-        most = self._clusters.most_clusters(context, own.form.group_size)
-        run.passes("scores", decode=_score_bytes(own.form, own.partition.rows, most, heads, self._clusters))
+        clustered = self.clustered
+        most = self._clusters.most_clusters(context, clustered.form.group_size)
+        run.passes("scores", decode=_score_bytes(clustered.form, clustered.partition.rows, most, heads, self._clusters))
 
     @staticmethod
     def most_pages(budget: int, num_sinks: int, clusters: ClusterForm, group_size: int) -> int:
-        """Pages a row that are taken at most for what `budget` full ones of `group_size` entries hold: of most clusters
-        one is not full, and the first tokens may be in others. No fewer than these have, each in another one."""
+        """Upper bound on the pages a row for the entries of `budget` full pages of `group_size`. Most clusters have a
+        partial page, and each of the first tokens may be in another cluster. Never below the pages of these
+        clusters."""
         size = max(clusters.size, clusters.places(group_size) / MOST_ROOM)
         partly = max(budget, math.ceil(budget * group_size / size))
         return max(budget + partly + num_sinks, num_sinks * clusters.places(group_size) // group_size)
@@ -52,10 +54,10 @@ class ClusterPredictor(Predictor):
         return units == self.clustered.partition.clusters
 
     def select(self, query: Query, budget: int, guess: bool) -> Decision:
-        own = self.clustered
-        rows, count = own.partition.counts.shape
+        clustered = self.clustered
+        rows, count = clustered.partition.counts.shape
         heads = query.states.shape[0] * query.states.shape[1] // rows
-        nbytes = _score_bytes(own.form, rows, count, heads, self._clusters)
+        nbytes = _score_bytes(clustered.form, rows, count, heads, self._clusters)
         self._account.hold("scores", nbytes)
         try:
             return self._choice(query, budget)
@@ -63,24 +65,25 @@ class ClusterPredictor(Predictor):
             self._account.release("scores", nbytes)
 
     def _choice(self, query: Query, budget: int) -> Choice:
-        own = self.clustered
-        stored, page_counts, group = own.stored, own.page_counts, own.form.group_size
-        shares = self.shares(query, own.partition.counts)
+        clustered = self.clustered
+        stored, page_counts, group = clustered.stored, clustered.page_counts, clustered.form.group_size
+        shares = self.shares(query, clustered.partition.counts)
         shares[stored == 0] = -np.inf
         begin, sinks = self._first(shares, query.visible)
         first, row = (sinks > 0) & (stored > 0), np.arange(len(stored))[:, None]
-        wanted = np.maximum(0, budget * group - own.buffer.counts - sinks.sum(1))[:, None]
+        wanted = np.maximum(0, budget * group - clustered.buffer.counts - sinks.sum(1))[:, None]
         most = self.most_pages(budget, self.config.num_sinks, self._clusters, group)
-        order = _best(shares, most + self.config.num_sinks)  # each has a page at least: no others can be taken
+        order = _best(shares, most + self.config.num_sinks)  # each has at least one page, so no others fit
         most -= (np.where(shares > -np.inf, page_counts, 0) * first).sum(1)[:, None]
         pages = np.where(shares[row, order] > -np.inf, page_counts[row, order], 0)
         counts, others = np.where(pages, stored[row, order], 0), pages * ~first[row, order]
         before = np.cumsum(counts, 1) - counts
-        taken = (before < wanted) & (counts > 0) & (np.cumsum(others, 1) <= most)
-        cut = np.zeros_like(stored)  # of each cluster so many of its latest entries
-        cut[row, order] = np.where(taken, np.minimum(counts, wanted - before), 0)
+        selected = (before < wanted) & (counts > 0) & (np.cumsum(others, 1) <= most)
+        cut = np.zeros_like(stored)  # entries kept of each cluster, its latest ones
+        cut[row, order] = np.where(selected, np.minimum(counts, wanted - before), 0)
         units, named = kept_entries((cut > 0) | first)
-        entry, last, begin = np.arange(own.pages.largest * group), stored[row, units], begin[row, units][..., None]
+        entry = np.arange(clustered.pages.largest * group)
+        last, begin = stored[row, units], begin[row, units][..., None]
         keep = entry >= (last - cut[row, units])[..., None]
         keep |= first[row, units][..., None] & (entry >= begin) & (entry < begin + sinks[row, units][..., None])
         importance = np.where(first[row, units], np.inf, shares[row, units]).astype(np.float32)
@@ -88,31 +91,31 @@ class ClusterPredictor(Predictor):
         return Choice(units if named is None else np.where(named, units, -1), keep, importance, records)
 
     def shares(self, query: Query, counts: np.ndarray) -> np.ndarray:
-        """What a key of each cluster has of the attention of a row's heads, (rows, clusters) float32, if all keys were
-        their centroids."""
+        """Share of a row's heads' attention that each key of a cluster gets, (rows, clusters) float32, as if all keys
+        were their centroids."""
         rows = len(counts)
         states = (query.states * query.scaling).float().reshape(rows, -1, query.states.shape[2])
         latest = query.recent()[:, 0].float()
         recent = (states.to(latest.device) @ latest.transpose(1, 2)).cpu()
         centroids = torch.from_numpy(self.clustered.partition.centroids).float()
         products = states.cpu() @ centroids.transpose(1, 2)
-        held = products + torch.from_numpy(counts).float().log()[:, None]
-        total = torch.cat([held, recent], 2).logsumexp(2, keepdim=True)
+        scores = products + torch.from_numpy(counts).float().log()[:, None]
+        total = torch.cat([scores, recent], 2).logsumexp(2, keepdim=True)
         return (products - total).exp().sum(1).numpy()
 
     def _first(self, shares: np.ndarray, visible: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
-        """Of each cluster, how many members come before a row's first tokens, and how many are among these: (rows,
-        clusters) each. Clusters of padding alone are below all."""
+        """Count each cluster's members before a row's first visible token, and among its first tokens: (rows, clusters)
+        each. Sets the shares of clusters of padding to -inf."""
         labels = self.clustered.labels
         first = np.zeros(len(shares), dtype=np.int64)
         if visible is not None:
             seen = visible[:, : labels.shape[1]].cpu().numpy()
             seen = np.repeat(seen, len(shares) // len(seen), 0)
             first = seen.argmax(1)
-            some = np.zeros(shares.shape, dtype=bool)
-            where = seen.nonzero()
-            some[where[0], labels[where]] = True
-            shares[~some] = -np.inf
+            occupied = np.zeros(shares.shape, dtype=bool)
+            tokens = seen.nonzero()
+            occupied[tokens[0], labels[tokens]] = True
+            shares[~occupied] = -np.inf
         begin, sinks = np.zeros(shares.shape, dtype=np.int64), np.zeros(shares.shape, dtype=np.int64)
         for row, start in enumerate(first.tolist()):
             sinks[row] = np.bincount(labels[row, start : start + self.config.num_sinks], minlength=shares.shape[1])
@@ -122,14 +125,14 @@ class ClusterPredictor(Predictor):
 
 
 def _best(shares: np.ndarray, most: int) -> np.ndarray:
-    """The clusters with the largest of `shares` (rows, clusters), at most `most` a row, the largest first."""
-    some = np.sort(largest(shares, most), 1) if most < shares.shape[1] else np.arange(shares.shape[1])[None]
-    order = np.argsort(-np.take_along_axis(shares, some, 1), 1, kind="stable")
-    return np.take_along_axis(some, order, 1)
+    """The clusters with the largest `shares` (rows, clusters), at most `most` a row, in descending order."""
+    candidates = np.sort(largest(shares, most), 1) if most < shares.shape[1] else np.arange(shares.shape[1])[None]
+    order = np.argsort(-np.take_along_axis(shares, candidates, 1), 1, kind="stable")
+    return np.take_along_axis(candidates, order, 1)
 
 
 def _score_bytes(form: RecordFormat, rows: int, count: int, heads: int, clusters: ClusterForm) -> int:
-    """Centroids in 32 bits, and those that are mapped, scores of each head thrice, what clusters are sorted by, and of
-    each which entries."""
+    """Bytes of centroids in 32 bits, and of mapped copies; of three scores a head; of sort keys; and of the entries'
+    mask."""
     means = (6 if clusters.mapped else 4) * form.key_width
     return rows * count * (means + 12 * heads + 64 + clusters.places(form.group_size))
