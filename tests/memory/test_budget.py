@@ -272,7 +272,7 @@ def test_nothing_is_told_that_no_memory_changes(heads: int) -> None:
 
 def test_for_budget_warns_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary_bytes, "RETRIEVES", 1.0)  # the tiny model's codes are never below a tenth
-    with pytest.warns(UserWarning, match="bytes a token lose facts"):
+    with pytest.warns(UserWarning, match="bytes a token lose needles"):
         DiskSwapCache.for_budget(tiny("llama"), "16MiB", 960, engine="memory").close()
 
 
