@@ -235,7 +235,7 @@ def test_a_budget_below_what_retrieval_needs_is_told() -> None:
         (*said,) = DiskSwapCache.shortfalls(config, SMOL)
         assert bool(said) is told
         if told:
-            assert f"compact keys of {config.summary_bytes} bytes" in said[0] and "with 20" in said[0]
+            assert f"compact keys of {config.summary_bytes} bytes" in said[0] and "; 20 bytes" in said[0]
     assert DiskSwapCache.shortfalls(DiskSwapConfig(rank=4), SMOL, {"rank"}) == []
     assert DiskSwapCache.shortfalls(DiskSwapConfig(exact=True), SMOL) == []
 

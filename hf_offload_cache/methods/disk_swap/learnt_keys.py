@@ -182,13 +182,13 @@ class LearntKeys:
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Learner.rehearse`."""
         form, rules, rows = self.form, self.rules, self.rows
-        width, looked_at = form.key_width, (context, rows, heads, form.group_size, CANDIDATES * wanted)
+        width, sizes = form.key_width, (context, rows, heads, form.group_size, CANDIDATES * wanted)
         if rules.dtype is None:
-            CodedKeys.rehearse(run, width, rules.summary_bytes or default_summary_bytes(width), *looked_at)
+            CodedKeys.rehearse(run, width, rules.summary_bytes or default_summary_bytes(width), *sizes)
             run.passes("fitting", prefill=coding_bytes(width, form.dtype.itemsize, rows, context))
         else:
             rank = rules.rank or (default_rank(width) if self.adapter is None else self.adapter.shape[1])
-            LowRankKeys.rehearse(run, width, min(width, rank), rules.dtype, *looked_at)
+            LowRankKeys.rehearse(run, width, min(width, rank), rules.dtype, *sizes)
             run.passes("fitting", prefill=fitting_bytes(width, rows))
         if rules.num_sinks:
             SinkKeys(form, rows, rules.num_sinks, torch.device("cpu"), run, np.zeros(rows, dtype=np.int64))

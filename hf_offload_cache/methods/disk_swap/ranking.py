@@ -49,11 +49,13 @@ def rank_units(
 ) -> Ranking:
     """Rank all groups for query (B, H, D) by the compact `keys` of B rows. The order of the `wanted` best is right.
 
-    A group's best token represents it, as in KVSwap, section 3.3. The paper sums raw scores over heads. Here each head
-    first takes a softmax over all groups' best tokens and the exact tokens, so that heads with large raw scores do not
-    drown the others. If few of many groups are selected, a rough pass finds `CANDIDATES` times as many, and only these
-    are scored with all components. An estimate of the mass of all a group's tokens was hardly better on text, and made
-    a step 1/10 slower.
+    A group's best token represents it, as in KVSwap, section 3.3. The paper sums each token's raw scores over heads and
+    then takes the group's maximum. Here each head takes its own maximum, then a softmax over all groups and the exact
+    tokens, and importance sums that over heads. So heads with large raw scores do not drown the others.
+
+    If few of many groups are selected, a rough pass finds `CANDIDATES` times as many, and only these are scored with
+    all components. An estimate of the mass of all a group's tokens was hardly better on text, and made a step 1/10
+    slower.
 
     The keys' device computes scores and their maxima, a row at a time. The rest is small, so numpy does it on the host,
     where each of ten operations costs a few microseconds instead of waking torch's threads.
@@ -73,17 +75,17 @@ def rank_units(
     beyond = np.empty((rows, low.shape[1]), dtype=np.float32) if rough else None
     for row in range(rows):
         best = keys.best_of_units(low[row], row, group_size, visible, rough)
-        others, last = None if apart is None else apart[row], None if exact is None else exact[row]
-        if others is not None:
-            best[:, others] = _NOTHING
+        excluded, last = None if apart is None else apart[row], None if exact is None else exact[row]
+        if excluded is not None:
+            best[:, excluded] = _NOTHING
         if rough:
-            chosen = largest(_shares(*_weights(best, last), others)[None], count)[0]
+            chosen = largest(_shares(*_weights(best, last), excluded)[None], count)[0]
             best[:, chosen] = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
         weights, total = _weights(best, last)
-        importance[row] = _shares(weights, total, others)
+        importance[row] = _shares(weights, total, excluded)
         if beyond is not None:
-            looked_at = total - _sum(weights) + _sum(weights[:, chosen])
-            beyond[row] = (total / np.maximum(looked_at, 1e-6 * total))[:, 0]
+            scored = total - _sum(weights) + _sum(weights[:, chosen])
+            beyond[row] = (total / np.maximum(scored, 1e-6 * total))[:, 0]
     return Ranking(importance, beyond)
 
 
@@ -95,12 +97,12 @@ def _weights(best: np.ndarray, last: np.ndarray | None) -> tuple[np.ndarray, np.
     return weights[:, : best.shape[1]], _sum(weights)
 
 
-def _shares(weights: np.ndarray, total: np.ndarray, others: np.ndarray | None = None) -> np.ndarray:
+def _shares(weights: np.ndarray, total: np.ndarray, excluded: np.ndarray | None = None) -> np.ndarray:
     """Importance (groups,): `weights` (h, groups) over each head's `total` (h, 1), summed over heads; -1 for the groups
-    `others`."""
+    `excluded`."""
     shares: np.ndarray = (1 / total[:, 0]) @ weights
-    if others is not None:
-        shares[others] = -1
+    if excluded is not None:
+        shares[excluded] = -1
     return shares
 
 
