@@ -180,6 +180,8 @@ class SpecCache(SelectiveCache):
     # --- the step ----------------------------------------------------------------------------------------------
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Add the guess to the call: [T_t, T'_t+1] of SpeCache, section 3.3. Pre-decode if there is none (algorithm 2).
+        """
         self._stop_recording()  # after a step that failed
         changed = super().begin_step(model, kwargs)
         step = self.shared.step
@@ -248,6 +250,7 @@ class SpecCache(SelectiveCache):
         self._recording = []
 
     def end_step(self, output: Any = None) -> Any:
+        """Keep the last token, T'_t+2, as the next step's guess, and hide the guess from the model's caller."""
         step = self.shared.step
         seconds = 0.0 if step is None or step.started is None else time.perf_counter() - step.started
         if step is not None and step.guessed:

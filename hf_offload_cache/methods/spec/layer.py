@@ -349,8 +349,11 @@ class SpecLayer(SelectiveLayer):
     def _last(
         self, call: AttentionCall, begin: int, visible: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[Entries], torch.Tensor | None]:
-        """Attention of a call's queries from `begin` on: its output, the entries that replaced the copy's, and the
-        tokens to fetch for the next step (None: there is nothing to prefetch)."""
+        """Attend with a call's queries from `begin` on: the softmax A, ArgTopK and output O of SpeCache's algorithm 3.
+
+        Returns the output, the entries that replaced the copy's, and the tokens to fetch for the next step (None: there
+        is nothing to prefetch). Raises as `Fetcher.gather`.
+        """
         assert self.predictor is not None
         config, queries, guessed = self.config, call.query.shape[2], self.guessed
         mixed = self._over(call, begin, queries)
