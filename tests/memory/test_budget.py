@@ -235,7 +235,7 @@ def test_a_budget_below_what_retrieval_needs_is_told() -> None:
         (*said,) = DiskSwapCache.shortfalls(config, SMOL)
         assert bool(said) is told
         if told:
-            assert f"compact keys of {config.summary_bytes} bytes" in said[0] and "with 20" in said[0]
+            assert f"compact keys of {config.summary_bytes} bytes" in said[0] and "; 20 bytes" in said[0]
     assert DiskSwapCache.shortfalls(DiskSwapConfig(rank=4), SMOL, {"rank"}) == []
     assert DiskSwapCache.shortfalls(DiskSwapConfig(exact=True), SMOL) == []
 
@@ -272,7 +272,7 @@ def test_nothing_is_told_that_no_memory_changes(heads: int) -> None:
 
 def test_for_budget_warns_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary_bytes, "RETRIEVES", 1.0)  # the tiny model's codes are never below a tenth
-    with pytest.warns(UserWarning, match="bytes a token lose facts"):
+    with pytest.warns(UserWarning, match="bytes a token lose needles"):
         DiskSwapCache.for_budget(tiny("llama"), "16MiB", 960, engine="memory").close()
 
 

@@ -18,7 +18,7 @@ def test_the_names_are_there(room: str) -> None:
     module = import_module(room)
     assert module.__doc__ is not None
     text = module.__doc__.partition("Where to find the paper:")[2]
-    places = re.findall(r"((?:`[\w.]+`(?:,| and|)\s*)+)(?:in `(\w+)`)?", text)
+    places = re.findall(r"((?:`[\w.]+`(?:,| and|)\s*)+)(?:in\s+`([\w.]+)`)?", text)
     names = [(name, home) for group, home in places for name in re.findall(r"`([\w.]+)`", group)]
     assert (len(names) >= 8 and text.count("section") >= 3) or "algorithm 3" in text
     for name, home in names:

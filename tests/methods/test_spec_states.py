@@ -190,7 +190,7 @@ def test_models_that_give_no_text_have_no_guess(kind: Any) -> None:
     torch.manual_seed(0)
     model = kind(LlamaConfig(**{**COMMON, "max_position_embeddings": 8192, "num_labels": 3})).eval()
     ids = prompt(model, 2, LENGTH)
-    with pytest.warns(UserWarning, match="speculative=False for .*: what it gives is no text"):
+    with pytest.warns(UserWarning, match="speculative=False for .*: it does not generate text"):
         cache = SpecCache(model, **ALL)
     reference = DynamicCache(config=model.config)
     with cache, torch.no_grad():

@@ -35,7 +35,7 @@ def after(asked: bool | str, reads: list[float], monkeypatch: pytest.MonkeyPatch
 def test_a_store_that_takes_longer_than_the_rest_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     top_up, said = after(True, [1.5] * TRIED, monkeypatch)
     assert not top_up.on and said[:-1] == [None] * (TRIED - 1)
-    assert "took 1500 ms to read, the rest of a step 1000 ms" in str(said[-1])
+    assert "took 1500 ms a step, the rest of the step 1000 ms" in str(said[-1])
 
 
 @pytest.mark.parametrize(

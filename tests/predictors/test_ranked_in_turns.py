@@ -169,7 +169,7 @@ def test_it_goes_on_after_changes_as_what_was_captured_does() -> None:
     for wrong in ({"since": 4}, {"since": None}, {"latest": tree["latest"][:1]}, {"latest": tree["latest"].double()}):
         with pytest.raises(ContextError, match=f"{next(iter(wrong))} of its ranking is"):
             predictor("coded", 2).restore({**tree, **wrong})
-    with pytest.raises(ContextError, match="its ranking is of"):
+    with pytest.raises(ContextError, match="its ranking has sizes"):
         predictor("coded", 2).restore({**tree, "units": UNITS - 1})
 
 

@@ -2,12 +2,27 @@
 
 Where to find the paper:
 
-* section 3.2, low-rank keys and queries: `LowRankKeys`, or, in mixed bits, `CodedKeys` and `fit_coding`
-* section 3.3, groups by their scores: `LowRankPredictor.select`, `rank_units`
+* section 3.2, the adapter A by SVD: `principal_directions`; offline, from sample text: `calibrate` in
+  `methods.disk_swap.tuning`
+* section 3.2, the compressed K cache: `LowRankKeys`
+* section 3.3, equation 1, the low-rank query: `LowRankKeys.low_rank_query`
+* section 3.3, online prediction by the previous layer's input: `LookAhead.predict` in `model`,
+  `SelectiveCache.leave_attention` in `core`
+* section 3.3, scoring, ReduceMax within groups and TopK: `rank_units`, `CompactKeys.best_of_units`,
+  `LowRankPredictor.select`
 * section 3.4.1, the rolling buffer: `RollingTail` in `history`
-* section 3.4.3, the reuse buffer: `SlotTier` and `FirstIn` in `fetch`
-* section 3.1, groups are read ahead by a guess of the next query: `SelectiveCache.leave_attention` in `core`
-* appendix A, fields for a budget: `fit_disk_swap`
+* section 3.4.3, the reuse buffer, its slot table and FIFO: `SlotTier`, `SlotTable`, `FirstIn` in `fetch`
+* section 3.4.4, one view of slots, reads and rolling buffer: `Fetcher.gather` in `fetch`
+* appendix A.1, lookup tables: `ReuseTable`, `CompressionTable`, `Reader` in `methods.disk_swap.tuning`
+* appendix A.3, profiles: `IoProfile`, `ModelProfile` in `methods.disk_swap.tuning`
+* appendix A.4, the solver: `tune_by_solver`, `solve` in `methods.disk_swap.tuning`
+
+Beyond the paper:
+
+* keys in mixed bits, fitted to the prompt in the metric of its queries: `CodedKeys`, `fit_coding`, `scaled_directions`
+* exact scores of sinks and latest tokens, and a softmax of each head before heads are summed: `rank_units`
+* steps that rank only candidates: `rank_among`, `LowRankPredictor`
+* fields for a budget without a profile: `fit_disk_swap`
 """
 
 from .cache import DiskSwapCache as DiskSwapCache

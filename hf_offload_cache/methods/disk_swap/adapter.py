@@ -1,4 +1,4 @@
-"""A calibrated low-rank adapter: made once from sample text, saved beside the model's fingerprint."""
+"""A calibrated low-rank adapter, KVSwap's matrix A (section 3.2): made from sample text, saved with a fingerprint."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _MOST_LAYERS = 4096
 
 @dataclass(frozen=True)
 class Adapter:
-    """Projections (Hk D, r) float32 by layer index, most energy first: the first s columns are that of rank s."""
+    """Projections (Hk D, r) float32 by layer index, most energy first: the first s columns form the one of rank s."""
 
     projections: dict[int, torch.Tensor]
     made_for: dict[str, str]
 
     def save(self, path: str | Path) -> None:
-        """Write safetensors with the fingerprint as metadata."""
+        """Write safetensors with the model's fingerprint as metadata."""
         tensors = {f"layer.{index}": tensor.contiguous() for index, tensor in self.projections.items()}
         save_file(tensors, path, metadata={"format": _FORMAT, "model": json.dumps(self.made_for)})
 
     def digest(self) -> str:
-        """Eight hexadecimal digits of layers, shapes and values."""
+        """Hash of layers, shapes and values, in eight hexadecimal digits."""
         digest = xxhash.xxh3_64()
         for layer_idx, projection in sorted(self.projections.items()):
             digest.update(f"{layer_idx} {tuple(projection.shape)}".encode())
@@ -41,8 +41,8 @@ class Adapter:
 
     @classmethod
     def load(cls, path: Path, model: torch.nn.Module) -> Adapter:
-        """Read an adapter for `model`. Raises `AdapterError`: unreadable, corrupt, of another version, or made for
-        another model."""
+        """Read an adapter for `model`. Raises `AdapterError` if the file is unreadable, corrupt, of another version, or
+        made for another model."""
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
@@ -64,7 +64,8 @@ class Adapter:
         return cls(projections, made_for)
 
     def of_layer(self, layer_idx: int, rank: int | None, width: int | None = None) -> torch.Tensor:
-        """The projection of one layer, cut to `rank` columns; `width` is Hk D where it is known."""
+        """One layer's projection, cut to `rank` columns. `width`: Hk D, if known. Raises `AdapterError` if the layer is
+        missing, or its projection has a wrong shape or type, too few columns, or values that are not finite."""
         projection = self.projections.get(layer_idx)
         if projection is None:
             raise AdapterError(f"the adapter has no layer {layer_idx}; it has {sorted(self.projections)}")
@@ -72,17 +73,17 @@ class Adapter:
         if not right or not 0 < projection.shape[1] <= projection.shape[0] or not projection.is_floating_point():
             raise AdapterError(
                 f"the adapter of layer {layer_idx} has shape {tuple(projection.shape)} {projection.dtype}; it must be "
-                f"({width or 'Hk D'}, rank), of no more columns than rows: make it for this model with calibrate()"
+                f"({width or 'Hk D'}, rank), with no more columns than rows: make one with calibrate()"
             )
         if not torch.isfinite(projection).all():
-            raise AdapterError(f"the adapter of layer {layer_idx} is not finite: make it anew with calibrate()")
+            raise AdapterError(f"the adapter of layer {layer_idx} is not finite: make a new one with calibrate()")
         if rank is not None and rank > projection.shape[1]:
             raise AdapterError(f"rank is {rank}, the adapter was calibrated with {projection.shape[1]}: use less")
         return projection if rank is None else projection[:, :rank].contiguous()
 
 
 def adapter_rank(path: str | Path) -> int:
-    """The least number of columns of a calibrated adapter's layers. Raises `AdapterError`."""
+    """Smallest rank among the layers of a calibrated adapter. Raises `AdapterError`."""
     try:
         with safe_open(path, "pt") as file:
             shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""`DiskSwapCache`: KVSwap (sections 3.1 to 3.4). Keys predict from memory, groups come from disk."""
+"""`DiskSwapCache` and its layer: KVSwap's runtime (section 3.4). Compact keys in memory select the groups to read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .predictor import LowRankPredictor
 
 
 def rules_of(settings: DiskSwapConfig) -> Rules:
-    """How units are ranked and chosen."""
+    """The fields that decide how units are ranked and selected."""
     kind = settings.summaries
     return Rules(
         None if kind == "coded" else getattr(torch, kind),
@@ -44,7 +44,7 @@ def rules_of(settings: DiskSwapConfig) -> Rules:
 
 
 class DiskSwapLayer(SelectiveLayer):
-    """A layer with compact keys in memory, slots, and groups selected anew for every query."""
+    """A layer with compact keys in memory and slots. It selects groups anew for every query."""
 
     predictor: LowRankPredictor | None
     predictor_class: ClassVar[type[LowRankPredictor]] = LowRankPredictor
@@ -52,7 +52,7 @@ class DiskSwapLayer(SelectiveLayer):
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         super().__init__(shared, layer_idx, place, **kwargs)
         self.adapter: torch.Tensor | None = None
-        """Calibrated projection of this layer; set by the cache."""
+        """Calibrated projection (Hk D, r) float32 of this layer; set by the cache."""
 
     def make_predictor(self) -> LowRankPredictor:
         selecting, storage = self.selecting, self.shared.storage
@@ -70,7 +70,7 @@ class DiskSwapLayer(SelectiveLayer):
 
     def prompted(self, call: AttentionCall) -> None:
         step = self.shared.step
-        if self.predictor is not None and not (step is not None and step.selects):  # candidates are no prompt
+        if self.predictor is not None and not (step is not None and step.selects):  # candidates are not a prompt
             self.predictor.prompted()
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
@@ -80,11 +80,11 @@ class DiskSwapLayer(SelectiveLayer):
 
 
 class DiskSwapCache(SelectiveCache):
-    """Keeps the KV cache on disk and brings back, group by group, what each step needs.
+    """KVSwap: keeps the KV cache on disk and reads back the groups that each step needs.
 
     `model.generate(..., past_key_values=DiskSwapCache(model))`. See `DiskSwapConfig` for the fields. Prefill is exact.
     Decoding attends to the first tokens, the latest ones, and the groups whose compact keys score highest with the
-    layer's own query; what the look-ahead query of the layer before selects is read ahead.
+    layer's own query. While a layer runs, the next layer's groups are prefetched by a guess of its query.
     """
 
     config_class: ClassVar[type[OffloadConfig]] = DiskSwapConfig
@@ -129,24 +129,24 @@ class DiskSwapCache(SelectiveCache):
     @classmethod
     def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
         width = max((form.key_width for form in geometry.forms(config.group_size)), default=0)
-        found = super().shortfalls(config, geometry, given)
-        return found if config.exact or not width else [*shortfalls(config, width, given), *found]
+        general = super().shortfalls(config, geometry, given)
+        return general if config.exact or not width else [*shortfalls(config, width, given), *general]
 
     @classmethod
     def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
-        found = super().stored_fields(config, geometry)
+        fields = super().stored_fields(config, geometry)
         forms = geometry.forms(config.group_size)
         if not config.exact and forms:
             width = max(form.key_width for form in forms)
             if config.summaries == "coded":
-                found.setdefault("summary_bytes", default_summary_bytes(width))
+                fields.setdefault("summary_bytes", default_summary_bytes(width))
             else:
-                found.setdefault("rank", default_rank(width))
-        return found
+                fields.setdefault("rank", default_rank(width))
+        return fields
 
 
 def key_width(model: Any) -> int | None:
-    """Hk D as the model's configuration says it; None where it does not."""
+    """Joined key width Hk D from the model's configuration; None if the configuration does not give it."""
     config = model.config.get_text_config(decoder=True)
     names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
     heads, key_heads, hidden, dim = (config_value(config, name) for name in names)

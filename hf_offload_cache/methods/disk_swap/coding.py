@@ -1,8 +1,9 @@
-"""How compact keys are coded: few bits for each of some components, by the error that was measured on the prompt.
+"""Directions and codes of compact keys, both fitted to the prompt.
 
-Transform coding instead of truncation: the mean is taken off, what is left is turned into the metric of the
-queries, and a component gets 8, 4, 2 or no bits. At equal bytes it keeps more of what scores need than 8 bits for fewer
-components do. Beyond the paper, whose compact keys are truncated (KVSwap, section 3.2).
+Truncated keys follow the paper: a low-rank adapter from an SVD of the keys (KVSwap, section 3.2). Coded keys go beyond
+it. They use transform coding: the mean is subtracted, the rest is rotated in the metric of the queries, and each
+component gets 8, 4, 2 or no bits by its measured error. At equal bytes, codes give better scores than 8 bits for fewer
+components.
 """
 
 from __future__ import annotations
@@ -18,53 +19,55 @@ import torch
 from ...errors import not_whole, shown
 from ...history.state import Array, State
 
-# The directions that keys are kept in: those of most energy, or those that matter most to the queries
+# Directions that keys are projected to: those of most energy, or those that matter most to the queries
 
 _OTHER_QUERIES = 0.3
-"""Times the queries' mean energy, in every direction, is added to what was seen of them: for truncated keys."""
+"""Share of the queries' mean energy that is added in every direction, for truncated keys; see `roots_of`."""
 QUERIES_SEEN, _APART = 512, 8
-"""The latest of a call that tell in what metric keys are best approximated, and how far apart they are taken."""
+"""Latest queries of a call that define the metric in which keys are approximated, and the stride between them."""
 LEAST_QUERIES = 32
-"""Of one call, for them to tell in what metric keys are best approximated."""
+"""Fewest queries of a call that may define the metric in which keys are approximated."""
 PART = 128
-"""Tokens, of all rows together, that are taken to float32 at a time."""
+"""Tokens, of all rows together, that are converted to float32 at a time."""
 
 
 def parts(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Keys (B, Hk, T, D) in pieces of as many tokens as are taken to float32 at a time."""
+    """Keys (B, Hk, T, D) in pieces small enough to convert to float32 at a time."""
     return keys.split(max(1, PART // keys.shape[0]), 2)
 
 
 def fitting_bytes(width: int, batch: int) -> int:
-    """What making an adapter takes meanwhile: a moment, its eigenvectors, twice as much for LAPACK; a part in float32,
-    and masked."""
+    """Bytes in use while an adapter is fitted: a moment, its eigenvectors and LAPACK's workspace of twice that size; a
+    part of the keys in float32, and masked."""
     return 4 * 4 * width * width + 2 * 4 * max(batch, PART) * width
 
 
 def principal_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
-    """The `rank` leading eigenvectors (W, rank), float32, of a second moment K^T K (W, W): the right singular vectors
-    of K (KVSwap, section 3.2), most energy first."""
+    """The paper's adapter A (KVSwap, section 3.2): the `rank` leading right singular vectors of the keys K.
+
+    They are the eigenvectors (W, rank) float32 of the second moment K^T K (W, W), most energy first.
+    """
     vectors = torch.linalg.eigh(moment.float())[1]
     return vectors[:, -rank:].flip(-1).contiguous()
 
 
 def query_moment(queries: torch.Tensor, num_key_heads: int) -> torch.Tensor:
-    """The second moment (Hk, D, D), float32, of queries (B, H, n, D) by key head; of the last 64, taken 8 apart."""
+    """Second moment (Hk, D, D) float32 of queries (B, H, n, D), by key head: every 8th of the latest 512 queries."""
     queries = queries[:, :, -QUERIES_SEEN:][:, :, ::_APART]
     grouped = queries.detach().float().unflatten(1, (num_key_heads, -1)).permute(1, 0, 2, 3, 4).flatten(1, 3)
     return grouped.transpose(1, 2) @ grouped / grouped.shape[1]
 
 
 def identity_roots(num_key_heads: int, dim: int, device: torch.device) -> torch.Tensor:
-    """The metric (Hk, D, D) in which all directions count equally."""
+    """Metric (Hk, D, D) in which all directions count equally."""
     return torch.eye(dim, device=device, dtype=torch.float32).expand(num_key_heads, dim, dim)
 
 
 def roots_of(moment: torch.Tensor, others: float = _OTHER_QUERIES) -> torch.Tensor:
-    """Square roots (Hk, D, D) of the second moment of queries: the metric that keys are to be approximated in.
+    """Metric in which keys are approximated: square roots (Hk, D, D) of the queries' second moment (Hk, D, D).
 
-    A rank spent where queries never point is lost, however large the keys are there. A part of the identity, `others`
-    times the queries' mean energy, is mixed in, for what other queries may ask.
+    A component is wasted on a direction where no query points, however large the keys are there. The identity times
+    `others` times the queries' mean energy is added for queries not seen yet.
     """
     moment = moment.clone()
     level = moment.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-12)
@@ -74,8 +77,11 @@ def roots_of(moment: torch.Tensor, others: float = _OTHER_QUERIES) -> torch.Tens
 
 
 def scaled_directions(moment: torch.Tensor, roots: torch.Tensor, rank: int) -> torch.Tensor:
-    """As `principal_directions`, in the metric of `roots` (Hk, D, D): a projection (W, rank) of keys, most energy of
-    scores first. With `reconstruction`, the best that scores of such queries can be approximated with at this rank."""
+    """`principal_directions` in the metric of `roots` (Hk, D, D): a projection (W, rank) of keys.
+
+    Directions with the most energy of scores come first. With `reconstruction` this is the best approximation of the
+    scores of such queries at this rank.
+    """
     scaled, shape = moment, (roots.shape[0], roots.shape[1], moment.shape[0])
     for _ in range(2):
         scaled = (roots @ scaled.view(shape)).flatten(0, 1).t().contiguous()
@@ -84,8 +90,10 @@ def scaled_directions(moment: torch.Tensor, roots: torch.Tensor, rank: int) -> t
 
 
 def reconstruction(moment: torch.Tensor, adapter: torch.Tensor) -> torch.Tensor:
-    """(W, r): what compact keys k A (adapter A) times its transpose come nearest to the keys, in least squares under
-    the second moment. For orthonormal directions of largest energy, those themselves."""
+    """Projection (W, r) of queries: the R for which k A R^T approximates keys k best, in least squares under `moment`.
+
+    It equals the adapter A (W, r) if that holds the orthonormal directions of most energy, as in KVSwap's equation 1.
+    """
     product = moment @ adapter
     gram = adapter.t() @ product
     level = 1e-6 * gram.diagonal().mean().clamp_min(1e-30)
@@ -95,14 +103,14 @@ def reconstruction(moment: torch.Tensor, adapter: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Directions:
-    """What compact keys are made with, of all keys of a layer."""
+    """Projections for truncated keys, fitted to all keys of a layer."""
 
     adapter: torch.Tensor
-    """(Hk D, r) float32: the projection of keys."""
+    """(Hk D, r) float32: projection of keys."""
     queries: torch.Tensor
-    """(Hk D, r) float32: the projection of queries that goes with it."""
+    """(Hk D, r) float32: matching projection of queries."""
     deviation: torch.Tensor
-    """(r,): root mean square of each component of a compact key."""
+    """(r,) float32: root mean square of each component of a compact key."""
 
     @classmethod
     def of(
@@ -115,10 +123,11 @@ class Directions:
         adapter: torch.Tensor | None,
         seen: torch.Tensor | None,
     ) -> Self:
-        """Of `keys`, parts (B, Hk, t, D) in order, one pass; `visible` (B or 1, tokens) leaves padding out.
+        """Fit directions to `keys`, parts (B, Hk, t, D) in order, in one pass. `visible` (B or 1, tokens) excludes
+        padding.
 
-        `adapter`: calibrated, taken as it is; else the best `rank` directions, in the metric of the queries `seen`
-        (B, H, q, D), or of most energy where there are none.
+        A calibrated `adapter` is used unchanged. Otherwise the best `rank` directions are fitted in the metric of the
+        queries `seen` (B, H, q, D); without queries, the directions of most energy.
         """
         moment, position, rows = torch.zeros(0, dtype=torch.float32, device="cpu"), 0, 0
         for part in (piece for block in keys for piece in parts(block)):
@@ -142,26 +151,27 @@ class Directions:
 
 
 CLASSES = (8, 4, 2)
-"""Bits that a component may have, in the order in which components lie."""
+"""Bits a component may have, in the order in which components are stored."""
 MOST_WIDE = 8
-"""Components of 8 bits that a code has at most."""
+"""Most 8-bit components of a code."""
 _SHIFTS = np.array([0, 2, 4, 6], dtype=np.uint8)
-"""By how much packed components of 2 bits, four to a byte, are shifted."""
+"""Bit shifts of 2-bit components, which are packed four to a byte."""
 
 
 @dataclass(frozen=True)
 class Coding:
-    """Of one layer, whose keys of all heads are joined: W elements. On the device of the keys, but for `queries`."""
+    """How one layer's keys are coded. The keys of all heads are joined: W elements. Tensors are on the keys' device,
+    except `queries` and `query_scale`."""
 
     mean: torch.Tensor
     """(W,) float32."""
     keys: torch.Tensor
-    """(W, r) int8: with `key_scale`, what a key less the mean is multiplied by. A component's code is the whole number
-    below."""
+    """(W, r) int8: times `key_scale`, the projection of a key less the mean. A component's code is the floor of its
+    projection."""
     key_scale: torch.Tensor
     """(r,) float32."""
     queries: torch.Tensor
-    """(W, r) int8, on the host: with `query_scale`, what a query is multiplied by for its product with codes."""
+    """(W, r) int8, on the host: times `query_scale`, the projection of a query before its product with codes."""
     query_scale: torch.Tensor
     """(r,) float32, on the host."""
     counts: tuple[int, int, int]
@@ -187,18 +197,18 @@ class Coding:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of what is in here."""
+        """Bytes of this object's tensors."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
 
     @staticmethod
     def most_own_bytes(width: int) -> int:
-        """The bound of `own_bytes` for keys of `width` elements."""
+        """Upper bound of `own_bytes` for keys of `width` elements."""
         rank = most_components(width)
         return 2 * width * rank + 4 * (width + 2 * rank)
 
     @property
     def offsets(self) -> np.ndarray:
-        """(r,) float32: what a stored code of each component stands for, less the code."""
+        """(r,) float32: the value that each component's stored code stands for, less the code."""
         return np.repeat(np.array([0.5, -7.5, -1.5], dtype=np.float32), self.counts)
 
     # --- coding ------------------------------------------------------------------------------------------------
@@ -218,14 +228,14 @@ class Coding:
 
     @property
     def rough(self) -> int:
-        """How many of the first components tell roughly what a score is: those of 8 and 4 bits, if they are neither
-        few nor nearly all."""
-        some = self.counts[0] + self.counts[1]
-        return some if self.rank <= 3 * some <= 9 * self.rank // 4 else self.rank
+        """Number of leading components that give a rough score: those of 8 and 4 bits, or all components if the former
+        are less than a third or more than three quarters of them."""
+        leading = self.counts[0] + self.counts[1]
+        return leading if self.rank <= 3 * leading <= 9 * self.rank // 4 else self.rank
 
     def unpacked(self, codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The components (r, ...) int8, in `out` (uint8) if given, of `codes` (nbytes, ...) uint8; `offsets` are not
-        added. An `out` of fewer rows, `rough` ones, gets the first components."""
+        """Unpack `codes` (nbytes, ...) uint8 to components (r, ...) int8, in `out` (uint8) if given. `offsets` are not
+        added. If `out` has only `rough` rows, it gets the leading components."""
         wide, four, two = self.counts
         if out is None:
             out = torch.empty(self.rank, *codes.shape[1:], dtype=torch.uint8, device=codes.device)
@@ -235,7 +245,7 @@ class Coding:
         masked: Any = torch.bitwise_and
         shifted: Any = torch.bitwise_right_shift
         shifts: Any = _SHIFTS
-        if codes.device.type == "cpu":  # numpy is done before torch's threads are awake
+        if codes.device.type == "cpu":  # numpy finishes before torch's threads wake
             into, source, masked, shifted = into.numpy(), source.numpy(), np.bitwise_and, np.right_shift
         else:
             shifts = _shifts_on(codes.device)
@@ -254,12 +264,12 @@ class Coding:
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        """As a tree for `restore`: no copies."""
+        """A tree for `restore`, without copies."""
         return {**vars(self), "counts": torch.tensor(self.counts, device="cpu")}
 
     @classmethod
     def restore(cls, tree: dict[str, Any], **sizes: int) -> Self:
-        """What `tree` was captured of, with these `sizes`. Raises `ContextError` where it does not hold together."""
+        """The coding that `tree` was captured from, with these `sizes`. Raises `ContextError` if they contradict it."""
         sizes = cls.STATE.check(tree, "a layer", **sizes, classes=len(CLASSES))
         rank, width = sizes["rank"], sizes["width"]
         counts = tuple(tree["counts"].tolist())
@@ -276,46 +286,45 @@ def _shifts_on(device: torch.device) -> torch.Tensor:
 
 
 def default_summary_bytes(width: int) -> int:
-    """Bytes of a code when none are given: a sixteenth of a key in 16 bits, from 8 to 128."""
+    """Default bytes of a code: a sixteenth of a key in 16 bits, from 8 to 128."""
     return min(max(8, min(128, width // 8)), most_bytes(width))
 
 
 def most_components(width: int) -> int:
-    """Components that codes of keys of `width` elements may have: a third, from 64 to 256."""
+    """Most components of a code, for keys of `width` elements: a third of them, from 64 to 256."""
     return min(width, max(64, min(256, width // 3)))
 
 
 def most_bytes(width: int) -> int:
-    """Bytes of a code beyond which no more are used: all components that there may be, the first `MOST_WIDE` of them
-    in 8 bits and the others in 4."""
+    """Most bytes that a code can use: `most_components`, the first `MOST_WIDE` of them in 8 bits, the others in 4."""
     components = most_components(width)
     wide = min(MOST_WIDE, components)
     return wide + (components - wide + 1) // 2
 
 
 def bytes_of(counts: Iterable[int]) -> int:
-    """Bytes of a code with so many components of 8, 4 and 2 bits."""
+    """Bytes of a code with `counts` components of 8, 4 and 2 bits."""
     return sum(bits * count for bits, count in zip(CLASSES, counts, strict=True)) // 8
 
 
-# How a coding is found: which components keys have, how many bits each gets, and with which steps
+# How a coding is fitted: the components of a key, the bits of each, and its quantisation step
 
 _SAMPLE = 1536
-"""Tokens that errors are measured on, and queries are fitted to: with 512, single layers come out much worse."""
+"""Tokens on which errors are measured and the queries' projection is fitted. With 512, some layers are much worse."""
 _MEASURED = 8
-"""Components whose errors are measured at a time."""
+"""Components measured at a time."""
 _SINKS = 16
-"""First tokens, whose keys are unlike all others: they are no part of the mean, nor of what is approximated."""
+"""First tokens, whose keys differ from all others: the mean and the fit exclude them."""
 _OTHER_QUERIES_OF_CODES = 1.0
-"""See `roots_of`."""
+"""`others` of `roots_of`, for coded keys."""
 _GAUSSIAN_STEPS = {8: 0.0308, 4: 0.3352, 2: 0.9957}
-"""Uniform steps of least error for a normal distribution of deviation 1."""
+"""Bits -> uniform step of least error for a normal distribution of deviation 1."""
 _STEPS = (0.8, 1.0, 1.3, 1.7, 2.2, 3.2)
-"""Times those: what is tried. Some layers have components of kurtosis 25."""
+"""Multiples of the normal steps to try, because some layers have components with a kurtosis of 25."""
 
 
 def coding_bytes(width: int, itemsize: int, rows: int, tokens: int) -> int:
-    """What `fit_coding` takes meanwhile, of `tokens` tokens a row whose keys are of `width` elements."""
+    """Bytes that `fit_coding` uses while it runs, for `tokens` tokens a row with keys of `width` elements."""
     sample = min(_SAMPLE, rows * tokens)
     solved = max(4 * 4 * width * width, 4 * 4 * _MEASURED * sample)
     return solved + sample * width * itemsize + 2 * 4 * max(rows, PART) * width
@@ -329,10 +338,15 @@ def fit_coding(
     nbytes: int,
     seen: torch.Tensor | None,
 ) -> Coding:
-    """Of `keys`, parts (B, Hk, t, D) in order, `tokens` tokens a row in all, one pass: codes of `nbytes` bytes.
+    """Fit a coding of at most `nbytes` bytes to `keys`, in one pass.
 
-    `visible` (B or 1, tokens) leaves padding out. `seen` are queries (B, H, q, D) in whose metric the components are
-    chosen; None: all directions count equally.
+    The steps: subtract the mean, find the directions in the queries' metric, measure each component's error at each
+    number of bits, allocate bits (`allocate`), and fit the projection of queries to the codes by regression.
+
+    Args:
+        keys: parts (B, Hk, t, D) in order, `tokens` tokens a row in total.
+        visible: (B or 1, tokens), excludes padding.
+        seen: queries (B, H, q, D) that define the metric; None: all directions count equally.
     """
     total, moment, count, sample = _statistics(keys, tokens, visible)
     mean = total / max(1, count)
@@ -343,7 +357,7 @@ def fit_coding(
         roots = roots_of(query_moment(seen, num_key_heads), _OTHER_QUERIES_OF_CODES)
     directions = scaled_directions(moment, roots, most_components(width))
     del moment
-    measured = [_measured(sample, mean, some) for some in directions.split(_MEASURED, 1)]
+    measured = [_measured(sample, mean, piece) for piece in directions.split(_MEASURED, 1)]
     errors = {bits: torch.cat([each[0][bits] for each in measured]).numpy(force=True) for bits in (0, *CLASSES)}
     chosen = allocate(errors, nbytes)
     steps = []
@@ -358,13 +372,13 @@ def fit_coding(
 
 
 def allocate(errors: dict[int, np.ndarray], nbytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which components get 8, 4 and 2 bits, so that codes have `nbytes` bytes at most and the sum of errors is least.
+    """Indices of the components that get 8, 4 and 2 bits: the least total error in at most `nbytes` bytes.
 
-    `errors`: by bits (0: nothing is kept) the mean squared error of each component, (r,). Components of 4 bits come in
-    pairs and those of 2 in fours, so that classes lie apart in whole bytes.
+    `errors`: bits (0: the component is dropped) -> mean squared error (r,) of each component. There is an even number
+    of 4-bit components and a multiple of four 2-bit components, so that each class fills whole bytes.
     """
     count = len(errors[0])
-    by_wide = np.argsort(errors[8] - errors[4], kind="stable")  # those that gain most come first
+    by_wide = np.argsort(errors[8] - errors[4], kind="stable")  # largest gain first
     best: tuple[float, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
     for wide in range(min(nbytes, count, MOST_WIDE) + 1):
         first, rest = by_wide[:wide], by_wide[wide:]
@@ -385,8 +399,8 @@ def allocate(errors: dict[int, np.ndarray], nbytes: int) -> tuple[np.ndarray, np
 def _statistics(
     keys: Iterable[torch.Tensor], tokens: int, visible: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """The sum (W,) and the second moment (W, W), float32, of keys behind the sinks, how many they are, and a sample
-    (n, W) of them in their own type."""
+    """Sum (W,) and second moment (W, W), float32, of the keys after the sinks; their number; and a sample (n, W) of
+    them in their own type."""
     position, count = 0, 0
     total = moment = torch.zeros(0, dtype=torch.float32, device="cpu")
     sample: list[torch.Tensor] = []
@@ -414,8 +428,8 @@ def _statistics(
 def _measured(
     sample: torch.Tensor, mean: torch.Tensor, directions: torch.Tensor
 ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """By bits: the least mean squared error (r,) of the components of a sample (n, W) along directions (W, r), and with
-    which step."""
+    """Bits -> least mean squared error (r,) of a sample's (n, W) components along directions (W, r); bits -> step (r,)
+    that reaches it."""
     values = torch.cat([(part.float() - mean) @ directions for part in sample.split(PART)])
     deviation = values.std(0, correction=0).clamp_min(1e-12)
     errors, steps = {0: values.square().mean(0)}, {}
@@ -435,8 +449,7 @@ def _measured(
 
 
 def _regression(coding: Coding, sample: torch.Tensor) -> torch.Tensor:
-    """(W, r): what the codes of a sample (n, W) of keys are multiplied by, its transpose, to come nearest to the sample
-    less the mean."""
+    """Projection (W, r) whose transpose maps a sample's (n, W) codes to the sample less the mean, in least squares."""
     device = sample.device
     gram = torch.zeros(coding.rank, coding.rank, device=device, dtype=torch.float32)
     product = torch.zeros(coding.rank, sample.shape[1], device=device, dtype=torch.float32)
@@ -451,6 +464,6 @@ def _regression(coding: Coding, sample: torch.Tensor) -> torch.Tensor:
 
 
 def _in_8_bits(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(W, r) int8 and scales (r,) whose product comes nearest to `matrix` (W, r)."""
+    """`matrix` (W, r) rounded to int8, and the scales (r,) float32 of its columns."""
     scale = matrix.abs().amax(0).clamp_min(1e-30) / 127
     return (matrix / scale).round_().to(torch.int8), scale

@@ -1,4 +1,4 @@
-"""Compact keys of one layer: what all kinds of them have in common, and what a ranking asks them."""
+"""Compact keys of one layer, the paper's K_lr (KVSwap, section 3.2), and their scores (section 3.3, equation 1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...memory.dry_run import DryRun
 from .coding import Coding, most_bytes, most_components, parts
 from .integer_product import multiplied, rounded
 
-# Memory for something of every token of every row, which grows along the tokens and may be looked at by others
+# Growing memory for one entry of every token of every row, which captured trees may share
 
 _ALONG = {
     axis: State("compact keys", "compact keys", {"places": "places"}, data=Array(shape, at="_data"))
@@ -24,13 +24,13 @@ _ALONG = {
 
 
 class TokenRows:
-    """A tensor with rows first and tokens along `axis`, and room for more. What it takes is in the account as
-    "compact keys".
+    """A tensor with rows first and tokens along `axis`, with spare room. The account books it as "compact keys".
 
     Args:
-        shape: (rows, 0, n) or (rows, n, 0), as `axis` says: 1 or 2.
-        each: tokens of a unit; units and not tokens lie side by side along axis 2, and the tokens of each below each
-            other: (rows, n * each, room). A maximum over a unit's tokens is one over whole rows then.
+        axis: axis of the tokens, 1 or 2.
+        shape: (rows, 0, n) for axis 1, (rows, n, 0) for axis 2.
+        each: tokens of a unit. Above 1, axis 2 has units instead of tokens, and a unit's tokens lie along axis 1:
+            (rows, n * each, room). A maximum over a unit's tokens is then a maximum over complete rows.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class TokenRows:
     ) -> None:
         self.axis, self.each, self.tokens = axis, each, 0
         self._account = account
-        self._lent = 0  # so many first tokens are looked at by others too, and are not to be written to
+        self._lent = 0  # a captured tree shares this many first tokens: they must not be overwritten
         self._data = account.empty("compact keys", *shape, dtype=dtype, device=device)
 
     @classmethod
     def shared(cls, data: torch.Tensor, axis: int, account: MemoryAccount, each: int = 1) -> TokenRows:
-        """Adopt all of `data`, complete units that others also use: it is copied before it is changed. The account
-        counts the complete storage behind it, which it keeps in memory."""
+        """Adopt all of `data`, complete units that others also use. It is copied before it is changed. The account
+        books the complete storage behind `data`, because this keeps it in memory."""
         rows = cls((0, 0, 0), axis, data.dtype, data.device, account, each)
         account.hold("compact keys", data.untyped_storage().nbytes())
         rows._data = data
@@ -58,37 +58,37 @@ class TokenRows:
         return rows
 
     def _places(self, tokens: int) -> int:
-        """Places along the axis that so many tokens take."""
+        """Places along the axis that `tokens` tokens use."""
         return -(-tokens // self.each)
 
     @property
     def places(self) -> int:
-        """Places along the axis that are in use."""
+        """Places in use along the axis."""
         return self._places(self.tokens)
 
     @property
     def data(self) -> torch.Tensor:
-        """What is held, a view: valid until the next change."""
+        """All stored tokens, a view: valid until the next change."""
         return self._data.narrow(self.axis, 0, self._places(self.tokens))
 
     def of_units(self, row: int, units: np.ndarray, unit_size: int) -> torch.Tensor:
-        """What is held of the tokens of `units` (n,) of a row, in their order: a copy, of one axis fewer. Units of
-        `each` tokens, where that is not 1."""
-        axis, held = self.axis - 1, self.data[row]
+        """Entries of the tokens of `units` (n,) of a row, in that order: a copy without the rows' axis. If `each` is
+        not 1, `unit_size` must be `each`."""
+        axis, stored = self.axis - 1, self.data[row]
         unit_size //= self.each
-        shape = [*held.shape[:axis], len(units) * unit_size, *held.shape[axis + 1 :]]
-        parted = held.view(*held.shape[:axis], -1, unit_size, *held.shape[axis + 1 :])
-        if held.is_cpu and held.dtype != torch.bfloat16:  # numpy is done before torch's threads are awake
+        shape = [*stored.shape[:axis], len(units) * unit_size, *stored.shape[axis + 1 :]]
+        parted = stored.view(*stored.shape[:axis], -1, unit_size, *stored.shape[axis + 1 :])
+        if stored.is_cpu and stored.dtype != torch.bfloat16:  # numpy finishes before torch's threads wake
             return torch.from_numpy(parted.numpy().take(units, axis).reshape(shape))
-        return parted.index_select(axis, torch.from_numpy(units).to(held.device)).view(shape)
+        return parted.index_select(axis, torch.from_numpy(units).to(stored.device)).view(shape)
 
     def lend(self) -> torch.Tensor:
-        """`data`, for who goes on looking at it: no later change is seen there."""
+        """`data` for a holder that keeps it: later changes do not show there."""
         self._lent = max(self._lent, self.tokens)
         return self.data
 
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens a row; grows by a little beyond what is asked once there is something."""
+        """Make room for `tokens` tokens a row, plus a little more if there are tokens already. Raises `BudgetError`."""
         room = self._data.shape[self.axis]
         if self._places(tokens) > room or (tokens > self.tokens and self.tokens < self._lent):
             more = max(128, tokens // 32) if self.tokens else 0
@@ -96,27 +96,27 @@ class TokenRows:
             self._lent = 0
 
     def rehearse(self, run: DryRun, tokens: int) -> None:
-        """Be of `tokens` tokens a row, in a dry run."""
+        """Take the size for `tokens` tokens a row, in a dry run."""
         self.reserve(tokens)
         if len(self._data) > 1:
             run.moves(self._data.nbytes)
 
     def append(self, more: torch.Tensor) -> None:
-        """Add what is of further tokens, side by side; room was reserved."""
+        """Add further tokens' entries, in token order along the axis. Their room must be reserved."""
         first, count, each = self.tokens, more.shape[self.axis], self.each
         if each == 1:
             self._data.narrow(self.axis, first, count).copy_(more)
         else:
             parted = self._data.unflatten(1, (-1, each))
-            head = min(count, -first % each)  # what fills a unit that was begun
-            whole = (count - head) // each * each
-            begun, units, rest = more.split([head, whole, count - head - whole], 2)
+            head = min(count, -first % each)  # tokens that fill the last, incomplete unit
+            complete = (count - head) // each * each
+            begun, units, partial = more.split([head, complete, count - head - complete], 2)
             place = self._places(first)
             if head:
                 parted[..., first % each : first % each + head, place - 1] = begun
-            parted[..., place : place + whole // each] = units.unflatten(2, (-1, each)).transpose(2, 3)
-            if rest.shape[2]:
-                parted[..., : rest.shape[2], place + whole // each] = rest
+            parted[..., place : place + complete // each] = units.unflatten(2, (-1, each)).transpose(2, 3)
+            if partial.shape[2]:
+                parted[..., : partial.shape[2], place + complete // each] = partial
         self.tokens += count
 
     def truncate(self, tokens: int) -> None:
@@ -124,42 +124,43 @@ class TokenRows:
         self.tokens = min(self.tokens, tokens)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now; in place where the number of rows stays."""
+        """Replace row i by row `rows[i]`; in place if the number of rows stays."""
         _ALONG[self.axis].select_rows(self, rows, in_place=not self._lent)
         self._lent = 0
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.tokens = 0
         _ALONG[self.axis].close(self)
 
 
 BLOCK = 4096
-"""Tokens that are scored at a time: what is made of them stays in the processor's cache. Twice as many of more than
-four times as many: there the calls cost more than the memory does."""
+"""Tokens scored at a time, so that intermediate results stay in the processor's cache. Twice as many if there are more
+than four times as many tokens, because calls then cost more than memory."""
 HIDDEN = np.float32(-1e30)
 """The score of padding."""
 
 
 class Asked(NamedTuple):
-    """Low-rank queries on their way to scores."""
+    """Low-rank queries, ready to be multiplied by compact keys."""
 
     queries: torch.Tensor
-    """(h, components), as they are multiplied: in 8 bits where products are whole numbers."""
+    """(h, components), in 8 bits for integer products."""
     factor: np.ndarray
     """(h, 1) float32: products times `factor`, plus `constant`, are scores."""
     constant: np.ndarray
+    """(h, 1) float32, or (1, 1)."""
 
 
 def scored_at_once(tokens: int) -> int:
-    """How many of so many tokens are scored at a time at most."""
+    """Most tokens that are scored at a time, of `tokens` tokens."""
     return min(tokens, BLOCK if tokens <= 4 * BLOCK else 2 * BLOCK)
 
 
 class CompactKeys(ABC):
-    """Something small of every key of every row, which tells about what a query's product with it is.
+    """A small approximation of every key of every row, which gives approximate scores of a query.
 
-    For the thread that runs the model. What it holds is in the account. Scores are not scaled yet.
+    For the thread that runs the model. The account books its memory. Scores are not scaled by softmax's factor.
     """
 
     def __init__(self, rows: TokenRows) -> None:
@@ -167,7 +168,7 @@ class CompactKeys(ABC):
 
     @property
     def tokens(self) -> int:
-        """Tokens a row that are held."""
+        """Tokens a row."""
         return self._rows.tokens
 
     @property
@@ -187,26 +188,27 @@ class CompactKeys(ABC):
         self._rows.truncate(tokens)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now."""
+        """Replace row i by row `rows[i]`."""
         self._rows.select_rows(rows)
 
     @abstractmethod
     def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
-        """(B, H, ·) float32, linear in query (B, H, D): what the scores are asked with, row by row."""
+        """Low-rank query (B, H, ·) float32 on the host, linear in query (B, H, D) (KVSwap, equation 1). `best_of_units`
+        takes one row of it."""
 
     @property
     def has_rough_form(self) -> bool:
-        """Some of what is held says roughly what scores are, in less time."""
+        """True if leading components give a rough score in less time."""
         return False
 
     @abstractmethod
     def _asked(self, low: np.ndarray, roughly: bool) -> Asked:
-        """Low-rank queries (h, ·); `roughly`: those components that say most are enough."""
+        """Prepare low-rank queries `low` (h, ·). `roughly`: only the leading components."""
 
     @abstractmethod
-    def _products(self, asked: Asked, some: torch.Tensor) -> torch.Tensor:
-        """(h, n), of any type, with what is held of n tokens of a row: valid until the next. Where units lie side by
-        side, the first tokens of all come first, then the second."""
+    def _products(self, asked: Asked, stored: torch.Tensor) -> torch.Tensor:
+        """Products (h, n), of any type, with the `stored` entries of n tokens of a row: valid until the next call. If
+        units lie along the axis, each unit's first token precedes all second tokens, and so on."""
 
     def best_of_units(
         self,
@@ -217,71 +219,76 @@ class CompactKeys(ABC):
         roughly: bool = False,
         units: np.ndarray | None = None,
     ) -> np.ndarray:
-        """(h, n) float32: the largest score in each of `units` (n,) of `row`, None: of all, for low-rank queries
-        (h, ·). `visible` (·, tokens) puts padding below everything. `roughly`: by those components that say most, if
-        that is faster."""
+        """Largest score (h, n) float32 in each unit of a row, for low-rank queries `low` (h, ·): the ReduceMax within
+        groups of KVSwap, section 3.3.
+
+        `units` (n,) limits it to these units; None: all. `visible` (·, tokens) puts padding below every score.
+        `roughly`: by the leading components only, if that is faster.
+        """
         rows, asked = self._rows, self._asked(low, roughly)
-        held = rows.data[row] if units is None else rows.of_units(row, units, unit_size)
+        stored = rows.data[row] if units is None else rows.of_units(row, units, unit_size)
         axis, heads, each = rows.axis - 1, len(low), rows.each
-        tokens, found = held.shape[axis] * each, []
+        tokens, maxima = stored.shape[axis] * each, []
         seen = None if visible is None else self._seen(visible, row, units, unit_size)
         block = (scored_at_once(tokens) // unit_size or 1) * unit_size
         for first in range(0, tokens, block):
             count = block if first + block <= tokens else tokens - first
-            raw = self._products(asked, held if count == tokens else held.narrow(axis, first // each, count // each))
+            part = stored if count == tokens else stored.narrow(axis, first // each, count // each)
+            raw = self._products(asked, part)
             if seen is not None:
                 least = -(2**30) if asked.queries.dtype == torch.int8 else torch.finfo(raw.dtype).min / 2
                 raw.masked_fill_(~self._in_order(seen[first : first + count]), least)
-            found.append(raw.view(heads, -1, unit_size).amax(2) if each == 1 else _largest(raw.view(heads, each, -1)))
-        best: np.ndarray = (found[0] if len(found) == 1 else torch.cat(found, 1)).float().numpy(force=True)
+            maxima.append(raw.view(heads, -1, unit_size).amax(2) if each == 1 else _largest(raw.view(heads, each, -1)))
+        best: np.ndarray = (maxima[0] if len(maxima) == 1 else torch.cat(maxima, 1)).float().numpy(force=True)
         best *= asked.factor
         best += asked.constant
         return best
 
     def _seen(self, visible: torch.Tensor, row: int, units: np.ndarray | None, unit_size: int) -> torch.Tensor:
-        """What of the tokens of `units` of a row is no padding, one after the other."""
+        """(n,) bool: the tokens of `units` of a row that are not padding, in token order."""
         seen = visible[min(row, len(visible) - 1), : self.tokens]
         if units is None:
             return seen
         return seen.unflatten(0, (-1, unit_size))[torch.from_numpy(units).to(seen.device)].flatten()
 
     def _in_order(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(n,) of tokens one after the other, in the order in which products come."""
+        """Values (n,) in token order, rearranged to the order of `_products`."""
         return tokens if self._rows.each == 1 else tokens.view(-1, self._rows.each).t().flatten()
 
     @abstractmethod
     def lesson(self) -> dict[str, Any]:
-        """As `capture`, of no tokens: how keys are made compact."""
+        """As `capture`, without tokens: only the fitted state that makes keys compact."""
 
     @abstractmethod
     def capture(self) -> dict[str, Any]:
-        """All that is held, as a tree to restore: no copies, not to be changed. Who holds it sees no later change."""
+        """A tree of all state for `restore`: no copies, not to be changed. Later changes do not show in it."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._rows.close()
 
 
 def _largest(products: torch.Tensor) -> torch.Tensor:
-    """(h, n) of (h, tokens of a unit, n): over the tokens."""
+    """Maximum of products (h, tokens of a unit, n) over each unit's tokens: (h, n)."""
     if products.device.type != "cpu" or products.dtype == torch.bfloat16:
         return products.amax(1)
     return torch.from_numpy(np.maximum.reduce(products.numpy(), 1))
 
 
-# Compact keys of a few bits a component, which are unpacked some at a time and multiplied as whole numbers
+# Compact keys of a few bits a component, unpacked block by block and multiplied as integers
 
 _ENCODED = 1 << 17
-"""Elements of keys that are taken to float32 at a time."""
+"""Elements of keys converted to float32 at a time."""
 
 
 class CodedKeys(CompactKeys):
-    """`CompactKeys` by a `Coding`: (B, bytes * tokens of a unit, units) uint8, on the device of the keys, so that each
-    class of bits is unpacked, and the best token of each unit found, by a few operations on whole rows.
+    """`CompactKeys` by a `Coding`, beyond the paper: (B, bytes * tokens of a unit, units) uint8 on the keys' device.
+
+    In this layout, a few operations on complete rows unpack each class of bits and find each unit's best token.
 
     Args:
-        unit_size: tokens of a unit; 1: of any, whose tokens lie side by side.
-        workspace: for what is unpacked and the scores of it; shared by layers.
+        unit_size: tokens of a unit; 1: any units, because tokens then lie along the axis.
+        workspace: for unpacked codes and their scores; shared by layers.
     """
 
     STATE: ClassVar[State] = State("coded keys", codes=Array("rows bytes places", torch.uint8))
@@ -310,8 +317,10 @@ class CodedKeys(CompactKeys):
     def rehearse(
         cls, run: DryRun, width: int, nbytes: int, tokens: int, rows: int, heads: int, unit_size: int, wanted: int
     ) -> None:
-        """Hold what `rows` rows of `tokens` tokens take in a dry run, before it is known how keys of `width` elements
-        are coded. `heads`: query heads; `wanted`: units that are looked at closely."""
+        """Declare the memory for `rows` rows of `tokens` tokens in a dry run, before a coding is fitted.
+
+        `width`: elements of a key; `heads`: query heads; `wanted`: candidate units that are scored with all components.
+        """
         nbytes, cpu = min(nbytes, most_bytes(width)), torch.device("cpu")
         codes = TokenRows((rows, nbytes * unit_size, 0), 2, torch.uint8, cpu, run, unit_size)
         codes.rehearse(run, tokens)
@@ -335,7 +344,7 @@ class CodedKeys(CompactKeys):
     # --- scores ------------------------------------------------------------------------------------------------
 
     def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
-        """(B, H, r + 1) float32: the last is the product with the mean."""
+        """(B, H, r + 1) float32; the last component is the query's product with the mean."""
         heads = self._key_heads
         batch, _, dim = query.shape
         states = query.float().numpy(force=True).reshape(batch, heads, -1, dim)
@@ -354,13 +363,13 @@ class CodedKeys(CompactKeys):
         queries, unit, used = rounded(low[:, :count], self.device)
         return Asked(queries, unit, low[:, -1:] + (used @ self._offsets[:count])[:, None] * unit)
 
-    def _products(self, asked: Asked, some: torch.Tensor) -> torch.Tensor:
+    def _products(self, asked: Asked, stored: torch.Tensor) -> torch.Tensor:
         (heads, rank), each = asked.queries.shape, self._rows.each
-        held, places = some.shape
+        code_rows, places = stored.shape
         count = places * each
         wide, most = 4 * heads * count, max(count, scored_at_once(self._rows.tokens))
-        memory = self._workspace.take(most * (self._rank + 4 * heads), dtype=torch.uint8, device=some.device)
-        codes, out = some.view(held // each, each, places), memory[wide : wide + rank * count]
+        memory = self._workspace.take(most * (self._rank + 4 * heads), dtype=torch.uint8, device=stored.device)
+        codes, out = stored.view(code_rows // each, each, places), memory[wide : wide + rank * count]
         unpacked = self.coding.unpacked(codes, out.view(rank, each, places))
         return multiplied(asked.queries, unpacked.view(rank, count), memory)
 
@@ -377,47 +386,51 @@ class CodedKeys(CompactKeys):
         cls, tree: dict[str, Any], num_key_heads: int, account: MemoryAccount, workspace: Workspace, unit_size: int, /,
         **sizes: int,
     ) -> CodedKeys:  # fmt: skip
-        """What `tree` was captured of, with these `sizes`: rows, places, and the width of the keys. Codes are shared
-        with whoever else holds the tree until one of them changes; each one's account counts them. Raises
-        `ContextError` where the tree does not hold together, `BudgetError`."""
+        """The keys that `tree` was captured from, with these `sizes`: rows, places, and the keys' width.
+
+        Other holders of `tree` share the codes until one of them changes; each account books them. Raises
+        `ContextError` if `tree` is inconsistent, `BudgetError`.
+        """
         coding, codes = Coding.restore(tree["coding"], **sizes), tree["codes"]
         cls.STATE.check({"codes": codes}, "a layer", bytes=coding.nbytes * unit_size, **sizes)
-        found = cls(coding, num_key_heads, 0, account, workspace, unit_size)
-        found._rows = TokenRows.shared(codes, 2, account, unit_size)
-        return found
+        compact = cls(coding, num_key_heads, 0, account, workspace, unit_size)
+        compact._rows = TokenRows.shared(codes, 2, account, unit_size)
+        return compact
 
 
-# Compact keys: the keys of all heads joined and projected to a low rank, which a low-rank query is scored against
+# The paper's compact keys: the keys of all heads are joined and projected to a low rank (KVSwap, section 3.2)
 
 _CLIP = 5.0
-"""An 8-bit component spans this many root mean squares to either side; what lies beyond is clipped."""
+"""Root mean squares to either side that an 8-bit component spans; values beyond are clipped."""
 
 _WIDE = 2**16
-"""Elements of a projection above which expanding it to float32 takes longer than the rest of the product."""
+"""Elements of a projection above which its conversion to float32 takes longer than the product."""
 
 _ZERO, _ONE = np.zeros((1, 1), dtype=np.float32), np.ones((1, 1), dtype=np.float32)
 
 
 def default_rank(key_width: int) -> int:
-    """The width of a compact key when none is given: a quarter of the joined key width, from 16 to 160."""
+    """Default rank of a compact key: a quarter of the joined key width, from 16 to 160."""
     return min(key_width, max(16, min(160, key_width // 4)))
 
 
 class LowRankKeys(CompactKeys):
-    """`CompactKeys` as in the paper: (B, tokens, r) in `dtype`, on the device of the keys.
+    """The paper's compact keys, K_lr = Flatten(K) A (KVSwap, section 3.2): (B, tokens, r) in `dtype`.
+
+    They are on the keys' device.
 
     Args:
-        adapter: (Hk D, r) float32, the projection; kept by reference.
-        deviation: (r,) float32, root mean square of each component, which fixes the 8-bit scale.
+        adapter: A, (Hk D, r) float32; kept by reference.
+        deviation: (r,) float32, root mean square of each component, which sets the 8-bit scale.
         dtype: torch.int8, or a floating type.
         num_key_heads: Hk.
-        workspace: for the scores of one row, (H, tokens) in 32 bits; None: one of its own.
-        queries: (Hk D, r) float32, the same for queries (see `reconstruction`); None: `adapter`, for orthonormal ones.
+        workspace: for the scores of one row, (H, tokens) in 32 bits; None: a new one.
+        queries: (Hk D, r) float32, projection of queries (see `reconstruction`); None: `adapter`, if it is orthonormal.
 
-    Both projections are kept in bfloat16 where the keys are compact, which changes scores by less than 8 bits do; that
-    of queries on the host. Kept in float32 it would take the place of three of forty components at a thirteenth of the
-    full KV, and facts are lost with those. So a wide one is multiplied as it is, where the processor does that fast,
-    and else it is taken to float32 at each ranking: microseconds for a narrow one.
+    Unless `dtype` is float32, both projections are stored in bfloat16, which changes scores by less than 8-bit keys do.
+    The projection of queries is on the host. In float32 it would cost three of forty components at 1/13 of the full KV
+    cache, and those components retrieve needles. A wide projection is multiplied in bfloat16 if the processor does that
+    fast. Otherwise it is converted to float32 at each ranking, which takes microseconds for a narrow one.
     """
 
     STATE: ClassVar[State] = State(
@@ -459,8 +472,8 @@ class LowRankKeys(CompactKeys):
         cls, run: DryRun, width: int, rank: int, dtype: torch.dtype, tokens: int, rows: int, heads: int,
         unit_size: int, wanted: int,
     ) -> None:  # fmt: skip
-        """Hold what `rows` rows of `tokens` tokens take in a dry run. `width`: elements of a key; `heads`: query heads;
-        `wanted`: units that are looked at closely."""
+        """Declare the memory for `rows` rows of `tokens` tokens in a dry run. `width`: elements of a key; `heads`:
+        query heads; `wanted`: candidate units that are scored with all components."""
         keys = TokenRows((rows, 0, rank), 1, dtype, torch.device("cpu"), run)
         keys.rehearse(run, tokens)
         run.keeps("adapters", 2 * width * rank * (4 if dtype == torch.float32 else 2))
@@ -482,9 +495,11 @@ class LowRankKeys(CompactKeys):
     def restore(
         cls, tree: dict[str, Any], account: MemoryAccount, workspace: Workspace | None = None, /, **sizes: int
     ) -> LowRankKeys:
-        """What `tree` was captured of, with these `sizes`: rows, tokens, heads, dim. Keys are shared with whoever else
-        holds the tree until one of them changes; each one's account counts them. Raises `ContextError` where the tree
-        does not hold together."""
+        """The keys that `tree` was captured from, with these `sizes`: rows, tokens, heads, dim.
+
+        Other holders of `tree` share the keys until one of them changes; each account books them. Raises
+        `ContextError` if `tree` is inconsistent, `BudgetError`.
+        """
         sizes = cls.STATE.check(tree, "a layer", **sizes)
         if not 0 < sizes["rank"] <= sizes["heads"] * sizes["dim"]:
             raise not_whole("a layer", f"adapter of its compact keys is {shown(tree['adapter'])}")
@@ -512,14 +527,15 @@ class LowRankKeys(CompactKeys):
         self._adapter_bytes = 0
 
     def low_rank_query(self, query: torch.Tensor) -> np.ndarray:
-        """query (B, H, D) times the projection of its key head (equation 1) and the 8-bit scale: (B, H, r) float32."""
+        """Query (B, H, D) times its key head's projection (Q_h A_g(h) of KVSwap's equation 1) and the 8-bit scale:
+        (B, H, r) float32."""
         batch, heads, dim = query.shape
         key_heads = self._queries.shape[0]
         if self._as_it_is:
             grouped = query.to("cpu", torch.bfloat16).view(batch, key_heads, -1, dim).transpose(0, 1).flatten(1, 2)
             low = torch.bmm(grouped, self._queries).float().view(key_heads, batch, -1, self._queries.shape[2])
             return low.transpose(0, 1).flatten(1, 2).numpy(force=True) * self._host_scale
-        # By numpy: products this small are done before torch's threads are awake.
+        # numpy finishes products this small before torch's threads wake
         states = query.float().numpy(force=True).reshape(batch, key_heads, -1, dim)
         return (np.matmul(states, self._queries.float().numpy()) * self._host_scale).reshape(batch, heads, -1)
 
@@ -528,18 +544,18 @@ class LowRankKeys(CompactKeys):
             return Asked(*rounded(low, self.device)[:2], _ZERO)
         return Asked(torch.from_numpy(low).to(self.device, self._rows.data.dtype), _ONE, _ZERO)
 
-    def _products(self, asked: Asked, some: torch.Tensor) -> torch.Tensor:
-        if some.dtype != torch.int8:
-            return asked.queries @ some.t()
-        size = 4 * len(asked.queries) * len(some)
+    def _products(self, asked: Asked, stored: torch.Tensor) -> torch.Tensor:
+        if stored.dtype != torch.int8:
+            return asked.queries @ stored.t()
+        size = 4 * len(asked.queries) * len(stored)
         return multiplied(
-            asked.queries, some.t(), self._workspace.take(size, dtype=torch.uint8, device=some.device)
+            asked.queries, stored.t(), self._workspace.take(size, dtype=torch.uint8, device=stored.device)
         )
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this processor multiplies small matrices of bfloat16 faster than it takes them to float32 first.
+    """Whether this processor multiplies small bfloat16 matrices faster than it converts them to float32 first.
 
-    With AVX-512 in 0.5 to 0.8 of the time, with AVX2 alone in 4 to 7 times as much.
+    The bfloat16 product takes 0.5 to 0.8 of the time with AVX-512, but 4 to 7 times as long with only AVX2.
     """
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")

@@ -1,4 +1,4 @@
-"""The fields of `DiskSwapCache`."""
+"""The configuration of `DiskSwapCache`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...errors import ConfigError
 
 @dataclass(frozen=True)
 class DiskSwapConfig(SelectiveConfig):
-    """KVSwap's fields (paper sections 3.2 to 3.4)."""
+    """The fields of KVSwap (sections 3.2 to 3.4), in addition to those of every selective cache."""
 
     stored_format: ClassVar[tuple[str, ...]] = (
         *SelectiveConfig.stored_format, "summary_bytes", "rank", "summary_dtype",
@@ -25,16 +25,15 @@ class DiskSwapConfig(SelectiveConfig):
     not_beside_exact: ClassVar[tuple[str, ...]] = ("adapter",)
 
     summary_bytes: int | None = None
-    """Bytes a token and layer of the compact keys, where they are coded. None: a sixteenth of a key in 16 bits, from 8
-    to 128."""
+    """Bytes of a coded compact key, for each token and layer. None: a sixteenth of a key in 16 bits, from 8 to 128."""
     rank: int | None = None
-    """Components of a compact key that is truncated, as in the paper. None: a quarter of the joined key width, from 16
-    to 160."""
+    """Components r of a compact key that is truncated, as in section 3.2. None: a quarter of the joined key width, from
+    16 to 160."""
     summary_dtype: str | None = None
-    """"coded": compact keys whose components have 8, 4, 2 or no bits, as the prompt says; "int8", "bfloat16",
-    "float32": truncated ones of that type. None: coded, or "int8" where `rank` or an `adapter` is given."""
+    """"coded": each component of a compact key gets 8, 4, 2 or no bits, fitted to the prompt. "int8", "bfloat16" or
+    "float32": truncated keys of that type. None: "coded", or "int8" if `rank` or `adapter` is given."""
     adapter: str | None = None
-    """Path of a calibrated adapter (safetensors). None: from the prompt's own keys."""
+    """Path of a calibrated adapter (safetensors). None: the adapter is fitted to the prompt's keys."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,12 +44,12 @@ class DiskSwapConfig(SelectiveConfig):
             self._at_least("summary_bytes", 4)
             if self.summaries != "coded":
                 raise ConfigError(
-                    f"summary_bytes is for coded compact keys, got {self.summary_bytes!r} beside {self.summaries} ones:"
-                    " leave it out, or leave out rank, adapter and summary_dtype"
+                    f"summary_bytes needs coded compact keys, got {self.summary_bytes!r} with {self.summaries} ones: "
+                    "leave it out, or leave out rank, adapter and summary_dtype"
                 )
         if self.summary_dtype == "coded" and (self.rank is not None or self.adapter is not None):
             raise ConfigError(
-                'summary_dtype="coded" finds its own components, got a rank or an adapter beside it: leave them out, '
+                'summary_dtype="coded" fits its own components, but a rank or an adapter was given: leave them out, '
                 "or use summary_bytes"
             )
         if self.adapter is not None and not isinstance(self.adapter, str | Path):
@@ -63,7 +62,7 @@ class DiskSwapConfig(SelectiveConfig):
 
     @property
     def summaries(self) -> str:
-        """What `summary_dtype` comes to."""
+        """`summary_dtype`, with its default resolved."""
         if self.summary_dtype is not None:
             return self.summary_dtype
         return "int8" if self.rank is not None or self.adapter is not None else "coded"

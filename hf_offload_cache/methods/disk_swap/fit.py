@@ -1,4 +1,8 @@
-"""The best fields of `DiskSwapCache` that a budget allows, without a measured profile."""
+"""The best fields of `DiskSwapCache` for a memory budget, without a measured profile.
+
+KVSwap's own solver, `tuning.solve`, needs profiles (appendix A). This one weighs compact keys against slots by two
+curves that were measured once.
+"""
 
 from __future__ import annotations
 
@@ -16,43 +20,45 @@ from .coding import default_summary_bytes, most_bytes
 from .compact_keys import default_rank
 from .config import DiskSwapConfig
 
-# What bytes of compact keys are worth against slots, by what was measured: how a budget is divided, and when it is too
+# The worth of compact key bytes and of slots, as measured: how a budget is divided, and when it is too small
 
 LOST = (
     (0.0, 1.0), (0.031, 0.6), (0.042, 0.4), (0.0625, 0.12), (0.083, 0.1), (0.104, 0.04), (0.125, 0.001), (0.188, 0.0),
 )  # fmt: skip
-"""Bytes of a code over the elements of a joined key -> facts lost of those that the full cache finds: SmolLM2-135M,
-prompts of 4,000 and 7,000 tokens, 400 of them selected, 16 to 79 facts a value; but for those that were lost with the
-most bytes too, and smoothed where more bytes lost more. Another model has another curve."""
+"""Bytes of a code over the elements of a joined key -> share of the full cache's needles that are lost.
+
+Measured on SmolLM2-135M with prompts of 4,000 and 7,000 tokens, 400 tokens selected, 16 to 79 needles a value. Needles
+that even the longest code lost are left out. Values are smoothed where a longer code lost more. Another model has
+another curve."""
 HITS = ((0.0, 0.0), (0.28, 0.29), (0.52, 0.49), (0.76, 0.66), (1.0, 0.80), (1.5, 0.87), (2.0, 0.89), (4.0, 0.92))
-"""Slots over the units of one selection -> hit rate: the same model, on text."""
+"""Slots over the units of one selection -> hit rate, measured with the same model on text."""
 RETRIEVES = 0.1
-"""Bytes over elements below which facts get lost: worth a warning."""
+"""Bytes over elements below which a code loses needles: a smaller one gets a warning."""
 RETRIEVES_TRUNCATED = 0.2
-"""The same, of truncated keys."""
+"""`RETRIEVES` for truncated keys."""
 _SPEED = 0.1
-"""What a hit rate of 1 is worth, in facts: a step without any takes about half as long again."""
+"""Worth of a hit rate of 1, as a share of needles: a step without hits takes about 1.5 times as long."""
 QUEUE_HALVED = 0.004
-"""What a write queue of half the size costs, in facts: a prefill waits for the disk more often."""
+"""Cost of halving the write queue, as a share of needles: a prefill waits for the disk more often."""
 _SHARES = (1 / 4, 1 / 6, 1 / 8, 5 / 48, 1 / 12, 1 / 16, 5 / 96, 1 / 24, 1 / 32)
-"""Bytes over elements that are tried."""
+"""Bytes over elements to try."""
 
 
 def sizes_to_try(key_width: int) -> list[int]:
-    """Bytes of a code that are worth trying, ascending."""
+    """Code sizes in bytes that are worth trying, ascending."""
     most = most_bytes(key_width)
     return sorted({max(4, min(most, round(share * key_width))) for share in _SHARES})
 
 
 def worth(summary_bytes: int, key_width: int, slots: float, selected: float) -> float:
-    """How good a cache with codes of so many bytes and slots for so many tokens is, to be compared."""
+    """Score for comparing caches: codes of `summary_bytes`, slots for `slots` tokens, `selected` tokens a step."""
     return _SPEED * _at(slots / max(1, selected), HITS) - _at(summary_bytes / key_width, LOST)
 
 
 def shortfalls(config: DiskSwapConfig, key_width: int, given: Iterable[str]) -> list[str]:
-    """What of `config` loses facts, for keys of `key_width` elements: compact keys that are too short; but not a rank
-    that the user chose, which is `given`."""
-    chosen, found = set(given), []
+    """Warnings about compact keys too short to retrieve needles, for keys of `key_width` elements. A rank or an adapter
+    that the user set (named in `given`) gets none."""
+    chosen, warnings = set(given), []
     if config.summaries == "coded":
         name, most = "compact keys", most_bytes(key_width)
         nbytes = min(config.summary_bytes or default_summary_bytes(key_width), most)
@@ -63,11 +69,11 @@ def shortfalls(config: DiskSwapConfig, key_width: int, given: Iterable[str]) -> 
         nbytes = (config.rank or usual_rank) * itemsize
         needed = min(math.ceil(RETRIEVES_TRUNCATED * key_width), usual_rank * itemsize)
     if nbytes < needed and (config.summaries == "coded" or not chosen & {"rank", "adapter"}):
-        found.append(
-            f"{name} of {nbytes} bytes a token lose facts that the full cache finds; with {needed} hardly any was lost "
+        warnings.append(
+            f"{name} of {nbytes} bytes a token lose needles that the full cache finds; {needed} bytes lose hardly any "
             f"{LOST_BY}"
         )
-    return found
+    return warnings
 
 
 def _at(place: float, curve: tuple[tuple[float, float], ...]) -> float:
@@ -76,37 +82,36 @@ def _at(place: float, curve: tuple[tuple[float, float], ...]) -> float:
 
 
 _LAST_TAIL = 8
-"""`num_recent` where not even `SHORT_TAIL` leaves room."""
+"""`num_recent` if not even `SHORT_TAIL` leaves room."""
 
 MAX_COMPRESSION = 32
-"""Sigma's limit: bytes of a token's keys over bytes of its compact key (KVSwap, appendix A)."""
+"""Limit of sigma: bytes of a token's keys over bytes of its compact key (KVSwap, appendix A.4)."""
 
 
 def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], area_bytes: int) -> DiskSwapConfig:
-    """The best configuration that fits. What is best, in this order:
+    """The best configuration that fits the budget. Priorities, in this order:
 
-    1. `num_selected` 400, and compact keys that find facts: coded in an eighth of a byte an element, or, where the
-       fields ask for truncated ones, a `rank` of five sixths of the default: with less, facts are lost that the full
-       cache finds, where fewer slots only cost time. For that, these give way, one after another: the staging areas of
-       a look-ahead (`look_ahead=False`, unless they take less than a tenth), the write queue and the two buffers that
-       stream a history (from a tenth of the budget each, at most 4 MiB and 1024 tokens, to a fortieth, then to what
-       they need).
-    2. What is left goes to bytes of codes and to slots as they are worth (`summary_bytes.worth`); of truncated keys to
-       reuse slots up to `num_selected`, to the default rank, to slots up to twice `num_selected`, to a rank of up to
-       half of the key width, and to slots until all is held. What a prefill has room for, which holds no slots, goes to
-       blocks of up to 2048 tokens and a third of the context.
-    3. Where that does not fit, the most of the compact keys that does, with slots for what is left; down to where they
-       are a 32nd of the keys' bytes. Below that `num_recent` (16), `num_selected` (down to 64) and then `num_recent`
-       (8) give way. Where not even that leaves room to find out how keys are coded (a short context of a small model),
-       keys are truncated.
+    1. `num_selected` is 400 (appendix A.2), and compact keys are long enough to retrieve needles. Codes have an eighth
+       of a byte an element; truncated keys, if the fields ask for them, five sixths of the default rank. Shorter keys
+       lose needles, whereas fewer slots only cost time. To make room, first the look-ahead's staging areas go
+       (`look_ahead=False`, unless they take less than a tenth of the budget). Then the write queue and the two
+       streaming buffers shrink: from a tenth of the budget each (at most 4 MiB and 1024 tokens) to a fortieth, then to
+       the minimum.
+    2. The rest of the budget goes to codes and slots by their `worth`. With truncated keys it goes, in turn, to slots
+       for `num_selected` tokens, the default rank, slots for twice `num_selected`, a rank of half the key width, and
+       slots for all tokens. A prefill has no slots, so its room goes to blocks of up to 2048 tokens and a third of the
+       context.
+    3. If step 1 does not fit, the longest compact keys that fit are used, down to 1/32 of the keys' bytes (sigma's
+       limit). Slots get the rest. Below that, `num_recent` (16), `num_selected` (down to 64) and again `num_recent` (8)
+       shrink. If there is no room to fit codes (a short context of a small model), keys are truncated.
 
-    `group_size` and sinks are never changed.
+    `group_size` and sinks never change.
 
     Args:
-        forms: how records lie, of each kind of layer.
-        area_bytes: of one staging area.
+        forms: record format of each kind of layer.
+        area_bytes: bytes of one staging area.
 
-    Raises `BudgetError` with the least memory that would do, `ConfigError` for a field that is wrong.
+    Raises `BudgetError` with the minimum memory needed, `ConfigError` for a wrong field.
     """
     for name in ("rank", "summary_bytes"):
         if search.fields.get(name, 0) is None:
@@ -134,10 +139,10 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
 
 
 class _Truncated:
-    """How a rank is chosen, and what is left is spent."""
+    """Truncated keys: the ranks to try, and how the rest of a budget is spent."""
 
     def of(self, amount: int) -> dict[str, Any]:
-        """The fields that say so."""
+        """The fields for a rank of `amount`."""
         return {"rank": amount}
 
     def __init__(self, search: Search[DiskSwapConfig], forms: list[RecordFormat]) -> None:
@@ -147,7 +152,7 @@ class _Truncated:
         self.wanted = min(self.most, max(self.least, -(-self._default * 5 // 6)))
 
     def filled(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """`chosen`, which fits, with what is left of the budget spent on rank and slots."""
+        """`chosen`, which fits, with the rest of the budget spent on rank and slots."""
         search, selected, default = self._search, chosen["num_selected"], self._default
         chosen = search.most(chosen, "rank", min(-(-default * 5 // 6), self.most))
         chosen = search.most(chosen, "reuse_capacity", selected)
@@ -158,10 +163,10 @@ class _Truncated:
 
 
 class _Coded:
-    """How bytes of codes are chosen, and what is left is spent."""
+    """Coded keys: the code sizes to try, and how the rest of a budget is spent."""
 
     def of(self, amount: int) -> dict[str, Any]:
-        """The fields that say so."""
+        """The fields for codes of `amount` bytes."""
         return {"summary_bytes": amount}
 
     def __init__(self, search: Search[DiskSwapConfig], forms: list[RecordFormat]) -> None:
@@ -173,9 +178,10 @@ class _Coded:
         self.wanted = default_summary_bytes(self._width) if given is None else given
 
     def filled(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """`chosen`, which fits, with what is left of the budget spent on codes and slots, as they are worth.
+        """`chosen`, which fits, with the rest of the budget spent on codes and slots by their `worth`.
 
-        Of equals the smaller queue wins, then the longer code. What is best with any number of slots is tried first.
+        Ties go to the smaller queue, then to the longer code. Choices are tried in the order of their worth with
+        slots for all tokens, an upper bound.
         """
         search, width, selected = self._search, self._width, chosen["num_selected"]
         queues = {queue for queue in map(_queue_of, map(search.streams, STREAM_SHARES)) if queue < _queue_of(chosen)}
@@ -198,9 +204,9 @@ class _Coded:
             tried = {**chosen, "write_queue": queue, "summary_bytes": amount}
             if search.fits(tried):
                 tried = search.most(tried, "reuse_capacity", search.max_context)
-                found = value(halved, amount, tried["reuse_capacity"])
-                if best is None or found > best[0]:
-                    best = found, tried
+                reached = value(halved, amount, tried["reuse_capacity"])
+                if best is None or reached > best[0]:
+                    best = reached, tried
         return chosen if best is None else best[1]
 
 
@@ -214,18 +220,18 @@ def _selected(search: Search[DiskSwapConfig]) -> int:
 
 
 def _levels(search: Search[DiskSwapConfig], look_ahead: bool) -> Iterator[dict[str, Any]]:
-    """What is tried with all that is to be selected, best first."""
+    """Fields to try with the full `num_selected`, best first."""
     streams = [search.streams(share) for share in STREAM_SHARES]
     full: dict[str, Any] = {"num_selected": _selected(search), "look_ahead": False}
     if look_ahead:
         yield {**streams[0], **full, "look_ahead": None}
-    for some in streams:
-        yield {**some, **full}
+    for stream in streams:
+        yield {**stream, **full}
     yield {**search.least_streams(), **full}
 
 
 def _frugal(search: Search[DiskSwapConfig], forms: list[RecordFormat]) -> Iterator[dict[str, Any]]:
-    """What is tried where that does not fit at any rank: a shorter tail, fewer groups, then a still shorter tail."""
+    """Fields to try if no level fits: a shorter tail, fewer groups, then a still shorter tail."""
     group = max((form.group_size for form in forms), default=1)
     for recent in (SHORT_TAIL, _LAST_TAIL):
         full = {"num_selected": _selected(search), "look_ahead": False}
@@ -237,7 +243,7 @@ def _frugal(search: Search[DiskSwapConfig], forms: list[RecordFormat]) -> Iterat
 
 
 def _ranks(forms: list[RecordFormat], search: Search[DiskSwapConfig]) -> tuple[int, int]:
-    """The least and the greatest rank to try: sigma's limit, and half of the key width or what the adapter has."""
+    """Smallest and largest rank to try: sigma's limit; half the key width, or the adapter's rank if that is less."""
     fields = search.fields
     if fields.get("rank") is not None:
         return fields["rank"], fields["rank"]
@@ -250,5 +256,5 @@ def _ranks(forms: list[RecordFormat], search: Search[DiskSwapConfig]) -> tuple[i
 
 
 def _item_bytes(summaries: str) -> int:
-    """Bytes of a component of truncated keys, where those are wanted, or may be all that fits."""
+    """Bytes of one component of truncated keys: 1 for "coded", which falls back to int8."""
     return 1 if summaries == "coded" else getattr(torch, summaries).itemsize

@@ -1,4 +1,4 @@
-"""Low-rank queries times 8-bit components: whole numbers, by whichever instructions this processor has for them."""
+"""Products of low-rank queries and 8-bit components (KVSwap, equation 1), by the processor's fastest instructions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 _WIDENED = 1 << 15
-"""Components that are taken to float32 at a time."""
+"""Components converted to float32 at a time."""
 _MOST_COMPONENTS = 1024
-"""Of a token, whose products with a query of 8 bits sum up to 2 ** 24 at most, and float32 has such whole numbers."""
+"""Components of a token whose 8-bit products sum to at most 2 ** 24. Up to there, float32 holds every integer."""
 
 
 def rounded(weights: np.ndarray, device: torch.device) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-    """Queries (h, r) float32 as `multiplied` takes them, on `device`; the factors (h, 1) that its products are to be
-    multiplied by; and the queries as they are used, (h, r), in units of those factors.
+    """Round low-rank queries (h, r) float32 for `multiplied`: to 8 bits on a CPU, to bfloat16 elsewhere.
 
-    On a CPU they are taken to 8 bits, elsewhere to bfloat16.
+    Returns the rounded queries on `device`, the factors (h, 1) that products are multiplied by, and the rounded
+    queries (h, r) in units of those factors. Factors and the latter are float32, on the host.
     """
     if device.type != "cpu":
         queries = torch.from_numpy(weights).to(device, torch.bfloat16)
@@ -30,8 +30,11 @@ def rounded(weights: np.ndarray, device: torch.device) -> tuple[torch.Tensor, np
 
 
 def multiplied(queries: torch.Tensor, components: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """`rounded` queries (h, r) times components (r, n) int8: (h, n). On a CPU it is exact, in int32 or in float32, and
-    in the first bytes of `memory` (uint8, at least 4 h n); elsewhere in bfloat16, a copy of the components included."""
+    """`rounded` queries (h, r) times components (r, n) int8: (h, n).
+
+    On a CPU the product is exact, in int32 or float32. It lies in the first bytes of `memory` (uint8, at least 4 h n).
+    Elsewhere it is bfloat16, and the components are copied to bfloat16 first.
+    """
     if components.device.type != "cpu":
         return queries @ components.to(torch.bfloat16)
     (heads, rank), count = queries.shape, components.shape[1]
@@ -42,29 +45,31 @@ def multiplied(queries: torch.Tensor, components: torch.Tensor, memory: torch.Te
 
 
 def _widened(queries: torch.Tensor, components: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The same in float32, as many components at a time as take 128 KiB."""
+    """`multiplied` in float32, into `out` (h, n), with 128 KiB of converted components at a time."""
     wide, piece = queries.float(), max(1, _WIDENED // len(components))
     for first in range(0, components.shape[1], piece):
-        some = slice(first, first + piece)
-        torch.mm(wide, components[:, some].float(), out=out[:, some])
+        columns = slice(first, first + piece)
+        torch.mm(wide, components[:, columns].float(), out=out[:, columns])
     return out
 
 
 @functools.cache
 def multiplies_bytes() -> bool:
-    """Whether this processor multiplies matrices of bytes faster than it takes them to float32 first. With AVX2
-    alone it takes 2 to 14 times as long, of many tokens. Tried once in a process, in some milliseconds: what torch has
-    a path for is not told, and both ways say the same."""
+    """Whether this processor multiplies 8-bit matrices faster than it converts them to float32 and multiplies those.
+
+    With only AVX2 the 8-bit product takes 2 to 14 times as long for many tokens. Timed once a process, in a few
+    milliseconds, because torch does not say which instructions it uses. Both ways give the same product.
+    """
     queries, components = (torch.ones(shape, dtype=torch.int8, device="cpu") for shape in ((9, 24), (24, 2048)))
     out = torch.empty(9, 2048, dtype=torch.int32, device="cpu")
 
     def seconds(product: Callable[[], torch.Tensor]) -> float:
-        taken = []
-        for _ in range(4):  # the first one makes what the others use
+        times = []
+        for _ in range(4):  # the first run allocates what the others reuse
             start = time.perf_counter()
             product()
-            taken.append(time.perf_counter() - start)
-        return min(taken)
+            times.append(time.perf_counter() - start)
+        return min(times)
 
     integers = seconds(lambda: torch._int_mm(queries, components, out=out))
     return integers <= seconds(lambda: _widened(queries, components, out.view(torch.float32)))

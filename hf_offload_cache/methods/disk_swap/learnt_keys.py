@@ -1,4 +1,4 @@
-"""State fitted to one layer's keys, and how its units are ranked by it."""
+"""State fitted to one layer's keys, when it is fitted, and the ranking of units by it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .coding import LEAST_QUERIES, Directions, coding_bytes, default_summary_byt
 from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank
 from .ranking import CANDIDATES, Ranking, rank_among, rank_units
 
-# The keys of the first tokens, whose scores are taken exactly: they are unlike all others, and low bits clip them
+# The first tokens' keys, which get exact scores: they differ from all others, and low bits clip them
 
 _OWNER = "sinks"
 
 
 class SinkKeys:
-    """Keys (B, Hk, n, D) of the `n` first tokens of each row, on the device of the keys. In the account as "sinks".
+    """Keys (B, Hk, n, D) of each row's `n` first tokens, on the keys' device. The account books them as "sinks".
 
     Args:
-        first: (B,) int64, the token that the sinks of each row begin at.
+        first: (B,) int64, each row's first token that is not padding.
     """
 
     STATE: ClassVar[State] = State(
@@ -53,33 +53,33 @@ class SinkKeys:
         cls, keys: Callable[[], Iterable[torch.Tensor]], tokens: int, visible: torch.Tensor | None, form: RecordFormat,
         rows: int, num_sinks: int, device: torch.device, account: MemoryAccount,
     ) -> Self | None:  # fmt: skip
-        """Of `keys`, parts (B, Hk, t, D) in order, `tokens` tokens a row; visible (B, tokens) says what is no padding.
-        None where not all sinks of every row are among them."""
+        """Copy the sinks from `keys`, parts (B, Hk, t, D) in order, `tokens` tokens a row in total. `visible` (B,
+        tokens) excludes padding. None if `keys` lack a sink of any row."""
         first = np.zeros(rows, dtype=np.int64)
         if visible is not None:
-            there = visible.any(1).numpy(force=True)
-            first = np.where(there, visible.int().argmax(1).numpy(force=True), tokens)
+            any_visible = visible.any(1).numpy(force=True)
+            first = np.where(any_visible, visible.int().argmax(1).numpy(force=True), tokens)
         if first.max() + num_sinks > tokens:
             return None
-        found, position = cls(form, rows, num_sinks, device, account, first), 0
+        sinks, position = cls(form, rows, num_sinks, device, account, first), 0
         for part in keys():
-            found.see(part, position)
+            sinks.see(part, position)
             position += part.shape[2]
-            if position >= found.end:
+            if position >= sinks.end:
                 break
-        return found
+        return sinks
 
     def _place(self, first: np.ndarray) -> None:
-        """The sinks of row i begin at token `first[i]`."""
+        """Let the sinks of row i begin at token `first[i]`."""
         self._first = first
         last = (first + self.keys.shape[2] - 1) // self._unit_size
         count = int((last - first // self._unit_size).max(initial=0)) + 1
         self.units: np.ndarray = last[:, None] - np.arange(count)[::-1]
-        """(B, units) that they lie in."""
+        """(B, units) int64: the units that contain the sinks."""
         self.units.clip(min=0, out=self.units)
 
     def see(self, keys: torch.Tensor, position: int) -> None:
-        """Keys (B, Hk, t, D) of the tokens from `position` on pass by: what is wanted of them is copied."""
+        """Copy the sinks among `keys` (B, Hk, t, D), those of the tokens from `position` on."""
         for row, first in enumerate(self._first.tolist()):
             start, stop = max(first, position), min(first + self.keys.shape[2], position + keys.shape[2])
             if start < stop:
@@ -87,76 +87,77 @@ class SinkKeys:
 
     @property
     def end(self) -> int:
-        """Tokens that a row must have for all of this to be of it."""
+        """Tokens that a row must have so that all its sinks are stored."""
         return int(self._first.max(initial=0)) + self.keys.shape[2]
 
     def visible(self, seen: torch.Tensor) -> torch.Tensor:
-        """What of seen (B, tokens) is of these tokens: (B, n)."""
+        """Values (B, n) of `seen` (B, tokens) for the sinks."""
         columns = torch.from_numpy(self._first[:, None] + np.arange(self.keys.shape[2]))
         return seen.gather(1, columns.to(seen.device))
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now."""
+        """Replace row i by row `rows[i]`."""
         self.STATE.select_rows(self, rows)
         self._place(self._first)
 
     def capture(self) -> dict[str, Any]:
-        """As a tree for `restore`: no copies."""
+        """A tree for `restore`, without copies."""
         return self.STATE.capture(self)
 
     @classmethod
     def restore(cls, tree: Any, form: RecordFormat, rows: int, tokens: int, account: MemoryAccount) -> Self:
-        """What was captured of rows of so many tokens. Copies. Raises `ContextError`, `BudgetError`."""
+        """The sinks that `tree` was captured from, for rows of `tokens` tokens: copies. Raises `ContextError`,
+        `BudgetError`."""
         sizes = {"rows": rows, "heads": form.num_key_heads, "dim": form.key_dim}
         count = cls.STATE.check(tree, "a layer", form.dtype, **sizes)["sinks"]
         if not 0 < count <= tokens - int(tree["first"].max()):
             raise not_whole("a layer", f"its keys of the first tokens are {shown(tree['keys'])}, of {tokens} tokens")
-        found = cls(form, rows, count, tree["keys"].device, account, tree["first"].numpy(force=True))
-        cls.STATE.restore(found, tree)
-        return found
+        sinks = cls(form, rows, count, tree["keys"].device, account, tree["first"].numpy(force=True))
+        cls.STATE.restore(sinks, tree)
+        return sinks
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.STATE.close(self)
 
 
 _REFIT, _REFIT_LAST, _REFIT_LATER = 3, 1.25, 8
-"""An adapter from the prompt, the coding and the 8-bit scale are remade when the length has grown this many times: by a
-prompt that comes in pieces, the first of which is a poor sample of it; by a piece that is shorter than one before, and
-so probably the last; and by what was generated."""
+"""Growth of the history after which a prompt's adapter, a coding and the 8-bit scale are fitted again. `_REFIT` is for
+a prompt in pieces, because its first piece is a poor sample. `_REFIT_LAST` is for a piece shorter than an earlier one,
+which is probably the last, and `_REFIT_LATER` for generated tokens."""
 _LEAST = 512
-"""Tokens from which on there are compact keys; with an adapter that was calibrated, any."""
+"""Fewest tokens for which compact keys are fitted. A calibrated adapter needs none."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What of a configuration decides how units are ranked and chosen."""
+    """The configuration fields that decide how units are ranked and selected."""
 
     dtype: torch.dtype | None
-    """Of compact keys that are truncated to `rank`; None: they are coded in `summary_bytes`."""
+    """Type of compact keys truncated to `rank`. None: compact keys are coded in `summary_bytes`."""
     num_sinks: int
     rank: int | None = None
     summary_bytes: int | None = None
     reserve: int = 0
-    """Tokens to make room for at once."""
+    """Tokens a row to allocate at once."""
 
 
 class LowRankShared(NamedTuple):
-    """What the predictors of a cache have in common."""
+    """Objects that all predictors of a cache share."""
 
     account: MemoryAccount
     workspace: Workspace
-    postponed: Callable[[], bool] = lambda: False
-    rest: Callable[[], None] = lambda: None  # gives back what only selecting needs
+    postponed: Callable[[], bool] = lambda: False  # fitting waits
+    rest: Callable[[], None] = lambda: None  # frees the memory that only selecting needs
 
 
 class LearntKeys:
-    """Compact keys of rows that are sequences, in units of `form.group_size` consecutive tokens; and the keys of the
-    sinks, which are compared exactly, as those of the latest tokens are.
+    """Compact keys of rows that are sequences, in units of `form.group_size` consecutive tokens, and the keys of the
+    sinks. Sinks and the latest tokens get exact scores.
 
     Args:
-        adapter: calibrated projection (Hk D, r) float32 of this layer; None: made of the prompt's own keys, in the
-            metric of its queries.
+        adapter: calibrated projection (Hk D, r) float32 of this layer. None: it is fitted to the prompt's keys, in the
+            metric of the prompt's queries.
     """
 
     STATE: ClassVar[State] = State(
@@ -173,21 +174,21 @@ class LearntKeys:
         self.keys: CompactKeys | None = None
         self.sinks: SinkKeys | None = None
         self.fitted_at = 0
-        """Tokens that were known when it was found out how keys are made compact."""
+        """Tokens of the history at the latest fit; 0 before the first."""
         self.longest_piece = 0
-        """Tokens of the longest piece of a prompt that came: a shorter one is probably the last."""
+        """Tokens of the prompt's longest piece so far. A shorter piece is probably the last."""
         self._shared = shared
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Learner.rehearse`."""
         form, rules, rows = self.form, self.rules, self.rows
-        width, looked_at = form.key_width, (context, rows, heads, form.group_size, CANDIDATES * wanted)
+        width, sizes = form.key_width, (context, rows, heads, form.group_size, CANDIDATES * wanted)
         if rules.dtype is None:
-            CodedKeys.rehearse(run, width, rules.summary_bytes or default_summary_bytes(width), *looked_at)
+            CodedKeys.rehearse(run, width, rules.summary_bytes or default_summary_bytes(width), *sizes)
             run.passes("fitting", prefill=coding_bytes(width, form.dtype.itemsize, rows, context))
         else:
             rank = rules.rank or (default_rank(width) if self.adapter is None else self.adapter.shape[1])
-            LowRankKeys.rehearse(run, width, min(width, rank), rules.dtype, *looked_at)
+            LowRankKeys.rehearse(run, width, min(width, rank), rules.dtype, *sizes)
             run.passes("fitting", prefill=fitting_bytes(width, rows))
         if rules.num_sinks:
             SinkKeys(form, rows, rules.num_sinks, torch.device("cpu"), run, np.zeros(rows, dtype=np.int64))
@@ -199,14 +200,15 @@ class LearntKeys:
 
     @property
     def others(self) -> int:
-        """Units a row that can be ranked, less those that are taken for the sinks'."""
+        """Units a row that can be ranked, without the sinks' units."""
         return max(0, self.units - (0 if self.sinks is None else self.sinks.units.shape[1]))
 
     # --- learning ----------------------------------------------------------------------------------------------
 
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
-        """As `Predictor.learn`. Keys are made compact; where it is not known yet how, or the history has grown much,
-        that is found out of all of them, in two passes, or when more come, if that is postponed."""
+        """As `Predictor.learn`. Add the new units' compact keys. If nothing is fitted yet or the history has grown
+        much, fit to all keys and make all compact, in two passes. While fitting is postponed, a later call does that.
+        """
         piece, longest = queries.shape[2], self.longest_piece
         self.longest_piece = max(piece, longest)
         often = _REFIT_LATER if piece < LEAST_QUERIES else _REFIT_LAST if piece < longest else _REFIT
@@ -225,15 +227,16 @@ class LearntKeys:
 
     @property
     def _least(self) -> int:
-        """Tokens from which on there are compact keys."""
+        """Fewest tokens for which compact keys are fitted."""
         rank = self.rules.rank or default_rank(self.form.key_width)
         return _LEAST if self.rules.dtype is None else max(4 * rank, _LEAST)
 
     def fit(
         self, keys: Callable[[], Any], sealed: Sealed, seen: torch.Tensor | None, visible: torch.Tensor | None
     ) -> None:
-        """Find out how keys are made compact, and make them so; queries `seen` tell what matters."""
-        self._shared.rest()  # a step may find it out, and that takes as much as selecting
+        """Fit to all `keys()`, parts (B, Hk, t, D) in order, and replace the compact keys. Queries `seen` (B, H, q, D)
+        define the metric. Raises `BudgetError`."""
+        self._shared.rest()  # a decoding step may fit, which needs as much memory as selecting
         shared, form, rules = self._shared, self.form, self.rules
         heads, made_of = form.num_key_heads, (shared.account, shared.workspace)
         if rules.dtype is None:
@@ -246,10 +249,10 @@ class LearntKeys:
         else:
             rank = rules.rank or default_rank(form.key_width)
             with shared.account.holding("fitting", fitting_bytes(form.key_width, self.rows)):
-                found = Directions.of(keys(), form.key_width, heads, visible, rank, self.adapter, seen)
+                fitted = Directions.of(keys(), form.key_width, heads, visible, rank, self.adapter, seen)
             self.close()
             self.keys = LowRankKeys(
-                found.adapter, found.deviation, rules.dtype, heads, self.rows, *made_of, found.queries
+                fitted.adapter, fitted.deviation, rules.dtype, heads, self.rows, *made_of, fitted.queries
             )
         self.keys.reserve(max(sealed.tokens, rules.reserve))
         for part in keys():
@@ -259,14 +262,14 @@ class LearntKeys:
     # --- ranking -----------------------------------------------------------------------------------------------
 
     def rank(self, query: Query, wanted: int) -> Ranking:
-        """Of the units for a query; right among the `wanted` best."""
+        """Rank all units for a query. The order of the `wanted` best is right. See `ranking.rank_units`."""
         keys, seen = self.keys, self.seen(query)
         assert keys is not None
         exact, apart = self._exact_scores(query, seen), None if self.sinks is None else self.sinks.units
         return rank_units(keys, query.states, query.scaling, self.form.group_size, wanted, seen, exact, apart)
 
     def rank_among(self, query: Query, candidates: np.ndarray, beyond: np.ndarray | None = None) -> np.ndarray:
-        """See `ranking.rank_among`."""
+        """Rank only `candidates` (B, n). See `ranking.rank_among`."""
         keys, seen = self.keys, self.seen(query)
         assert keys is not None
         exact, apart = self._exact_scores(query, seen), None if self.sinks is None else self.sinks.units
@@ -275,7 +278,7 @@ class LearntKeys:
         )
 
     def seen(self, query: Query) -> torch.Tensor | None:
-        """(B, tokens) bool: what of the tokens that are ranked is no padding; None: all."""
+        """(B, tokens) bool: the ranked tokens that are not padding; None: all."""
         assert self.keys is not None
         return None if query.visible is None else query.visible[:, : self.keys.tokens].expand(self.rows, -1)
 
@@ -284,36 +287,36 @@ class LearntKeys:
         keys = latest = query.recent()
         if self.sinks is not None:
             keys = torch.cat([self.sinks.keys, keys], 2)
-        # By numpy: products this small are done before torch's threads are awake.
-        held = keys.float().numpy(force=True)
-        states = query.states.float().numpy(force=True).reshape(*held.shape[:2], -1, held.shape[3])
-        scores = np.matmul(states, held.swapaxes(2, 3)).reshape(len(held), query.states.shape[1], held.shape[2])
+        # numpy finishes products this small before torch's threads wake
+        exact = keys.float().numpy(force=True)
+        states = query.states.float().numpy(force=True).reshape(*exact.shape[:2], -1, exact.shape[3])
+        scores = np.matmul(states, exact.swapaxes(2, 3)).reshape(len(exact), query.states.shape[1], exact.shape[2])
         scores *= np.float32(query.scaling)
         if query.visible is not None:
-            here = query.visible[:, query.visible.shape[1] - latest.shape[2] :].expand(self.rows, -1)
+            visible = query.visible[:, query.visible.shape[1] - latest.shape[2] :].expand(self.rows, -1)
             if self.sinks is not None and seen is not None:
-                here = torch.cat([self.sinks.visible(seen), here], 1)
-            scores = np.where(here[:, None].numpy(force=True), scores, HIDDEN)
+                visible = torch.cat([self.sinks.visible(seen), visible], 1)
+            scores = np.where(visible[:, None].numpy(force=True), scores, HIDDEN)
         return scores
 
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, units: int) -> None:
-        """Only the first `units` units stay."""
+        """Keep the first `units` units of every row."""
         if self.sinks is not None and units * self.form.group_size < self.sinks.end:
-            self.close()  # others may come in the place of the first tokens
+            self.close()  # other first tokens may replace the sinks
         if self.keys is not None:
             self.keys.truncate(units * self.form.group_size)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now."""
+        """Replace row i by row `rows[i]`."""
         self.rows = len(rows)
         for part in (self.keys, self.sinks):
             if part is not None:
                 part.select_rows(rows)
 
     def close(self) -> None:
-        """Give the memory back; it may learn anew."""
+        """Free the memory. Later calls of `learn` may fit anew."""
         for part in (self.keys, self.sinks):
             if part is not None:
                 part.close()
@@ -330,11 +333,11 @@ class LearntKeys:
     def capture(self) -> dict[str, Any]:
         """As `Predictor.capture`."""
         parts = {"summary": self.keys, "sinks": self.sinks}
-        held = {name: None if part is None else part.capture() for name, part in parts.items()}
-        return {**held, **self.STATE.capture(self)}
+        captured = {name: None if part is None else part.capture() for name, part in parts.items()}
+        return {**captured, **self.STATE.capture(self)}
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """As `Predictor.restore`; `tree` also has "units", how many the history holds. Raises `ContextError`."""
+        """As `Predictor.restore`; "units" of `tree` is the history's number of units. Raises `ContextError`."""
         summary, shared, form, units = tree["summary"], self._shared, self.form, tree["units"]
         sizes = {"rows": self.rows, "width": form.key_width}
         if not 0 < self.STATE.check(self.STATE.own(tree), "a layer", **sizes).get("rank", 1) <= form.key_width:

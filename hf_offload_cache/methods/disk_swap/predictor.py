@@ -1,4 +1,4 @@
-"""KVSwap's predictor: units are ranked by compact keys in memory (paper, sections 3.2 and 3.3)."""
+"""KVSwap's predictor (sections 3.1 to 3.3): it selects groups by scores of compact keys in memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .ranking import CANDIDATES, STEPS, few_of_many
 
 
 class LowRankPredictor:
-    """Of one layer whose rows are sequences, with units of `form.group_size` consecutive tokens.
+    """Predictor of one layer whose rows are sequences, with units of `form.group_size` consecutive tokens.
 
-    In a long context, where few of many units are wanted, all are ranked at every fourth step alone. In between the
-    query chooses among those that mattered most when each was last ranked, four times as many as it wants, and those
-    that were sealed since: beyond the paper, whose step ranks all.
+    In the paper every step ranks all units. Here, if a step selects few of many units, only every fourth step does. The
+    steps in between rank candidates: four times as many units as selected, those with the highest latest importance.
+    Units sealed since then are always candidates.
 
     Args:
-        adapter: calibrated projection (Hk D, r) float32 of this layer; None: made of the prompt's own keys.
-        phase: in which of those steps all are ranked, so that not all layers do it in the same.
+        adapter: calibrated projection (Hk D, r) float32 of this layer. None: it is fitted to the prompt's keys.
+        phase: offset of the steps that rank all units, so that layers do it in different steps.
     """
 
     STATE: ClassVar[State] = State(
@@ -51,9 +51,9 @@ class LowRankPredictor:
         self.form, self.rows, self.rules = form, rows, rules
         self.learnt = LearntKeys(form, rows, rules, shared, adapter)
         self._name = name
-        self._latest: np.ndarray | None = None  # importance of the units, by the latest query that ranked each
-        self._beyond: np.ndarray | None = None  # see `Ranking`; of the latest query that ranked all
-        self._phase, self._since = phase, 0  # steps since then
+        self._latest: np.ndarray | None = None  # (rows, units): importance, by the latest query that ranked each
+        self._beyond: np.ndarray | None = None  # see `Ranking`; by the latest query that ranked all
+        self._phase, self._since = phase, 0  # `_since`: steps since all were ranked
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Predictor.rehearse`."""
@@ -70,13 +70,16 @@ class LowRankPredictor:
         self.learnt.learn(sealed, queries, visible)
 
     def prompted(self) -> None:
-        """A prompt comes: what mattered before it tells nothing of what will."""
+        """Drop the ranking when a prompt arrives, because the importance before it no longer predicts anything."""
         self._latest = self._beyond = None
 
     # --- choosing ----------------------------------------------------------------------------------------------
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
-        """As `Predictor.select`. A guess looks only at what mattered most to the latest query."""
+        """Select the most important units: scoring and TopK of KVSwap, section 3.3. As `Predictor.select`.
+
+        A guess (section 3.3, online prediction) only ranks candidates, if there is a latest ranking.
+        """
         if guess and self._latest is not None:
             return self._among_latest(query, budget, self._latest.copy())
         if self._may_go_by_latest(budget, query.states.shape[1]):
@@ -90,10 +93,10 @@ class LowRankPredictor:
         return _best(importance, budget)
 
     def _may_go_by_latest(self, budget: int, heads: int) -> bool:
-        """Few of many are wanted, and all were ranked not long ago; what was sealed since is made to be looked at."""
+        """True if few of many units are selected and all were ranked recently. Newly sealed units become candidates."""
         latest, units = self._latest, self.learnt.units
         if self._beyond is not None and self._beyond.shape[1] != heads:
-            self._beyond = None  # of a context, and not of this model's heads
+            self._beyond = None  # a context's, with another number of heads than this model
         if latest is None or self._beyond is None or not few_of_many(budget, units) or self._since >= STEPS - 1:
             return False
         if latest.shape[1] < units:
@@ -102,8 +105,7 @@ class LowRankPredictor:
         return True
 
     def _among_latest(self, query: Query, budget: int, latest: np.ndarray) -> Choice:
-        """What the query chooses of the units that mattered most when each was last ranked; `latest`, how much each
-        did, has it from then on."""
+        """Select among the units of highest `latest` importance (B, units) float32, and update it for them in place."""
         seen = self.learnt.seen(query)
         candidates = largest(latest, min(CANDIDATES * budget, latest.shape[1]))
         candidates.sort(1)
@@ -143,18 +145,18 @@ class LowRankPredictor:
         return {**self.learnt.capture(), **self.STATE.capture(self)}
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """As `Predictor.restore`; `tree` also has "units", how many the history holds."""
+        """As `Predictor.restore`; "units" of `tree` is the history's number of units. Raises `ContextError`."""
         sizes = self.STATE.check(self.STATE.own(tree), self._name, rows=self.rows)
         if sizes.get("ranked", 0) > tree["units"] or sizes.get("heads", 0) % self.form.num_key_heads:
-            raise not_whole(self._name, f"its ranking is of {sizes}, and it holds {tree['units']} groups")
+            raise not_whole(self._name, f"its ranking has sizes {sizes}, but its history has {tree['units']} groups")
         if tree["latest"] is None and tree["beyond"] is not None:
-            raise not_whole(self._name, "beyond of its ranking is there, and latest is None")
+            raise not_whole(self._name, "its ranking has beyond, but latest is None")
         self.STATE.restore(self, tree)
         self.learnt.restore(tree)
 
 
 def _best(importance: np.ndarray, budget: int) -> Choice:
-    """The `budget` most important units of each row."""
+    """The `budget` most important units of each row, ascending: the TopK of KVSwap, section 3.3."""
     rows, count = importance.shape
     units = largest(importance, budget if budget < count else count)
     units.sort(1)

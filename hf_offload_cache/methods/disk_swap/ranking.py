@@ -1,4 +1,4 @@
-"""How much units matter to a query, by compact keys (KVSwap, section 3.3)."""
+"""Importance of groups to a query, by compact keys (KVSwap, section 3.3, scoring and selection)."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from ...predictors.sinks import largest
 from .compact_keys import CompactKeys
 
 CANDIDATES = 4
-"""Times the groups wanted: of how many what was found roughly is found again with all that is known; and from how many
-a guess may choose."""
+"""Candidates for each selected group: a rough pass hands so many to the precise one, and a guess ranks only so many."""
 _FEW = 8
-"""Where candidates are at most one group in so many, all are first ranked roughly."""
+"""Groups for each candidate from which on a rough pass comes first; see `few_of_many`."""
 STEPS = 4
-"""There all are ranked once in so many steps; in between, those that mattered most when each was last looked at."""
+"""Steps from one ranking of all groups to the next, if few of many are selected. Steps in between rank candidates."""
 _NOTHING = np.float32(-1e30)
-"""The score of what counts for nothing."""
+"""Score of a group that must not count."""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """How much each group matters to one query a row. Arrays of the host, the caller's own."""
+    """Importance of each group to one query a row. Arrays on the host, owned by the caller."""
 
     importance: np.ndarray
-    """(B, groups) float32, to be compared in a row: the weight of the group's best token in softmax, summed over heads,
-    which count equally."""
+    """(B, groups) float32, comparable within a row: the softmax weight of the group's best token, summed over heads."""
     beyond: np.ndarray | None = None
-    """(B, h) by how many times the sum of each head's softmax is larger than over those groups alone that were looked
-    at closely, and the exact tokens; None: all were."""
+    """(B, H) float32: each head's softmax sum over all groups and exact tokens, divided by the sum over only candidates
+    and exact tokens. None: all groups were scored with all components."""
 
 
 def few_of_many(wanted: int, groups: int) -> bool:
-    """Whether candidates for `wanted` of so many groups are few of them."""
+    """True if the candidates for `wanted` groups are at most an eighth of all `groups`."""
     return _FEW * CANDIDATES * wanted <= groups
 
 
@@ -49,21 +47,24 @@ def rank_units(
     exact: np.ndarray | None = None,
     apart: np.ndarray | None = None,
 ) -> Ranking:
-    """How much each group matters to query (B, H, D), by the compact `keys` of B rows: the order is right among the
-    `wanted` best.
+    """Rank all groups for query (B, H, D) by the compact `keys` of B rows. The order of the `wanted` best is right.
 
-    A group counts as its best token does: as the share of its head's softmax over the best tokens of all groups and
-    the tokens that are compared exactly, summed over heads. Heads count equally: those with large raw scores do not
-    drown the others. Where few of many groups are wanted, a rough pass over all finds `CANDIDATES` times as many,
-    which are then looked at closely. The mass of all a group's tokens, by estimate, chooses hardly better on text,
-    and a step took a tenth longer.
+    A group's best token represents it, as in KVSwap, section 3.3. The paper sums each token's raw scores over heads and
+    then takes the group's maximum. Here each head takes its own maximum, then a softmax over all groups and the exact
+    tokens, and importance sums that over heads. So heads with large raw scores do not drown the others.
 
-    `visible` (·, tokens) leaves padding out of all of it. `exact` (B, H, t) float32: scaled scores of tokens that share
-    the softmax and are not ranked: the tail, and the sinks, whose groups `apart` (B, n) come out below all others; what
-    else is in those counts for nothing.
+    If few of many groups are selected, a rough pass finds `CANDIDATES` times as many, and only these are scored with
+    all components. An estimate of the mass of all a group's tokens was hardly better on text, and made a step 1/10
+    slower.
 
-    The keys' device makes the scores and their maxima, a row at a time; the rest is small, and done by numpy on
-    the host, where each of ten operations costs a few microseconds instead of waking torch's threads.
+    The keys' device computes scores and their maxima, a row at a time. The rest is small, so numpy does it on the host,
+    where each of ten operations costs a few microseconds instead of waking torch's threads.
+
+    Args:
+        visible: (·, tokens), excludes padding.
+        exact: (B, H, t) float32, scaled exact scores of the sinks and the tail, which share the softmax but are not
+            ranked.
+        apart: (B, n), groups that contain sinks: they rank below all others, and their other tokens do not count.
     """
     low = keys.low_rank_query(query)
     low *= np.float32(scaling)
@@ -74,33 +75,34 @@ def rank_units(
     beyond = np.empty((rows, low.shape[1]), dtype=np.float32) if rough else None
     for row in range(rows):
         best = keys.best_of_units(low[row], row, group_size, visible, rough)
-        others, last = None if apart is None else apart[row], None if exact is None else exact[row]
-        if others is not None:
-            best[:, others] = _NOTHING
+        excluded, last = None if apart is None else apart[row], None if exact is None else exact[row]
+        if excluded is not None:
+            best[:, excluded] = _NOTHING
         if rough:
-            chosen = largest(_shares(*_weights(best, last), others)[None], count)[0]
+            chosen = largest(_shares(*_weights(best, last), excluded)[None], count)[0]
             best[:, chosen] = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
         weights, total = _weights(best, last)
-        importance[row] = _shares(weights, total, others)
+        importance[row] = _shares(weights, total, excluded)
         if beyond is not None:
-            looked_at = total - _sum(weights) + _sum(weights[:, chosen])
-            beyond[row] = (total / np.maximum(looked_at, 1e-6 * total))[:, 0]
+            scored = total - _sum(weights) + _sum(weights[:, chosen])
+            beyond[row] = (total / np.maximum(scored, 1e-6 * total))[:, 0]
     return Ranking(importance, beyond)
 
 
 def _weights(best: np.ndarray, last: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """exp of each head's `best` scores (h, groups), less the largest, and the sum (h, 1) of these and of as much of the
-    scores `last` (h, t)."""
+    """exp of each head's `best` scores (h, groups) less its largest score, and the sum (h, 1) of exp over `best` and
+    the exact scores `last` (h, t)."""
     both = best if last is None else np.concatenate([best, last], 1)
     weights = _exp(both - np.maximum.reduce(both, 1, keepdims=True))
     return weights[:, : best.shape[1]], _sum(weights)
 
 
-def _shares(weights: np.ndarray, total: np.ndarray, others: np.ndarray | None = None) -> np.ndarray:
-    """(groups,): `weights` (h, groups) over each head's `total` (h, 1), summed over heads; below 0 for `others`."""
+def _shares(weights: np.ndarray, total: np.ndarray, excluded: np.ndarray | None = None) -> np.ndarray:
+    """Importance (groups,): `weights` (h, groups) over each head's `total` (h, 1), summed over heads; -1 for the groups
+    `excluded`."""
     shares: np.ndarray = (1 / total[:, 0]) @ weights
-    if others is not None:
-        shares[others] = -1
+    if excluded is not None:
+        shares[excluded] = -1
     return shares
 
 
@@ -115,8 +117,11 @@ def rank_among(
     apart: np.ndarray | None = None,
     beyond: np.ndarray | None = None,
 ) -> np.ndarray:
-    """How much groups `candidates` (B, n) matter, (B, n) float32: as `rank_units` has it, where the sum of each head's
-    softmax is `beyond` (B, h) times what it is over these. A small part of the bytes that it reads."""
+    """Importance (B, n) float32 of only the groups `candidates` (B, n), on the scale of `rank_units`.
+
+    Each head's softmax sum over all groups is estimated as `beyond` (B, H) times the sum over the candidates. This
+    reads a small part of the bytes that `rank_units` reads.
+    """
     low = keys.low_rank_query(query)
     low *= np.float32(scaling)
     importance = np.empty(candidates.shape, dtype=np.float32)
@@ -130,9 +135,9 @@ def rank_among(
 
 
 _sum = partial(np.add.reduce, axis=-1, keepdims=True)
-"""Over the last axis, (..., 1): `ndarray.sum` is two calls more."""
+"""Sum over the last axis, (..., 1): two calls fewer than `ndarray.sum`."""
 
 
 def _exp(values: np.ndarray) -> np.ndarray:
-    """exp of values at most 0; those too small for a normal number take many times longer and count for nothing."""
+    """exp of values at most 0, clamped at -80: denormal results would be negligible, and many times slower."""
     return np.exp(np.maximum(values, -80.0, dtype=np.float32))

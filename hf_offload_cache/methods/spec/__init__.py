@@ -1,13 +1,22 @@
-"""`SpecCache`: SpeCache. A low-bit copy in memory guesses what the next token attends to.
+"""`SpecCache`: SpeCache. A low-bit copy in memory and a guess of the next token select the entries to prefetch.
 
 Where to find the paper:
 
-* section 3.4, keys and values in a few bits: `LowBitForm`, `LowBitCopy`
-* algorithm 1, prefilling: `LowBitPredictor.learn`
-* algorithm 2, pre-decoding: `SpecCache.begin_step`
-* algorithm 3, a token and the guess beside it: `SpecLayer.attend_sparsely`; attention over the copy with the top-k
-  replaced: `MixedAttention`, `FusedAttention`; ArgTopK: `LowBitPredictor.most`; Pre-fetch: `EntryReads.ahead`
-* what was fetched: `ChosenEntries`
+* section 3.4, equations 2 and 3, KIVI and its 1-bit form: `LowBitForm`, `LowBitCopy`; one row: `packed` in
+  `kernels.low_bit`
+* algorithm 1, prefilling, Quant: `LowBitPredictor.learn`, `LowBitCopy.append`; Offload: `PositionHistory` in `history`
+* algorithm 2, pre-decoding, one step for the first guess: `SpecCache.begin_step`
+* section 3.3, decoding, a token and its speculative token in one forward: `SpecCache.begin_step`, `SpecCache.end_step`
+* algorithm 3, decoding, one layer: `SpecLayer.attend_sparsely`
+* algorithm 3 and equation 1, attention over the copy with the top-k replaced: `MixedAttention`, `FusedAttention`
+* algorithm 3, ArgTopK of the guess's row: `LowBitPredictor.most`, `SpecLayer.shares_of`
+* algorithm 3, Pre-fetch: `EntryReads.ahead`, or, from pinned host memory, `PinnedEntries.exchange`
+* section 3.3, the top-k in full precision, and eviction of the others: `ChosenEntries`
+
+Beyond the paper:
+
+* the token's attention also selects, and resident entries count more: `SpecLayer.shares_of`, `LOYALTY`
+* entries that a guess missed, fetched within the step: `TopUp`
 """
 
 from .attention import FusedAttention as FusedAttention

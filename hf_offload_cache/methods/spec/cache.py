@@ -1,4 +1,4 @@
-"""`SpecCache`: SpeCache (section 3). A copy in a few bits guesses, what was stored answers."""
+"""`SpecCache` (SpeCache, section 3.3): the speculative token, pre-decoding (algorithm 2), and the step with a guess."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from .config import SpecConfig
 from .layer import SpecLayer, TopUp
 from .plan import UNDER_WAY, fit_spec
 
-# A guess of the next token that a model is given beside each token; whoever calls the model does not see it (SpeCache,
+# The speculative token: a guess of the next token, decoded with each token; the model's caller never sees it
 
 _OF_TOKENS = ("position_ids", "cache_position")
-"""Arguments that have something for each token that comes, on their last axis."""
+"""Arguments with an entry for each new token on their last axis."""
 _ALIKE = ("token_type_ids", "mm_token_type_ids")
-"""The same; a guess is of the kind of the token before it."""
+"""Likewise; a guess gets the entry of the token before it."""
 _KNOWN = {"input_ids", "attention_mask", *_OF_TOKENS, *_ALIKE}
 _OF_ALL_TOKENS = ("output_attentions", "output_router_logits")
-"""Asked for by an argument or the model's config: what tells of all tokens of a forward, a guess among them."""
+"""Outputs that cover all tokens of a forward, a guess included. An argument or the model's config requests them."""
 
 
 def reason_against_guesses(model: Any, layers: list[Any]) -> str | None:
-    """Why a model cannot be given a guess beside its token; None: it can."""
+    """Reason why a model cannot decode a guess with its token; None: it can."""
     if not getattr(model, "can_generate", lambda: False)():
-        return "what it gives is no text"
+        return "it does not generate text"
     keep = 0
     for layer in layers:
         known = type(layer).__module__ == "transformers.cache_utils" or isinstance(layer, OffloadLayer)
         keep += has_linear_state(layer) or not known
     if keep:
-        return f"{keep} of its layers cannot run two tokens and keep one"
+        return f"{keep} of its layers cannot process two tokens and keep only one"
     return length_dependent(model)
 
 
 def most_positions(model: Any) -> int | None:
-    """How many positions a model has; None: rotary embeddings, which go on beyond those it was trained with."""
+    """Number of a model's positions. None: rotary embeddings, which have no upper limit."""
     if rotary_kinds(model):
         return None
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def most_ids(model: Any) -> int | None:
-    """How many ids a model has embeddings of; None: that is not known."""
+    """Number of ids that a model has embeddings for; None: unknown."""
     try:
         known = getattr(model.get_input_embeddings(), "num_embeddings", None)
     except NotImplementedError:
@@ -63,7 +63,7 @@ def most_ids(model: Any) -> int | None:
 
 
 def is_a_guess(guess: Any, sequences: int, model: Any) -> bool:
-    """Whether `guess` is a tensor of ids (sequences, 1) for which the model has embeddings."""
+    """True if `guess` is int64 ids (sequences, 1) that the model has embeddings for."""
     if not isinstance(guess, torch.Tensor) or guess.dtype != torch.int64 or guess.shape != (sequences, 1):
         return False
     known = most_ids(model)
@@ -71,31 +71,32 @@ def is_a_guess(guess: Any, sequences: int, model: Any) -> bool:
 
 
 def record_past(layers: list[Any]) -> list[Any]:
-    """Let layers of transformers' own keep what a guess pushes out of their windows; those that did not already."""
-    found = [layer for layer in layers if getattr(layer, "record_past", True) is False]
-    for layer in found:
+    """Let transformers' own layers record the tokens that a guess pushes out of their windows. Returns the layers that
+    did not record before."""
+    silent = [layer for layer in layers if getattr(layer, "record_past", True) is False]
+    for layer in silent:
         layer.activate_past_recording()
-    return found
+    return silent
 
 
 def may_guess(call: dict[str, Any], config: Any) -> bool:
-    """Whether a model of `config` may be given one token more than this call of one token a sequence has: its arguments
-    are known to allow it, and what it returns is known."""
+    """True if a guess can be added to this call: it has one token a sequence, known arguments, and outputs that a guess
+    can be removed from. `config`: the model's."""
     ids, mask, keep = (call.get(name) for name in ("input_ids", "attention_mask", "logits_to_keep"))
     if ids is None or ids.ndim != 2 or ids.shape[1] != 1 or call.get("return_dict") is False:
         return False
     if isinstance(keep, torch.Tensor) or (mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2)):
         return False
     for name in _OF_ALL_TOKENS:
-        asked = call.get(name)
-        if getattr(config, name, False) if asked is None else asked:
+        requested = call.get(name)
+        if getattr(config, name, False) if requested is None else requested:
             return False
     others = (value for name, value in call.items() if name not in _KNOWN)
     return not any(isinstance(value, torch.Tensor) for value in others)
 
 
 def with_guess(call: dict[str, Any], guess: torch.Tensor) -> dict[str, Any]:
-    """The call with `guess`, ids (B, 1), behind its token."""
+    """The call with `guess`, ids (B, 1), after its token."""
     ids, mask, keep = call["input_ids"], call.get("attention_mask"), call.get("logits_to_keep")
     changed = {**call, "input_ids": torch.cat([ids, guess.to(ids.device)], 1)}
     if mask is not None:
@@ -112,8 +113,8 @@ def with_guess(call: dict[str, Any], guess: torch.Tensor) -> dict[str, Any]:
 
 
 def guess_of(output: Any, known: int | None) -> torch.Tensor | None:
-    """The likeliest token (B, 1) after the last one of a model's output; None where it has no logits, or those of more
-    than the `known` ids: of codes, which no id of text stands for."""
+    """Most likely token (B, 1) after the last one of a model's output. None if the output has no logits, or logits of
+    more than the `known` ids (codes that no text id stands for)."""
     logits = getattr(output, "logits", None)
     if logits is None or (known is not None and logits.shape[-1] > known):
         return None
@@ -121,20 +122,20 @@ def guess_of(output: Any, known: int | None) -> torch.Tensor | None:
 
 
 def without_guess(output: Any) -> Any:
-    """The output of a model, in place, as if it had been given no guess."""
+    """Remove the guess from a model's output, in place."""
     output.logits = output.logits[:, :-1]
     if (states := getattr(output, "hidden_states", None)) is not None:
-        output.hidden_states = tuple(one[..., :-1, :] for one in states)
+        output.hidden_states = tuple(hidden[..., :-1, :] for hidden in states)
     return output
 
 
 class SpecCache(SelectiveCache):
-    """Keeps the KV cache on disk, and in memory a copy of it in a few bits.
+    """SpeCache: keeps the KV cache on disk and a low-bit copy of it in memory.
 
-    `model.generate(..., past_key_values=SpecCache(model))`. See `SpecConfig` for the fields. Prefill is exact. A step
-    of decoding attends to every token: to the first and the latest ones, and to those that matter most, as they were
-    stored, to the others as the copy has them. Which matter most a guess of the next token says, which is decoded
-    beside each token, so that they are read while the rest of the step is computed.
+    `model.generate(..., past_key_values=SpecCache(model))`. See `SpecConfig` for the fields. Prefill is exact. A
+    decoding step attends to every token. The first, the latest and the top-k tokens are in full precision, the others
+    come from the copy. A guess of the next token is decoded with each token and predicts the next step's top-k, which
+    is prefetched while the rest of the step runs.
     """
 
     config_class: ClassVar[type[OffloadConfig]] = SpecConfig
@@ -153,7 +154,7 @@ class SpecCache(SelectiveCache):
         if self.config.records_apart and any(weight.is_cuda for weight in model.parameters()):
             self.storage.pinned = True
         self._recording: list[Any] = []
-        """Layers of transformers' own that keep, for this step, what a guess pushes out."""
+        """Transformers' own layers that record, for this step, the tokens that a guess pushes out."""
         if self.config.exact or not self.config.speculative or not self.config.chosen:
             return
         if reason := reason_against_guesses(model, self.layers):
@@ -179,7 +180,9 @@ class SpecCache(SelectiveCache):
     # --- the step ----------------------------------------------------------------------------------------------
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        self._stop_recording()  # of a step that failed
+        """Add the guess to the call: [T_t, T'_t+1] of SpeCache, section 3.3. Pre-decode if there is none (algorithm 2).
+        """
+        self._stop_recording()  # after a step that failed
         changed = super().begin_step(model, kwargs)
         step = self.shared.step
         call = kwargs if changed is None else changed
@@ -198,22 +201,22 @@ class SpecCache(SelectiveCache):
         return with_guess(call, self._guess)
 
     def _guesses(self, step: Step, call: dict[str, Any], model_config: Any) -> bool:
-        """Whether a guess is decoded beside the token of this step."""
+        """Whether this step decodes a guess with its token."""
         config = self.config
         selecting = self.selecting
         if selecting is None or not selecting.worthwhile or self.contents.recording:
             return False
         if not (config.speculative and config.chosen and self._can_guess):
             return False
-        there = self._most_positions is None or step.history + 2 <= self._most_positions
-        if not there or not step.selects or step.tokens != 1 or not may_guess(call, model_config):
+        fits = self._most_positions is None or step.history + 2 <= self._most_positions
+        if not fits or not step.selects or step.tokens != 1 or not may_guess(call, model_config):
             return False
         if not any(isinstance(layer, SpecLayer) and layer.has_copy for layer in self.selective):
-            return False  # nothing could be fetched for it
+            return False  # there is nothing to prefetch
         return not self._is_watched()
 
     def _is_watched(self) -> bool:
-        """Whether hooks of others would see the guess as the latest token. The cache says so once."""
+        """Whether other code's forward hooks would see the guess as the latest token. Warns once."""
         hook = self._watchers.find()
         if hook is not None and not self._told_of_watchers:
             self._told_of_watchers = True
@@ -224,8 +227,8 @@ class SpecCache(SelectiveCache):
         return hook is not None
 
     def _decode_before(self, model: torch.nn.Module, call: dict[str, Any]) -> torch.Tensor | None:
-        """Decode the token once, so that there is a guess of the next, and what it attends to is fetched; nothing of it
-        is kept, counted or seen."""
+        """Algorithm 2, pre-decoding: decode the token once for a first guess, and prefetch the token's top-k. The step
+        itself leaves no tokens and no counts. None if the model's output gives no guess."""
         with torch.no_grad():
             output = model.forward(**call)
         self._take_back_guess()
@@ -234,7 +237,7 @@ class SpecCache(SelectiveCache):
         return guess
 
     def _take_back_guess(self) -> None:
-        """What other layers hold of the guess is gone; ours have kept nothing of it."""
+        """Remove the guess from the layers that are not ours. Our own layers never stored it."""
         layer: Any
         for layer in self.contents.with_length:
             if not isinstance(layer, OffloadLayer):
@@ -247,6 +250,7 @@ class SpecCache(SelectiveCache):
         self._recording = []
 
     def end_step(self, output: Any = None) -> Any:
+        """Keep the last token, T'_t+2, as the next step's guess, and hide the guess from the model's caller."""
         step = self.shared.step
         seconds = 0.0 if step is None or step.started is None else time.perf_counter() - step.started
         if step is not None and step.guessed:
@@ -254,8 +258,8 @@ class SpecCache(SelectiveCache):
             self._take_back_guess()
             output = without_guess(output)
         changed = super().end_step(output)
-        if told := self._top_up.end_step(seconds):
-            self.warn(told)
+        if warning := self._top_up.end_step(seconds):
+            self.warn(warning)
         return output if changed is None and step is not None and step.guessed else changed
 
     # --- changes -----------------------------------------------------------------------------------------------
@@ -284,7 +288,7 @@ class SpecCache(SelectiveCache):
         self._select_guess(torch.as_tensor(indices, device="cpu"))
 
     def _select_guess(self, rows: torch.Tensor) -> None:
-        """Row i of the guess becomes what row `rows[i]` is; a guess of several rows a sequence is dropped."""
+        """Replace row i of the guess by row `rows[i]`. A guess with several rows a sequence is dropped."""
         if self._guess is not None:
             self._guess = self._guess[rows.to(self._guess.device)] if self._rows_of_ids == 1 else None
 
@@ -299,6 +303,6 @@ class SpecCache(SelectiveCache):
         super().restore(tree)
         guess = tree["guess"]
         if guess is not None and not is_a_guess(guess, len(tree["ids"]), self.model):
-            what = f"the guess is {shown(guess)}, and no token of the model's for each of {len(tree['ids'])} sequences"
-            raise not_whole("the state", what)
+            reason = f"its guess is {shown(guess)}, not a known token for each of {len(tree['ids'])} sequences"
+            raise not_whole("the state", reason)
         self._guess = guess

@@ -1,4 +1,4 @@
-"""What a user may set of `SpecCache`."""
+"""The configuration of `SpecCache`."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from ...errors import ConfigError
 
 @dataclass(frozen=True)
 class SpecConfig(SelectiveConfig):
-    """The fields that all caches have, and those of the low-bit copy. Every token is attended to: what `num_selected`
-    and the others count is what comes as it was stored."""
+    """The fields of SpeCache, in addition to those of every selective cache. A step attends to every token;
+    `num_selected`, `num_sinks` and `num_recent` count those in full precision."""
 
     stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "bits", "quant_group")
     kept_on_open: ClassVar[tuple[str, ...]] = (*SelectiveConfig.kept_on_open, "bits", "quant_group")
 
     num_selected: int = 64
-    """Tokens a key head that are attended to as they were stored, beside the first and the latest ones. 0: nothing is
-    fetched, and the first ones are as the copy has them, too."""
+    """The k of top-k: tokens a key head attends to in full precision, besides the first and latest ones. 0: nothing is
+    fetched, and the first tokens are read from the copy, too."""
     num_recent: int = 64
-    """Latest tokens, which are in memory as they were stored; up to `quant_group` more until they are quantised."""
+    """Latest tokens, in memory in full precision; in addition, up to `quant_group` tokens wait to be quantised."""
     group_size: int | None = None
-    """Tokens a record. None: 4, or with `engine="memory"`, where a saved context is read into host memory when it is
-    opened, and of a record no more is taken than is wanted of it, `quant_group`."""
+    """Tokens a record. None: 4, or `quant_group` with `engine="memory"`. That engine reads a saved context into host
+    memory when it is opened, and then copies only the selected entries of a record."""
     reuse_capacity: int = 0
-    """Tokens of records read before that stay in memory; what is chosen again does so anyhow."""
+    """Tokens whose records stay in memory after a read. Entries that are selected again stay in any case."""
     look_ahead: bool | None = False
-    """Always False: the speculative token looks ahead."""
+    """Always False, because the speculative token predicts the reads."""
     bits: int = 2
-    """Of an element of the copy: 1, 2 or 4."""
+    """Bits of an element of the copy: 1, 2 or 4."""
     quant_group: int = 64
-    """Elements that share a scale: 32 or 64."""
+    """Elements that share a scale and a zero point: 32 or 64."""
     speculative: bool = True
-    """Run a guess of the next token beside each token, and fetch for the next step what both attend to most, and what
-    follows that of the token. False: fetch what the token itself attends to most, and attend again."""
+    """Decode a guess of the next token with each token. The next step's tokens are the top-k by the sum of the guess's
+    attention, the token's, and the token's shifted by one; resident entries are weighted x4. False: select by the
+    token's own attention, fetch, and attend again."""
     top_up: bool | str = False
-    """Beside a guess: fetch within the step what its token attends to most and the guess did not, where the store is
-    fast enough for that to take no longer than the rest of a step, which the first steps show; "always": anywhere."""
+    """In addition to a guess, fetch within the step the top-k that the guess missed. This stops after the first steps
+    if such reads take longer than the rest of a step. "always": it never stops."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,5 +69,5 @@ class SpecConfig(SelectiveConfig):
 
     @cached_property
     def chosen(self) -> int:
-        """Entries a key head that are held as they were stored, beside the latest ones."""
+        """Entries a key head in full precision, besides the latest ones: top-k and sinks."""
         return self.num_selected and self.num_selected + self.num_sinks

@@ -1,4 +1,4 @@
-"""A copy of keys and values in a few bits, and what attention over it takes (SpeCache, section 3.3)."""
+"""The low-bit copy C' of keys and values, and the selection of tokens by attention over it (SpeCache, section 3.3)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
 from ...predictors.base import Learner
 
-# How a copy in a few bits lies in memory (KIVI; SpeCache, section 3.4)
+# Memory layout of a low-bit copy (KIVI; SpeCache, section 3.4)
 
 @dataclass(frozen=True)
 class LowBitForm:
-    """Keys in groups of `group` tokens, each channel by itself; values in groups of at most `group` channels, each
-    token by itself. Rows are as `kernels.low_bit` has them.
+    """KIVI's groups: keys per channel, `group` tokens each; values per token, at most `group` channels each. A group is
+    a row of `kernels.low_bit`.
 
     Attributes:
-        plain: 1-bit groups as KIVI has them, for comparison (SpeCache, table 5).
+        plain: 1-bit groups by equation 2 (KIVI) instead of equation 3, for comparison (SpeCache, table 5).
     """
 
     entry: RecordFormat
@@ -39,17 +39,17 @@ class LowBitForm:
 
     @cached_property
     def value_dim(self) -> int:
-        """Channels of a value, filled up to whole bytes."""
+        """Channels of a value, padded to a multiple of 8."""
         return -(-self.entry.value_dim // 8) * 8
 
     @cached_property
     def value_group(self) -> int:
-        """Channels of a group of a value."""
+        """Channels of a value's group."""
         return max(size for size in range(8, self.group + 1, 8) if self.value_dim % size == 0)
 
     def layout(self, rows: int, tokens: int) -> dict[str, tuple[int, ...]]:
-        """Shapes, of bytes, of `rows` rows of `tokens` tokens, whole groups: keys (rows, Hk, groups, Dk, row bytes) and
-        values (rows, Hv, groups of channels, tokens, row bytes)."""
+        """Shapes in bytes for `rows` rows of `tokens` tokens, complete groups: keys (rows, Hk, groups, Dk, row bytes)
+        and values (rows, Hv, groups of channels, tokens, row bytes)."""
         entry, parts = self.entry, self.value_dim // self.value_group
         key_row, value_row = (row_bytes(group, self.bits) for group in (self.group, self.value_group))
         return {
@@ -59,9 +59,9 @@ class LowBitForm:
 
 
 _PIECE = 512
-"""Tokens of a row that are quantised at a time."""
+"""Tokens of a row quantised at a time."""
 _QUANTISED = {"cuda": 16 * _PIECE}
-"""Tokens of all rows that are, by type of device: what keeps it busy. Elsewhere a piece."""
+"""Device type -> tokens of all rows quantised at a time, enough to keep it busy. Other devices: `_PIECE`."""
 
 
 def _at_once(device_type: str) -> int:
@@ -69,17 +69,19 @@ def _at_once(device_type: str) -> int:
 
 
 def fitting_bytes(form: LowBitForm, tokens: int, device_type: str) -> int:
-    """While so many tokens of all rows are quantised: some of them in 32 bits three times, and their codes."""
+    """Bytes in use while `tokens` tokens of all rows are quantised: three float32 copies of a piece, and its codes."""
     width = max(form.entry.key_width, form.entry.entry_width - form.entry.key_width)
     return min(tokens, _at_once(device_type)) * width * 13
 
 
 class LowBitCopy:
-    """Of `rows` rows of tokens, whole groups. In the account as "low-bit copy", on the device of the history. For the
-    thread that runs the model. Products and sums are made block by block: it is never unpacked as a whole.
+    """The low-bit copy C' of `rows` rows of tokens, complete groups, on the history's device.
+
+    The account books it as "low-bit copy". For the thread that runs the model. Products and sums are computed block by
+    block, so it is never unpacked completely.
 
     Args:
-        reserve: tokens a row to make room for at once; 0: for what comes first, and then for an eighth more.
+        reserve: tokens a row to allocate at once. 0: room grows with the tokens, by an eighth more each time.
     """
 
     STATE: ClassVar[State] = State(
@@ -102,12 +104,12 @@ class LowBitCopy:
 
     @property
     def groups(self) -> int:
-        """Groups of tokens a row that are held."""
+        """Groups of tokens a row."""
         return self.tokens // self.form.group
 
     @property
     def keys(self) -> torch.Tensor:
-        """What is held of them, as `LowBitForm.layout` has it: a view, valid until the next change, as `values`."""
+        """All groups of keys, shaped as in `LowBitForm.layout`: a view, valid until the next change, as `values`."""
         return self._keys[:, :, : self.tokens // self.form.group]
 
     @property
@@ -115,14 +117,14 @@ class LowBitCopy:
         return self._values[:, :, :, : self.tokens]
 
     def _need(self, tokens: int) -> None:
-        """Have room for so many a row. Raises `BudgetError` with nothing changed."""
+        """Make room for `tokens` tokens a row. Raises `BudgetError` and changes nothing then."""
         if tokens > self._values.shape[3]:
             more = 0 if self._reserve or not self.tokens else tokens // 8 // self.form.group * self.form.group
             room = max(tokens + more, self._reserve)
             self.STATE.remake(self, tokens=room, groups=room // self.form.group)
 
     def rehearse(self, run: DryRun, tokens: int) -> None:
-        """Be of `tokens` tokens a row, in a dry run."""
+        """Take the size for `tokens` tokens a row, in a dry run."""
         self._need(tokens)
         if self.rows > 1:
             run.moves(self.STATE.nbytes(self))
@@ -132,38 +134,41 @@ class LowBitCopy:
         )
         run.passes("fitting", prefill=many, decode=few)
 
-    # --- in ----------------------------------------------------------------------------------------------------
+    # --- quantise ----------------------------------------------------------------------------------------------
 
     def append(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], tokens: int) -> None:
-        """Keys (rows, Hk, ·, Dk) and values (rows, Hv, ·, Dv), each valid until the next, follow those that are held:
-        `tokens` then, whole groups. Raises `BudgetError`, and what `parts` raise, having changed nothing."""
+        """Quantise and add `parts`, up to `tokens` tokens in total, complete groups: Quant of algorithms 1 and 3.
+
+        A part is keys (rows, Hk, ·, Dk) and values (rows, Hv, ·, Dv), valid until the next part. Raises `BudgetError`,
+        and any error of `parts`; the copy is unchanged then.
+        """
         self._need(tokens)
-        held = self.tokens
-        fitting = fitting_bytes(self.form, self.rows * (tokens - held), self.device.type)
+        quantised = self.tokens
+        fitting = fitting_bytes(self.form, self.rows * (tokens - quantised), self.device.type)
         with self._account.holding("fitting", fitting):
             for keys, values in _pieces(parts, _PIECE):
-                self._quantise(held, keys, values)
-                held += keys.shape[2]
-        self.tokens = held
+                self._quantise(quantised, keys, values)
+                quantised += keys.shape[2]
+        self.tokens = quantised
 
     def _quantise(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         form, group, stop = self.form, self.form.group, first + keys.shape[2]
         rows = max(1, _at_once(self.device.type) // keys.shape[2])
         for start in range(0, self.rows, rows):
-            some = slice(start, start + rows)
-            groups = keys[some].unflatten(2, (-1, group)).transpose(3, 4)
-            into = self._keys[some, :, first // group : stop // group]
+            batch = slice(start, start + rows)
+            groups = keys[batch].unflatten(2, (-1, group)).transpose(3, 4)
+            into = self._keys[batch, :, first // group : stop // group]
             into.copy_(self._packed(groups).view_as(into))
-            own = values[some]
-            filling = own[..., -1:].expand(-1, -1, -1, form.value_dim - form.entry.value_dim)
-            groups = torch.cat([own, filling], 3).unflatten(3, (-1, form.value_group)).transpose(2, 3)
-            into = self._values[some, :, :, first:stop]
+            unpadded = values[batch]
+            padding = unpadded[..., -1:].expand(-1, -1, -1, form.value_dim - form.entry.value_dim)
+            groups = torch.cat([unpadded, padding], 3).unflatten(3, (-1, form.value_group)).transpose(2, 3)
+            into = self._values[batch, :, :, first:stop]
             into.copy_(self._packed(groups).view_as(into))
 
     def _packed(self, groups: torch.Tensor) -> torch.Tensor:
         return packed(groups.reshape(-1, groups.shape[-1]), self.form.bits, plain=self.form.plain)
 
-    # --- out ---------------------------------------------------------------------------------------------------
+    # --- attend ------------------------------------------------------------------------------------------------
 
     @cached_property
     def _kernels(self) -> Any:
@@ -186,11 +191,11 @@ class LowBitCopy:
     # --- changes and contexts ----------------------------------------------------------------------------------
 
     def truncate(self, tokens: int) -> None:
-        """Only the first `tokens`, whole groups, stay."""
+        """Keep the first `tokens` tokens of every row, complete groups."""
         self.STATE.truncate(self, tokens=tokens)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now."""
+        """Replace row i by row `rows[i]`."""
         self.STATE.select_rows(self, rows)
         self.rows = len(rows)
 
@@ -199,7 +204,7 @@ class LowBitCopy:
         return self.STATE.capture(self)
 
     def restore(self, tree: dict[str, Any], tokens: int, name: str) -> None:
-        """Hold what was captured of `tokens` tokens. Copies. Raises `ContextError`, `BudgetError`."""
+        """Load a captured `tree` of `tokens` tokens a row, by copying. Raises `ContextError`, `BudgetError`."""
         sizes: dict[str, int] = {}
         for part, shape in self.form.layout(self.rows, tokens).items():
             sizes.update(zip(self.STATE.entries[part].sizes, shape, strict=True))
@@ -209,7 +214,7 @@ class LowBitCopy:
         self.STATE.restore(self, tree)
 
     def close(self) -> None:
-        """Give the memory back; it may be filled anew."""
+        """Free the memory. The copy may be filled again."""
         self.tokens = 0
         self.STATE.remake(self, tokens=0, groups=0)
 
@@ -217,10 +222,10 @@ class LowBitCopy:
 def _pieces(
     parts: Iterable[tuple[torch.Tensor, torch.Tensor]], size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same, `size` tokens at a time, and at last what is left: views, or copies of what lies in several parts."""
+    """`parts` cut into pieces of `size` tokens, the last one shorter: views, or copies of tokens from several parts."""
     begun: list[tuple[torch.Tensor, torch.Tensor]] = []
     for keys, values in parts:
-        first = sum(held.shape[2] for held, _ in begun)
+        first = sum(piece.shape[2] for piece, _ in begun)
         edges = [0, *range(size - first, keys.shape[2] + 1, size)]
         for start, stop in pairwise(edges):
             yield _joined([*begun, (keys[:, :, start:stop], values[:, :, start:stop])])
@@ -238,18 +243,18 @@ def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tenso
     return torch.cat(keys, 2), torch.cat(values, 2)
 
 
-# Tokens judged by a copy of their keys in a few bits (SpeCache, section 3.3)
+# Selection by attention over the copy: ArgTopK (SpeCache, algorithms 2 and 3)
 
 LOYALTY = 4
-"""What is held counts so many times as much when the next is chosen: among similar shares it does not matter
-much which tokens are as they were stored, and reads are saved."""
+"""Weight of resident entries in the next selection. This saves reads, and among tokens with similar shares it matters
+little which are in full precision."""
 
 
 class LowBitPredictor(Learner):
-    """Holds the copy, which attention goes over, and says what of it matters most. See `Learner`.
+    """Owner of the copy. It selects the tokens with most attention (ArgTopK of algorithms 2 and 3). See `Learner`.
 
     Args:
-        reserve: tokens a row that the copy is to have room for at once; 0: it grows.
+        reserve: tokens a row that the copy allocates at once; 0: it grows.
     """
 
     def __init__(
@@ -260,38 +265,44 @@ class LowBitPredictor(Learner):
 
     @staticmethod
     def scored_bytes(form: LowBitForm, tokens: int, rows: int, heads: int, queries: int, scores: int) -> int:
-        """What attention over `tokens` tokens holds: of `queries` of `heads` heads each, `scores` of each head for all
-        tokens at a time; and a block of a head, unpacked, and its scores."""
+        """Bytes that attention over `tokens` tokens of the copy needs: `scores` float32 scores of each head and token,
+        shares of `queries` queries of `heads` heads, and one unpacked block of a head with its scores."""
         key_heads, block = form.entry.num_key_heads, min(tokens, BLOCK)
         width = max(form.entry.key_dim, form.value_group) * 4 + form.entry.key_dim * 4 // form.group
         spread = max(form.entry.key_dim, form.value_group) // 4 if form.bits == 1 else 0
         unpacked = block * (width + spread + 4 * queries * heads // key_heads)
-        among = rows * key_heads * (tokens + 2)  # of each token whether it is held
+        among = rows * key_heads * (tokens + 2)  # whether each token is replaced
         return rows * 4 * (tokens + 1) * (heads * scores + key_heads * queries) + among + unpacked
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
-        """The copy of `context` tokens a row; its layer says what scores take. See `Learner.rehearse`."""
+        """Declare the copy for `context` tokens a row. The layer declares the scores. See `Learner.rehearse`."""
         self.copy.rehearse(run, context // self.copy.form.group * self.copy.form.group)
 
     def ready(self, units: int) -> bool:
         return self.copy.tokens == units * self.copy.form.entry.group_size
 
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
-        """Of what it has learned all but these."""
+        """Quantise the sealed units, which follow the copy's tokens (algorithm 1, Quant). See `Learner.learn`."""
         assert self.copy.tokens + sealed.fresh == sealed.tokens, "tokens are missing"
         self.copy.append(sealed.parts, sealed.tokens)
 
     def most(
         self, shares: torch.Tensor, visible: torch.Tensor | None, count: int, held: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The tokens (rows, heads, m) int64 that have most of `shares` (rows, heads, tokens) of the attention, which
-        are changed; at most `count`, the first ones that are `visible`, (B or 1, T) bool, among them. Those that are
-        `held`, (rows, heads, n), -1: none, count `LOYALTY` times."""
+        """ArgTopK of SpeCache: the at most `count` tokens (rows, heads, m) int64 with the largest shares of attention.
+
+        The sinks are always among them. A token that is not `visible` becomes -1.
+
+        Args:
+            shares: (rows, heads, tokens) float32; changed in place.
+            visible: (B or 1, T) bool, excludes padding.
+            held: resident tokens (rows, heads, n), -1: none; their shares count `LOYALTY` times.
+        """
         sinks, count = min(self._num_sinks, shares.shape[2]), min(count, shares.shape[2])
         if not count:
             return shares.new_zeros(*shares.shape[:2], 0, dtype=torch.int64)
         if held is not None:
-            times = torch.ones_like(held, dtype=shares.dtype).masked_fill_(held >= 0, LOYALTY)  # none of them twice
+            times = torch.ones_like(held, dtype=shares.dtype).masked_fill_(held >= 0, LOYALTY)  # distinct tokens
             shares.scatter_reduce_(2, held.clamp(min=0), times, "prod")
         if visible is None:
             shares[:, :, :sinks] = torch.inf
@@ -299,12 +310,12 @@ class LowBitPredictor(Learner):
             begin = visible[:, : shares.shape[2]].to(shares.device).int().argmax(1)
             first = (begin[:, None] + torch.arange(sinks, device=shares.device)).clamp(max=shares.shape[2] - 1)
             shares.scatter_(2, first[:, None].expand(len(shares), shares.shape[1], -1), torch.inf)
-        found = shares.topk(count, 2, sorted=False).indices
+        best = shares.topk(count, 2, sorted=False).indices
         if visible is None:
-            return found
-        seen = visible[:, : shares.shape[2]].to(shares.device)  # what is hidden is none, however few there are
+            return best
+        seen = visible[:, : shares.shape[2]].to(shares.device)  # padding becomes -1, even if few tokens remain
         of_row = torch.arange(len(shares), device=shares.device)[:, None, None] % len(seen)
-        return torch.where(seen[of_row, found], found, -1)
+        return torch.where(seen[of_row, best], best, -1)
 
     def truncate(self, units: int) -> None:
         self.copy.truncate(units * self.copy.form.entry.group_size)
@@ -318,7 +329,7 @@ class LowBitPredictor(Learner):
     def restore(self, tree: dict[str, Any]) -> None:
         tokens = tree["units"] * self.copy.form.entry.group_size
         if tokens % self.copy.form.group:
-            raise not_whole(self._name, f"{tokens} tokens are no whole groups of {self.copy.form.group}")
+            raise not_whole(self._name, f"its {tokens} tokens are not complete groups of {self.copy.form.group}")
         self.copy.restore(tree, tokens, self._name)
 
     def close(self) -> None:

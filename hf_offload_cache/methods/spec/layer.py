@@ -1,4 +1,4 @@
-"""A layer of `SpecCache`: a low-bit copy that guesses, and what was stored, which answers."""
+"""A layer of `SpecCache`: attention over the low-bit copy with the top-k replaced (SpeCache, algorithm 3)."""
 
 from __future__ import annotations
 
@@ -32,41 +32,42 @@ from .config import SpecConfig
 from .copy import LowBitForm, LowBitPredictor
 from .plan import TOGETHER, UNDER_WAY, keeps_scores, picked_bytes, read_together, scores_of, stored_bytes
 
-# Whether what a guess missed is fetched within a step
+# Fetching within a step the entries that a guess missed; beyond the paper
 
 TRIED = 8
-"""Steps after which it is known how fast the store is."""
+"""Steps in which the store's speed is measured."""
 
 
 class TopUp:
-    """Of one cache: steps are topped up where the store is fast enough, which is where the reads of the first `TRIED`
-    steps took no longer than the rest of these steps. For the thread that runs the model.
+    """Decides for one cache whether steps are topped up: only if the store is fast enough.
+
+    It is if the reads of the first `TRIED` steps took no longer than the rest of those steps. For the thread that runs
+    the model.
 
     Args:
-        asked: `SpecConfig.top_up`; "always": however fast the store is.
+        asked: `SpecConfig.top_up`; "always": at any speed.
     """
 
     def __init__(self, asked: bool | str) -> None:
         self.on = bool(asked)
-        """The next step is topped up."""
+        """True if the next step is topped up."""
         self._left = TRIED if asked is True else 0
         self._read = self._reading = self._took = 0.0
 
     @contextlib.contextmanager
     def reading(self, device: torch.device) -> Iterator[None]:
-        """What a step waits for, because it is topped up, is read in here, to `device`, which is waited for as long as
-        it is not known how fast that is."""
-        tells = self._left > 0 and device.type == "cuda"
-        if tells:
+        """Time a top-up's reads, inside the `with`. While the speed is being measured, this synchronises `device`."""
+        measures = self._left > 0 and device.type == "cuda"
+        if measures:
             torch.cuda.synchronize(device)
         started = time.perf_counter()
         yield
-        if tells:
+        if measures:
             torch.cuda.synchronize(device)
         self._reading += time.perf_counter() - started
 
     def end_step(self, seconds: float) -> str | None:
-        """A step has ended, which took so long in all. What there is to say, if no other will be topped up."""
+        """Note that a step ended after `seconds`. Returns the warning if top-ups stop now, else None."""
         read, self._reading = self._reading, 0.0
         if not self._left or not read:
             return None
@@ -74,20 +75,21 @@ class TopUp:
         if self._left or self._read <= self._took - self._read:
             return None
         self.on = False
-        read, rest = (1e3 * each / TRIED for each in (self._read, self._took - self._read))
+        read, other = (1e3 * each / TRIED for each in (self._read, self._took - self._read))
         return (
-            f"steps are topped up no more: what their guesses missed took {read:.0f} ms to read, the rest of a step "
-            f"{rest:.0f} ms. top_up='always' fetches it on a slow store, too"
+            f"steps are topped up no more: reading the entries that a guess missed took {read:.0f} ms a step, the rest "
+            f"of the step {other:.0f} ms. Pass top_up='always' to read them on a slow store, too"
         )
 
 
 _CHOICE = State("choice", chosen=Array("rows heads wanted", torch.int64, low=-1, below="held"))
 _LEAST_ROOM = 10
-"""There is room for two to the power of this many chosen entries, as far as so many are wanted."""
+"""Binary logarithm of the chosen entries to allocate at first, at most `SpecConfig.chosen`."""
 
 
 class SpecLayer(SelectiveLayer):
-    """Every step attends to all tokens: to the copy, to what was chosen for it, as it was stored, and to the latest."""
+    """A layer whose steps attend to all tokens: to the chosen and the latest ones in full precision, to the others by
+    the copy."""
 
     config: SpecConfig
     predictor: LowBitPredictor | None
@@ -95,22 +97,22 @@ class SpecLayer(SelectiveLayer):
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         super().__init__(shared, layer_idx, place, **kwargs)
         self.top_up = TopUp(False)
-        """Set by the cache."""
+        """The cache's; set by the cache."""
         self.collects: SpecLayer | None = None
-        """The layer whose read for the next step is collected when this one chooses; set by the cache."""
+        """The layer whose read for the next step is collected when this layer selects; set by the cache."""
 
     def _clear(self) -> None:
         super()._clear()
         self.chosen: ChosenEntries | None = None
-        """What was chosen, as it was stored, beside the copy."""
+        """The resident top-k in full precision; None before the first selection."""
         self._entry_reads: EntryReads | None = None
-        self._at_once: int | None = None  # records a row that are read at a time
+        self._at_once: int | None = None  # records a row read at a time
         self._leaving: Entries | None = None
-        """What has become a part of the copy in this step, as it came: nobody can have chosen it yet."""
+        """Entries added to the copy in this step, in full precision, because no step can have selected them yet."""
         self._shared_keys = False
-        """Several calls attend to one `update`, as the prompt has shown: what has left is theirs, too."""
+        """True if several layers attend to one `update`, as the prompt has shown. They share `_leaving`, too."""
         self._attended = False
-        """A call of this step has attended: another layer that shares these keys does not choose for the next."""
+        """True after this step's first attention. Another layer that shares these keys does not select again."""
 
     @property
     def tables_nbytes(self) -> int:
@@ -122,17 +124,17 @@ class SpecLayer(SelectiveLayer):
 
     @property
     def fetcher(self) -> Fetcher:
-        own = super().fetcher
+        fetcher = super().fetcher
         if self._at_once is None:
             self._at_once = read_together(self.history.form, self.config)
-        own.most_records = own.read_at_once = self._at_once
-        return own
+        fetcher.most_records = fetcher.read_at_once = self._at_once
+        return fetcher
 
     # --- the copy ----------------------------------------------------------------------------------------------
 
     @classmethod
     def copy_form(cls, form: RecordFormat, config: SpecConfig) -> LowBitForm:
-        """How the copy of a history of `form` lies in memory."""
+        """Memory layout of the copy for a history of `form`."""
         return LowBitForm(form, config.bits, config.quant_group)
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
@@ -144,19 +146,19 @@ class SpecLayer(SelectiveLayer):
         self.selecting = Selecting(config, self.shared.storage, UNDER_WAY if config.speculative else 0)
         self.predictor = predictor = self.make_predictor()
         tokens = max(0, context - config.num_recent) // config.quant_group * config.quant_group
-        asked = kind.num_heads, TOGETHER, scores_of(config, TOGETHER)  # of candidates, too
+        asked = kind.num_heads, TOGETHER, scores_of(config, TOGETHER)  # candidates need no more
         predictor.rehearse(run, tokens, kind.num_heads, 0)
         scored = predictor.scored_bytes(predictor.copy.form, tokens, rows, *asked)
-        run.passes("scores", decode=max(0, scored - run.passing("fitting")[1]))  # one after the other
+        run.passes("scores", decode=max(0, scored - run.passing("fitting")[1]))  # never at the same time
         if config.records_apart and kind.device == "cuda":
-            run.keeps("tables", 8 * rows * self.history.units)  # where records lie
+            run.keeps("tables", 8 * rows * self.history.units)  # records' addresses
         run.decoding()
         chosen = ChosenEntries(form, rows, config.chosen, torch.device("meta"), run)
         if rows > 1:
             run.moves(chosen.nbytes)
         if config.reuse_capacity and not config.records_apart:
             self.rehearse_slots(run)
-        if config.engine == "memory":  # no more of a record comes than is wanted of it, when it is wanted
+        if config.engine == "memory":  # only the selected entries of a record are copied
             run.passes("staging", decode=EntryReads.area_bytes(form, rows * config.chosen))
         else:
             wanted = read_together(form, config)
@@ -168,8 +170,8 @@ class SpecLayer(SelectiveLayer):
     def make_predictor(self) -> LowBitPredictor:
         history, config = self.history, self.config
         reserve = max(0, (config.max_context or 0) - config.num_recent)
-        own = history.rows, config.num_sinks, history.device, self.shared.storage.account, self.name, reserve
-        return LowBitPredictor(self.copy_form(history.form, config), *own)
+        made_of = history.rows, config.num_sinks, history.device, self.shared.storage.account, self.name, reserve
+        return LowBitPredictor(self.copy_form(history.form, config), *made_of)
 
     def learn(self, sealed: Sealed, call: AttentionCall, step: Step) -> None:
         predictor = self.predictor
@@ -181,14 +183,14 @@ class SpecLayer(SelectiveLayer):
             self._leaving = Entries(tokens.expand(keys.shape[:3]), keys, values)
         if predictor.copy.tokens + sealed.fresh == sealed.tokens:
             super().learn(sealed, call, step)
-        else:  # attention did not come to us when some of it was sealed
+        else:  # some units were sealed while another attention ran
             predictor.copy.truncate(0)
             blocks = ((block.keys, block.values) for block in self.history.blocks(sealed.tokens))
             predictor.copy.append(blocks, sealed.tokens)
 
     @property
     def has_copy(self) -> bool:
-        """Attention is ours, and there is something to choose from."""
+        """True if this layer runs its attention and its copy has tokens."""
         return self.state == "tagged" and self.predictor is not None and self.predictor.copy.tokens > 0
 
     def can_choose(self) -> bool:
@@ -198,23 +200,24 @@ class SpecLayer(SelectiveLayer):
     # --- choosing ----------------------------------------------------------------------------------------------
 
     def _latest(self, call: AttentionCall) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of the latest tokens, guesses at last."""
+        """Keys and values of the latest tokens, in one part, and of guesses, in a second one."""
         (keys, values), guessed = self.history.form.split(self.history.recent), self.guessed
         if not guessed:
             return [(keys, values)]
         guesses = call.key[:, :, -guessed:], call.value[:, :, -guessed:]
         return [(keys, values), (guesses[0].to(keys.dtype), guesses[1].to(keys.dtype))]
 
-    # --- what is held as it was stored: how it is chosen, comes and goes ---------------------------------------
+    # --- entries in full precision: selected, fetched, evicted --------------------------------------------------
 
     def _held(self) -> ChosenEntries:
+        """`chosen`, with room for as many entries as a step may select. Raises `BudgetError`."""
         if self.chosen is not None and self.chosen.count >= self.config.chosen:
             return self.chosen
-        history, most = self.history, 1 << max(_LEAST_ROOM, (self.held - 1).bit_length())  # there are no more to choose
+        history, most = self.history, 1 << max(_LEAST_ROOM, (self.held - 1).bit_length())  # no more to select
         count = min(self.config.chosen, most)
         if self.chosen is None:
-            own = count, history.device, self.shared.storage.account
-            self.chosen = ChosenEntries(history.form, history.rows, *own)
+            made_of = count, history.device, self.shared.storage.account
+            self.chosen = ChosenEntries(history.form, history.rows, *made_of)
         elif self.chosen.count < count:
             self.chosen.grow(count)
         return self.chosen
@@ -227,16 +230,16 @@ class SpecLayer(SelectiveLayer):
         return self._entry_reads
 
     def _bring(self, absent: torch.Tensor) -> list[Entries]:
-        """The entries of these tokens, which are read, or were ahead."""
+        """Entries of the `absent` tokens, prefetched or read now. Raises as `Fetcher.gather`."""
         return self._reads.bring(self.fetcher, self.history, absent)
 
     def wanted_of(self, shares: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        """The tokens that have most of these shares, of which those in memory count four times."""
+        """The top-k tokens by `shares` (ArgTopK); resident ones are weighted x4. See `LowBitPredictor.most`."""
         assert self.predictor is not None
         return self.predictor.most(shares, visible, self.config.chosen, self._held().entries.tokens)
 
     def _fetch(self, wanted: torch.Tensor, *, at_once: bool) -> None:
-        """These tokens are for the next step: they are begun to be read; `at_once`: those that are held may go."""
+        """Prefetch the `wanted` tokens for the next step (algorithm 3, Pre-fetch). `at_once`: others may be evicted."""
         counters, counts = self.shared.storage.counters, None
         reads = self._reads
         if at_once:
@@ -244,25 +247,25 @@ class SpecLayer(SelectiveLayer):
         if counts is None:
             reads.ahead(self.fetcher, self.history, self._want(wanted))
         else:
-            selected, came = counts.unbind()
-            counters.later(units_selected=selected, units_resident=selected - came, units_ready=selected)
+            selected, fetched = counts.unbind()
+            counters.later(units_selected=selected, units_resident=selected - fetched, units_ready=selected)
 
     def _want(self, wanted: torch.Tensor) -> torch.Tensor:
-        """These tokens are to be collected: those of them that are absent."""
+        """Let the next `collect` make the `wanted` tokens resident. Returns the absent ones."""
         absent = self._held().want(wanted)
-        there = (wanted >= 0).sum()
-        resident = there - (absent >= 0).sum()
-        self.shared.storage.counters.later(units_selected=there, units_resident=resident, units_ready=resident)
+        selected = (wanted >= 0).sum()
+        resident = selected - (absent >= 0).sum()
+        self.shared.storage.counters.later(units_selected=selected, units_resident=resident, units_ready=resident)
         return absent
 
     def collect(self) -> None:
-        """Let what was chosen be in `chosen`. Raises as a gather; it is to be collected then."""
+        """Make the wanted tokens resident in `chosen`. Raises as `Fetcher.gather`; call it again then."""
         chosen = self.chosen
         if chosen is not None and chosen.absent is not None:
             chosen.take(self._bring(chosen.absent))
 
     def collect_soon(self) -> None:
-        """As `collect`, before attention asks; what fails is left to the step that wants it."""
+        """`collect` before attention needs it. A failed read is left to the step that needs it."""
         absent = None if self.chosen is None else self.chosen.absent
         with contextlib.suppress(OSError, BudgetError):
             self.collect()
@@ -287,13 +290,14 @@ class SpecLayer(SelectiveLayer):
                 self._leaving = None
 
     def attend_sparsely(self, call: AttentionCall, visible: torch.Tensor | None) -> Output:
-        """Over everything, in one softmax; and, where a guess looks ahead, what it wants is begun to be read. Of
-        candidates the latest one looks ahead; `TOGETHER` are scored at a time."""
+        """SpeCache's algorithm 3 for one layer: attend to all tokens in one softmax, select the next step's top-k by
+        the guess, and prefetch it. With candidates, the latest one is the guess. `TOGETHER` queries are scored at a
+        time."""
         assert self.predictor is not None
         account, form, step = self.shared.storage.account, self.history.form, self.shared.step
         if step is not None and call.mask is not None and call.mask.shape[2] == call.query.shape[2]:
             mask, seen = step.streamed(call.mask)
-            if mask is None and seen is None:  # it says what attention without a mask is
+            if mask is None and seen is None:  # the mask is plain causal
                 call = replace(call, mask=None)
         picked = picked_bytes(form, self.history.rows, self.config)
         account.hold("picked entries", picked)
@@ -316,20 +320,20 @@ class SpecLayer(SelectiveLayer):
         scored = LowBitPredictor.scored_bytes(copy.form, copy.tokens, copy.rows, *asked)
         latest = self.history.recent.shape[1] + self.guessed
         stored = stored_bytes(self.history.form, copy.rows, heads, together, self.config, latest)
-        with timeline.span("attend", layer_idx) if timeline.on else NOTHING, contextlib.ExitStack() as held:
+        with timeline.span("attend", layer_idx) if timeline.on else NOTHING, contextlib.ExitStack() as booked:
             for owner, nbytes in (("scores", scored), ("stored entries", stored)):
                 account.hold(owner, nbytes)
-                held.callback(account.release, owner, nbytes)
+                booked.callback(account.release, owner, nbytes)
             begin, before = queries - together, []
             output, replaced, wanted = self._last(call, begin, visible)
             for start in range(0, begin, together):
                 before.append(self._over(call, start, min(start + together, begin)).attend(replaced)[0])
-            if wanted is not None:  # at last: what is exchanged for the next step is no more attended to in this one
+            if wanted is not None:  # last, because entries evicted for the next step must not be needed in this one
                 self._fetch(wanted, at_once=not self._shared_keys)
         return torch.cat([*before, output], 1).to(call.query.dtype)
 
     def _over(self, call: AttentionCall, start: int, stop: int) -> MixedAttention | FusedAttention:
-        """Attention of some of the queries of a call, over what is not behind the last of them."""
+        """Attention for the queries `start` to `stop` of a call, over all tokens up to the last of them."""
         assert self.predictor is not None
         later, query, copy = call.query.shape[2] - stop, call.query[:, :, start:stop], self.predictor.copy
         mask = None if call.mask is None else call.mask[:, :, start:stop, : call.mask.shape[3] - later]
@@ -345,8 +349,11 @@ class SpecLayer(SelectiveLayer):
     def _last(
         self, call: AttentionCall, begin: int, visible: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[Entries], torch.Tensor | None]:
-        """Attention of the queries of a call from `begin` on, what of the copy was replaced, and which tokens are to be
-        fetched for the next step."""
+        """Attend with a call's queries from `begin` on: the softmax A, ArgTopK and output O of SpeCache's algorithm 3.
+
+        Returns the output, the entries that replaced the copy's, and the tokens to fetch for the next step (None: there
+        is nothing to prefetch). Raises as `Fetcher.gather`.
+        """
         assert self.predictor is not None
         config, queries, guessed = self.config, call.query.shape[2], self.guessed
         mixed = self._over(call, begin, queries)
@@ -362,27 +369,31 @@ class SpecLayer(SelectiveLayer):
             keeps = keeps_scores(config)
             (shares,) = mixed.attend([chosen.entries, *replaced], [asked - guessed], last=not keeps)[1]
             if not keeps:
-                del mixed  # its scores go before there are others
+                del mixed  # free its scores before others are computed
                 mixed = self._over(call, begin, queries)
             if ahead and not chosen.empty:
                 wanted = self.predictor.most(shares, visible, config.chosen)
                 first = shares.shape[2] - (0 if self._leaving is None else self._leaving.tokens.shape[2])
                 with self.top_up.reading(self.history.device):
                     replaced += self._bring(chosen.absent_of(wanted.masked_fill(wanted >= first, -1)))
-            else:  # what has left is among what is chosen, or counts as the copy has it: for others of these keys, too
+            else:  # tokens in `_leaving` are selected or read from the copy, for layers sharing these keys too
                 self._want(self.wanted_of(shares, visible))
                 self.collect()
                 replaced, self._leaving = [], None
         replaced = [chosen.entries, *replaced]
-        output, shared = mixed.attend(replaced, range(asked + 1) if ahead else [])
+        output, shares_ahead = mixed.attend(replaced, range(asked + 1) if ahead else [])
         self.attends_to(call, replaced)
-        if shared:
-            return output, replaced, self.wanted_of(self.shares_of(shared), visible)
+        if shares_ahead:
+            return output, replaced, self.wanted_of(self.shares_of(shares_ahead), visible)
         return output, replaced, None
 
     def shares_of(self, shares: list[torch.Tensor]) -> torch.Tensor:
-        """By what the next step's tokens are chosen: `shares` of attention of each token of a call, its guess last. A
-        token wants much of what the one before did, or what follows that: heads that copy."""
+        """Scores by which the next step's tokens are selected (rows, heads, tokens).
+
+        They sum the guess's attention, the token's, and the token's shifted by one, because some heads attend to the
+        successors of what they attended to. The paper uses only the guess. `shares`: attention of each query of a call,
+        the guess last; changed in place.
+        """
         *before, guess = shares
         for each in before:
             guess += each
@@ -390,18 +401,18 @@ class SpecLayer(SelectiveLayer):
         return guess
 
     def attends_to(self, call: AttentionCall, stored: list[Entries]) -> None:
-        """These entries, beside the latest ones, are attended to as they were stored by this call."""
+        """Count the tokens that this call attends to in full precision: `stored` and the latest ones."""
         counters = self.shared.storage.counters
         queries = call.query.shape[0] * (call.query.shape[2] - self.guessed)
         counters.attend(queries, self.history.length, self.history.recent.shape[1])
-        for one in stored:
-            if one.tokens.numel():
-                counters.later(tokens_attended=queries * (one.tokens >= 0).sum(2).amax())
+        for entries in stored:
+            if entries.tokens.numel():
+                counters.later(tokens_attended=queries * (entries.tokens >= 0).sum(2).amax())
 
     # --- changes -----------------------------------------------------------------------------------------------
 
     def drop_chosen(self) -> None:
-        """What was chosen is of no more use: it is given back."""
+        """Free the chosen entries."""
         if self.chosen is not None:
             self.chosen.close()
             self.chosen = None
@@ -428,7 +439,7 @@ class SpecLayer(SelectiveLayer):
         return super().freeze()
 
     def _settle(self) -> None:
-        """No record is read behind the back of the current stream; where records lie is looked up anew."""
+        """Wait for reads on other streams, and forget the records' addresses."""
         if self.chosen is not None:
             self.chosen.settle()
         if self._entry_reads is not None:
@@ -442,14 +453,15 @@ class SpecLayer(SelectiveLayer):
     # --- contexts ---------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        """A copy that is behind (attention did not come to us) is not captured: it is made when attention comes."""
+        """As `OffloadLayer.capture`. A copy that lacks units, sealed while another attention ran, is not captured; the
+        next attention quantises it anew."""
         tree, chosen = super().capture(), self.chosen
-        held = None if chosen is None else chosen.entries.tokens if chosen.wanted is None else chosen.wanted
-        learnt = tree["predictor"] if self.is_filled and self.can_choose() else None
-        return {**tree, "predictor": learnt, "chosen": None if held is None else held.cpu().clone()}
+        tokens = None if chosen is None else chosen.entries.tokens if chosen.wanted is None else chosen.wanted
+        predictor = tree["predictor"] if self.is_filled and self.can_choose() else None
+        return {**tree, "predictor": predictor, "chosen": None if tokens is None else tokens.cpu().clone()}
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
-        """As `OffloadLayer.restore`; what was chosen is read when attention asks for it."""
+        """As `OffloadLayer.restore`. The chosen entries are read when attention needs them."""
         super().restore(tree, parts, device)
         wanted = tree["chosen"]
         if wanted is None or self.selecting is None or not self.is_filled or not self.config.chosen:

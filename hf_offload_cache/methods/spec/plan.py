@@ -1,4 +1,4 @@
-"""What a layer of `SpecCache` will hold, beside its history: the copy, what is chosen, and what is on its way."""
+"""Fields of `SpecCache` for a memory budget, and the bytes of its transient memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ...memory.fit import LEAST_RECENT, SHORT_TAIL, Search
 from .attention import MixedAttention
 from .config import SpecConfig
 
-# The best fields of `SpecCache` that a budget allows
+# The best fields of `SpecCache` for a budget
 
 _COPIES = ((4, 64), (2, 32), (2, 64), (1, 32), (1, 64))
-"""Bits and group of a copy, the best first."""
+"""`bits` and `quant_group` of a copy, best first."""
 
 
 def fit_spec(search: Search[SpecConfig]) -> SpecConfig:
-    """The copy of most bits that fits, and beside it as many entries as they were stored as fit, up to 256 a key head.
+    """The copy with most bits that fits, then as many full-precision entries as fit, up to 256 a key head.
 
-    Where not even the smallest copy fits, fewer latest tokens are kept, and then fewer entries. Raises `BudgetError`
-    with the least memory that would do.
+    If not even the smallest copy fits, `num_recent` shrinks, then `num_selected`. Raises `BudgetError` with the minimum
+    memory needed.
     """
     chosen = search.first_fit(_tried(search))
     return search.config(search.wider_blocks(search.most(chosen, "num_selected", 256)))
@@ -32,40 +32,40 @@ def _tried(search: Search[SpecConfig]) -> Iterator[dict[str, Any]]:
         for streams in search.all_streams():
             yield {"num_selected": 64, **copy, **streams}
     for selected in (64, 32, 16, 8, 4):
-        for copy in copies[:-3:-1]:  # where there are few tokens, those that wait to be quantised weigh more
+        for copy in copies[:-3:-1]:  # with few tokens, those that wait to be quantised weigh more
             for streams in (search.least_streams(SHORT_TAIL), search.least_streams(LEAST_RECENT)):
                 yield {"num_selected": selected, **copy, **streams}
 
 
 UNDER_WAY = 2
-"""Reads for the next step that are under way at a time: a layer's is collected as so many layers later chooses."""
+"""Reads for the next step in flight at a time: layer i's read is collected when layer i + UNDER_WAY selects."""
 TOGETHER = 2
-"""Queries that are scored at a time: a token, and the guess beside it."""
+"""Queries scored at a time: a token and its guess."""
 
 
 def scores_of(config: SpecConfig, queries: int) -> int:
-    """Scores of each head that are held at a time: where attention decides what is fetched for it, twice."""
+    """Scores of each head and token of the copy that are in memory at a time: twice `queries` if scores are kept."""
     return 2 * queries if keeps_scores(config) else queries
 
 
 def keeps_scores(config: SpecConfig) -> bool:
-    """Whether scores are kept for attending again; else, where it has to be, they are made again."""
+    """True if scores are kept for a second attention of the same step. Otherwise they are computed again."""
     return bool(config.top_up) or not config.speculative
 
 
 def read_together(form: RecordFormat, config: SpecConfig) -> int:
-    """Records a row that are read at a time: a third of what all key heads may want, most of which they had."""
+    """Records a row that are read at a time: a third of all key heads' entries, because most of them are resident."""
     return -(-form.num_key_heads * config.chosen // 3)
 
 
 def picked_bytes(form: RecordFormat, rows: int, config: SpecConfig) -> int:
-    """What has come out of its records, and is not among what is chosen yet or is for this step alone; and what has
-    become a part of the copy in this step."""
+    """Bytes of entries outside `ChosenEntries`: those on their way from records, those for this step only, and those
+    that were added to the copy in this step."""
     return rows * (config.chosen + config.quant_group) * form.entry_bytes
 
 
 def stored_bytes(form: RecordFormat, rows: int, heads: int, queries: int, config: SpecConfig, latest: int) -> int:
-    """While attention goes over what is as it was stored: see `MixedAttention.stored_bytes`; what is chosen, what was
-    fetched only for this step, what has become a part of the copy in it, and the latest ones."""
+    """`MixedAttention.stored_bytes` for all full-precision entries of a step: the chosen ones, those fetched only for
+    this step, those that were added to the copy in it, and the `latest` ones."""
     entries = config.chosen * (2 if config.top_up else 1) + config.quant_group + latest
     return MixedAttention.stored_bytes(form, rows, heads, queries, entries)
