@@ -103,7 +103,7 @@ def nearest(rows: list[dict[str, Any]], batch: int, context: int) -> dict[str, A
     |log2 of the ratio of the contexts|.
 
     Rows with a shorter context count only if there are no others, because their compact keys would not fit the budget.
-    Of equal rows, the one for more sequences."""
+    Among equal rows, it is the one for more sequences."""
     if not isinstance(batch, int) or not isinstance(context, int) or min(batch, context) < 1:
         raise ConfigError(
             f"max_batch and max_context must be whole numbers of at least 1, got {batch!r} and {context!r}"

@@ -437,8 +437,8 @@ class OffloadCache(Cache):
         `fields` are the user's and are kept. Raises `BudgetError` with the minimum memory, and `ConfigError`.
         """
         limits = memory, max_context, max_batch
-        found = search(cls.config_class, cls.plan, geometry, limits, fields, cls.layer_class.heads_apart)
-        return cls.choose_fields(found, geometry) if geometry.layers else fit_nothing(found)
+        options = search(cls.config_class, cls.plan, geometry, limits, fields, cls.layer_class.heads_apart)
+        return cls.choose_fields(options, geometry) if geometry.layers else fit_nothing(options)
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
@@ -464,7 +464,7 @@ class OffloadCache(Cache):
     ) -> str:
         """Publish the cache's content as `directory`, which `open` opens in another process without prefill.
 
-        Returns the context's digest, 64 hex digits. If somebody could restore an older context, keep the digest where
+        Returns the context's digest, 64 hex digits. If anyone could restore an older context, keep the digest where
         they cannot write: `open(..., expect=digest)` accepts no other context.
 
         On the file system of `path`, stored records are linked, not copied, unless some records of a file were freed:

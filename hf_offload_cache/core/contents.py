@@ -138,7 +138,7 @@ class Contents:
         if not held or repeats(self.tokens, held, input_ids, inputs_embeds):
             return None
         return (
-            f"{model} dropped the tokens that this cache held, and goes on without them, as it does with DynamicCache: "
+            f"{model} dropped the tokens stored in this cache, and continues without them, as with DynamicCache: "
             "its rotary embedding changes at this length, and transformers passed on only the latest tokens; begin "
             "such a text with a prompt that is longer than that"
         )
@@ -273,7 +273,7 @@ class Contents:
                 self.shared.storage.torn = True
             else:
                 self._cropped = kept
-                error.add_note(f"some layers are cropped: the next call crops the others, to {kept:,} tokens")
+                error.add_note(f"some layers are cropped: after the next call the cache holds {kept:,} tokens")
             raise
         self.tokens.truncate(kept)
 

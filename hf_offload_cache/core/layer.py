@@ -486,8 +486,8 @@ class OffloadLayer(CacheLayerMixin):
         asked = call.query.dtype
         if asked != dtype:
             call = dataclasses.replace(call, query=call.query.to(dtype))
-        own = call.key.to(dtype), call.value.to(dtype)
-        output, weights = call.stream(self._blocks(before), own, mask, seen)
+        added_kv = call.key.to(dtype), call.value.to(dtype)
+        output, weights = call.stream(self._blocks(before), added_kv, mask, seen)
         return output.to(asked), weights
 
     def before(self, call: AttentionCall) -> int:

@@ -54,15 +54,15 @@ def layer_kinds(
     """Each offloaded layer's kind and its part of `config`, in order; equal pairs are the same objects."""
     config = config.for_layers(len(geometry.layers))
     known: dict[LayerShape, list[tuple[LayerKind, OffloadConfig]]] = {}
-    found: list[tuple[LayerKind, OffloadConfig]] = []
+    kinds: list[tuple[LayerKind, OffloadConfig]] = []
     for place, shape in enumerate(geometry.layers):
-        own = config.of_layer(place)
-        same = [(kind, other) for kind, other in known.get(shape, []) if other is own or other == own]
+        layer_config = config.of_layer(place)
+        same = [(kind, other) for kind, other in known.get(shape, []) if other is layer_config or other == layer_config]
         if not same:
-            same = [(LayerKind.of(shape, geometry, own, batch, heads_apart), own)]
+            same = [(LayerKind.of(shape, geometry, layer_config, batch, heads_apart), layer_config)]
             known.setdefault(shape, []).extend(same)
-        found += same
-    return found
+        kinds += same
+    return kinds
 
 
 def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
@@ -97,8 +97,8 @@ def plan_cache(
     `engine="auto"` counts as a file on disk that is read past the page cache.
     """
     layers = layer_kinds(geometry, config, batch, heads_apart)
-    alike = Counter((kind, id(own)) for kind, own in layers)
-    own_of = {id(own): own for _, own in layers}
+    counts = Counter((kind, id(part)) for kind, part in layers)
+    config_of = {id(part): part for _, part in layers}
     units = [kind.rows * kind.form.record_bytes for kind, _ in layers]
     queue = parse_size(config.write_queue)
     narrow = decoding_queue(queue, units) if selects else queue
@@ -115,7 +115,7 @@ def plan_cache(
     held += Planned(*({"write queue": WriteQueue.planned(most, largest)} for most in (queue, narrow)))
     moving = Planned.always({"moving rows": ids} if batch > 1 else {})
     planned, store_bytes = LayerPlan.of_layers(
-        ((layer_plan(kind, own_of[own], context), count) for (kind, own), count in alike.items()), moving
+        ((layer_plan(kind, config_of[part], context), count) for (kind, part), count in counts.items()), moving
     )
     held = Planned.sum_of([(held, 1), (planned, 1), (beside, 1)])
     if config.engine == "mapped":  # pages that were requested and not yet released

@@ -23,18 +23,18 @@ class ReadOnlyTensor(torch.Tensor):
 
             def unwrapped(value: Any) -> Any:
                 if isinstance(value, ReadOnlyTensor):
-                    plain.append((own := value.as_subclass(torch.Tensor), own._version))
-                    memory.add(_memory(own))
-                    return own
+                    plain.append((tensor := value.as_subclass(torch.Tensor), tensor._version))
+                    memory.add(_memory(tensor))
+                    return tensor
                 if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-                    return type(value)(unwrapped(one) for one in value)
+                    return type(value)(unwrapped(item) for item in value)
                 return value
 
-            found = function(
-                *(unwrapped(one) for one in args),
+            result = function(
+                *(unwrapped(item) for item in args),
                 **{name: unwrapped(value) for name, value in (kwargs or {}).items()},
             )
-            if any(own._version != before for own, before in plain) or function.__name__ == "__set__":
+            if any(tensor._version != before for tensor, before in plain) or function.__name__ == "__set__":
                 raise ReadOnlyError(
                     "keys and values of an offloaded layer cannot be written to: they are a copy of the stored ones; "
                     f"clone() them for a tensor of your own; {_INSTEAD}"
@@ -42,13 +42,13 @@ class ReadOnlyTensor(torch.Tensor):
 
             def wrapped(value: Any) -> Any:
                 if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-                    return type(value)(wrapped(one) for one in value)
+                    return type(value)(wrapped(item) for item in value)
                 if isinstance(value, np.ndarray):
                     value.flags.writeable = False
                 view = isinstance(value, torch.Tensor) and _memory(value) in memory
                 return value.as_subclass(cls) if view and value.numel() else value
 
-            return wrapped(found)
+            return wrapped(result)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> torch.Tensor:

@@ -114,11 +114,11 @@ class SelectiveCache(OffloadCache):
 
     @classmethod
     def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
-        found, usual = super().shortfalls(config, geometry, given), type(config).num_selected
+        notes, usual = super().shortfalls(config, geometry, given), type(config).num_selected
         wanted = None if config.exact or "num_selected" in given else config.num_selected
         if wanted is not None and usual is not None and wanted < usual:
-            found.append(f"a step selects {wanted} tokens; selecting {usual} loses fewer needles {LOST_BY}")
-        return found
+            notes.append(f"a step selects {wanted} tokens; selecting {usual} loses fewer needles {LOST_BY}")
+        return notes
 
     def watch_queries(self) -> None:
         """Let the look-ahead see how the layers' queries are made."""
@@ -194,8 +194,8 @@ class SelectiveCache(OffloadCache):
         assert self.selecting is not None
         self._weighed, before = size, self.selecting.worthwhile
         with contextlib.suppress(NotImplementedError):  # a method that does not declare its predictor's memory
-            rest, slots = self._room_for_slots(size[1])
-            self.selecting.limit(rest >= 0, min(1.0, max(0, rest) / slots) if slots else 1.0)
+            room, slots = self._room_for_slots(size[1])
+            self.selecting.limit(room >= 0, min(1.0, max(0, room) / slots) if slots else 1.0)
         if self.selecting.worthwhile and not before:  # exact steps do not measure either way
             self._pace = Pace(self.config.look_ahead)
 
@@ -211,7 +211,7 @@ class SelectiveCache(OffloadCache):
             for (kind, _), same in kinds.items()
         ]
         planned, _ = LayerPlan.of_layers(((plan, count) for plan, count, _ in plans), Planned())
-        usual = [(plan, count) for plan, count, own in plans if own.reuse_capacity <= self.config.reuse_capacity]
+        usual = [(plan, count) for plan, count, config in plans if config.reuse_capacity <= self.config.reuse_capacity]
         slots = sum(plan.own.decode.get(SLOTS, 0) * count for plan, count in usual)
         apart = {*planned.decode, RECORDS, "stream buffers", "write queue", "layers not offloaded"}
         others = sum(held for owner, held in self.storage.account.by_owner.items() if owner not in apart)

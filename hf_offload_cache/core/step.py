@@ -49,7 +49,7 @@ class Step:
     """`time.perf_counter()` at its beginning, for decoding steps; None for all others."""
     ids: torch.Tensor | None = None
     padding: torch.Tensor | None = None
-    """Which of the added tokens are padding: bool (B, tokens) in host memory; None: no padding."""
+    """Mask of added padding: bool (B, tokens) in host memory; None: no padding."""
     lengths: list[int] = field(default_factory=list)
     """Lengths before the step, of the layers that have a length."""
     guessed: int = 0
@@ -126,13 +126,13 @@ def check_prompt(
     count = input_ids.shape[1] if inputs_embeds is None else inputs_embeds.shape[1]
     if count <= held:
         raise PromptError(
-            f"the prompt has {count} tokens and the cache already holds {held}: pass the whole "
+            f"the prompt has {count} tokens and the cache already holds {held}: pass the complete "
             "conversation with at least one new token, or reset() the cache for a new one"
         )
     position = None if inputs_embeds is not None else tokens.first_difference(input_ids[:, :held])
     if position is not None:
         raise PromptError(
-            f"the prompt differs from what the cache holds at token {position} of {held}: "
+            f"the prompt differs from the stored tokens at token {position} of {held}: "
             "it does not continue this cache; reset() it, or use a new one for an unrelated prompt"
         )
 
@@ -224,7 +224,7 @@ def check_positions(positions: Any, mask: Any, held: int) -> None:
 
 
 def padding_of(tokens: TokenLog, mask: Any, held: int, length: int, *, compare: bool) -> torch.Tensor | None:
-    """Which of the step's own tokens, [held, length), are padding: bool (B, t) in host memory, or None.
+    """Mask of padding among the step's own tokens, [held, length): bool (B, t) in host memory, or None.
 
     With `compare`, raises `PromptError` for a mask (B, length) that shows stored padding. A missing mask always raises
     it if there is padding. A mask that hides stored tokens is allowed, and so is a mask of another kind.
@@ -232,7 +232,7 @@ def padding_of(tokens: TokenLog, mask: Any, held: int, length: int, *, compare: 
     if mask is None:
         if held and tokens.padded and tokens.length == held:
             raise PromptError(
-                "attention_mask is missing, and the stored tokens include padding: pass the mask of the whole "
+                "attention_mask is missing, and the stored tokens include padding: pass the mask of the complete "
                 "conversation, as `cache.attention_mask` begins it"
             )
         return None
@@ -244,7 +244,7 @@ def padding_of(tokens: TokenLog, mask: Any, held: int, length: int, *, compare: 
             row, position = shown[0].tolist()
             raise PromptError(
                 f"attention_mask shows token {position} of sequence {row}, which is stored as padding: pass the mask "
-                "of the whole conversation, as `cache.attention_mask` begins it"
+                "of the complete conversation, as `cache.attention_mask` begins it"
             )
     return mask[:, held:].detach().to("cpu") == 0
 

@@ -59,7 +59,7 @@ class TokenLog:
 
     @property
     def visible(self) -> torch.Tensor:
-        """Which tokens are not padding: bool (B, length)."""
+        """Mask of tokens that are not padding: bool (B, length)."""
         return self._ids[:, : self.length] >= self.UNKNOWN
 
     def capture(self, batch: int, length: int) -> torch.Tensor:

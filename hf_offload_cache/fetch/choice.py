@@ -144,7 +144,7 @@ def kept_entries(valid: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def valid_entries(choice: Choice, extents: Extents, group_size: int, there: int) -> np.ndarray | None:
-    """Which entries of the units exist and are kept, (rows, N) bool; `there`: number of extents that have a record."""
+    """Mask of the units' existing, kept entries, (rows, N) bool; `there`: number of extents that have a record."""
     rows, width = extents.records.shape
     valid: np.ndarray | None = None
     offset = np.arange(group_size)

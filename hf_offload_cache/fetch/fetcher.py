@@ -77,7 +77,7 @@ class Fetcher:
         return missing, importance_of(choice.importance, absent, missing.size, which) if self._weighs else None
 
     def not_held(self, records: np.ndarray) -> np.ndarray:
-        """Which of `records` (n,), -1: none, are in no tier: (n,) bool."""
+        """Mask of `records` (n,) that are in no tier, (n,) bool; a record of -1 is none."""
         absent = records >= 0
         for tier in self.tiers:
             absent &= tier.locate(records) < 0
@@ -114,16 +114,16 @@ class Fetcher:
                     behind = latest if beside is None else latest + beside[1].shape[1]
                     filled = self._fill_view(history, extents, choice, behind)
             width = extents.records.shape[1]
-            there = int(np.count_nonzero(extents.records >= 0))
+            present = int(np.count_nonzero(extents.records >= 0))
             runs = extents.count is not None or extents.first is not None
             if choice is not self.latest:
                 counters = self._storage.counters
-                counters.units_selected += there
+                counters.units_selected += present
                 counters.units_resident += filled.resident
                 counters.units_ready += filled.resident + filled.ready
             chosen = width * form.group_size
-            plain = there == extents.records.size and choice.keep is None and not runs
-            valid = None if plain else valid_entries(choice, extents, form.group_size, there)
+            plain = present == extents.records.size and choice.keep is None and not runs
+            valid = None if plain else valid_entries(choice, extents, form.group_size, present)
             if beside is not None:
                 filled.view.entries[:, chosen : chosen + beside[1].shape[1]] = beside[0]
                 valid = np.ones((history.rows, chosen), dtype=bool) if valid is None else valid

@@ -35,9 +35,9 @@ class AreaRead:
     """The read of full records; None: there are none."""
     replicas: Ticket | None = None
     """The read of replicas; None: there are none."""
-    come: np.ndarray | None = None
+    replicated: np.ndarray | None = None
     """(n,) bool: which records are read as replicas; None: none are."""
-    lent: bool = True
+    borrowed: bool = True
     """The area has not been given back yet."""
 
     @property
@@ -77,18 +77,18 @@ class AreaReads:
     ) -> AreaRead:  # fmt: skip
         """Start reading distinct `records`, ascending, into a borrowed area; gives the area back if it raises.
         `importance` (n,): that of each record."""
-        link, come = self._link, None
+        link, replicated = self._link, None
         try:
             timeline = self._storage.timeline
             with timeline.span("read", self._layer_idx) if timeline.on else NOTHING:
                 if link is not None:
-                    come = link.split(history, records, importance, area, ahead)
-                if come is None:
+                    replicated = link.split(history, records, importance, area, ahead)
+                if replicated is None:
                     rows = area.host_rows(records.size, history.form.record_bytes)
                     ticket = self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
                     return AreaRead(records, area, ahead, ticket)
                 assert link is not None
-                return self._read_both(link, history, records, area, ahead, come)
+                return self._read_both(link, history, records, area, ahead, replicated)
         except StalledError:  # it may still write to the area
             raise
         except Exception:
@@ -100,18 +100,18 @@ class AreaReads:
         return self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
 
     def _read_both(
-        self, link: Link, history: Source, records: np.ndarray, area: Staging, ahead: bool, come: np.ndarray
+        self, link: Link, history: Source, records: np.ndarray, area: Staging, ahead: bool, replicated: np.ndarray
     ) -> AreaRead:
         """Read replicas first, so that they are unpacked while full records are still being read."""
-        replicas, whole = link.replicas, records[~come]
-        ids = replicas.locate(records[come])
+        replicas, whole = link.replicas, records[~replicated]
+        ids = replicas.locate(records[replicated])
         rows = area.host_rows(ids.size, replicas.record_bytes, whole.size * history.form.record_bytes)
         try:
             first = self._storage.prefetcher.read(replicas.store, ids, rows, guess=ahead)
         except StalledError:
             raise
         except OSError:  # the replicas are lost, but the records exist
-            replicas.forget(records[come])
+            replicas.forget(records[replicated])
             return AreaRead(records, area, ahead, self._begin(history, records, area, ahead))
         try:
             ticket = self._begin(history, whole, area, ahead) if whole.size else None
@@ -124,7 +124,7 @@ class AreaReads:
             except (OSError, CacheClosedError):
                 pass
             raise
-        return AreaRead(records, area, ahead, ticket, first, come)
+        return AreaRead(records, area, ahead, ticket, first, replicated)
 
     def finish(
         self, history: Source, read: AreaRead, into: ByteRows, target: np.ndarray, rows: np.ndarray | slice,
@@ -137,7 +137,7 @@ class AreaReads:
         if read.ahead and self._link is not None:
             self._link.hid(time.perf_counter() - read.tickets[0].started)
         try:
-            if read.come is None:
+            if read.replicated is None:
                 assert read.ticket is not None
                 if self._storage.timeline.on:
                     self._storage.wait_for(read.ticket, self._layer_idx)
@@ -145,12 +145,12 @@ class AreaReads:
                     self._storage.counters.stall_seconds += read.ticket.wait()
                 into.put(target, read.area.payloads(read.records.size, history.form), rows)
             else:
-                self._finish_both(history, read, read.come, into, target, np.arange(read.records.size)[rows])
+                self._finish_both(history, read, read.replicated, into, target, np.arange(read.records.size)[rows])
         except Exception:
             self.drop(read)
             raise
-        if not keep and read.lent:
-            read.lent = False
+        if not keep and read.borrowed:
+            read.borrowed = False
             self._areas.give_back(read.area, ahead=read.ahead)
 
     def finish_guess(
@@ -168,12 +168,13 @@ class AreaReads:
         return True
 
     def _finish_both(
-        self, history: Source, read: AreaRead, come: np.ndarray, into: ByteRows, target: np.ndarray, rows: np.ndarray
-    ) -> None:
+        self, history: Source, read: AreaRead, replicated: np.ndarray, into: ByteRows, target: np.ndarray,
+        rows: np.ndarray,
+    ) -> None:  # fmt: skip
         link, form, area, replicas, lost = self._link, history.form, read.area, read.replicas, False
         assert link is not None and replicas is not None
-        lies = np.where(come, come.cumsum(), (~come).cumsum()) - 1  # row within its part of the area
-        whole, packed = int((~come).sum()), come[rows]
+        lies = np.where(replicated, replicated.cumsum(), (~replicated).cumsum()) - 1  # row within its part of the area
+        whole, packed = int((~replicated).sum()), replicated[rows]
         to_packed, to_whole = lies[rows[packed]], lies[rows[~packed]]
         try:
             self._storage.wait_for(replicas, self._layer_idx)
@@ -183,14 +184,14 @@ class AreaReads:
             lost = True  # the records exist
         if to_packed.size and not lost:
             started = time.perf_counter()
-            wire = area.upload(come.size - whole, link.replicas.record_bytes, whole * form.record_bytes)
+            wire = area.upload(replicated.size - whole, link.replicas.record_bytes, whole * form.record_bytes)
             link.replicas.unpack(wire, to_packed, into, target[packed])
             self._storage.counters.unpack_seconds += time.perf_counter() - started
         if read.ticket is not None:
             self._storage.wait_for(read.ticket, self._layer_idx)
             into.put(target[~packed], area.payloads(whole, form), to_whole)
         if lost:
-            again = read.records[come]
+            again = read.records[replicated]
             link.replicas.forget(again)
             read.ticket = self._begin(history, again, area, read.ahead)
             self._storage.wait_for(read.ticket, self._layer_idx)
@@ -207,8 +208,8 @@ class AreaReads:
 
     def _give_back(self, read: AreaRead) -> None:
         """Give the area back, once."""
-        if read.lent:
-            read.lent = False
+        if read.borrowed:
+            read.borrowed = False
             self._areas.give_back(read.area, ahead=read.ahead)
 
     def fill(

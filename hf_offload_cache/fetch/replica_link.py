@@ -82,9 +82,9 @@ class LinkRates:
         """Seconds after `hidden` at which the last of `records` arrives, if a `share` of them are replicas."""
         packed = share * records
         reads = (packed > 0) + (packed < records)
-        rest = reads * self.latency + packed * self.replica + (records - packed) * self.record
+        read = reads * self.latency + packed * self.replica + (records - packed) * self.record
         unpacked = max(hidden, self.latency + packed * self.replica) + packed * self.unpack
-        return max(unpacked, rest if packed < records else 0.0) - hidden if packed else max(0.0, rest - hidden)
+        return max(unpacked, read if packed < records else 0.0) - hidden if packed else max(0.0, read - hidden)
 
 
 def measure(storage: Storage, history: Source, replicas: Replicas, area: Staging, seed: int) -> LinkRates | None:
@@ -181,7 +181,7 @@ class Link:
     def split(
         self, history: Source, records: np.ndarray, importance: np.ndarray | None, area: Staging, ahead: bool
     ) -> np.ndarray | None:
-        """Which of distinct `records` to read as replicas, (n,) bool: the least important ones; None: none.
+        """Mask of the distinct `records` to read as replicas, (n,) bool: the least important ones; None: none.
 
         Measures in `area`, which the records will be read into and which is free until then. Raises as `measure` does.
         """

@@ -66,7 +66,7 @@ class Sealed:
     """Keys (rows, Hk, ·, Dk) and values (rows, Hv, ·, Dv) of the new units, in order, each part non-empty."""
     stored: Callable[[], Iterator[torch.Tensor]]
     """Reads the keys (rows, Hk, ·, Dk) of all sealed units, in order, in parts that are valid until the next. A
-    predictor that has to begin anew calls it, so that it never reads by itself."""
+    predictor that has to start again calls it, so that it never reads by itself."""
 
     @property
     def keys(self) -> list[torch.Tensor]:
@@ -143,7 +143,7 @@ class History(Protocol):
         """Make all that is stored immutable; returns the frozen stores. Ids do not change."""
 
     def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
-        """For each of the frozen `parts`, which records some row uses: (capacity,), bool."""
+        """For each of the frozen `parts`, a mask of records that some row uses: (capacity,), bool."""
 
     def capture(self) -> dict[str, Any]:
         """The state besides the records, as a tree of values and tensors for `restore`."""
@@ -164,18 +164,18 @@ def in_units(parts: Iterable[torch.Tensor], unit_size: int) -> Iterator[torch.Te
     """Keys (rows, Hk, ·, Dk), given in parts, as complete units (rows, Hk, n, unit_size, Dk), in order.
 
     They are views, except units that span two parts. Drops an incomplete unit at the end."""
-    rest: torch.Tensor | None = None
+    partial: torch.Tensor | None = None
     for part in parts:
-        if rest is not None:
-            missing = unit_size - rest.shape[2]
-            rest, part = torch.cat([rest, part[:, :, :missing]], 2), part[:, :, missing:]
-            if rest.shape[2] < unit_size:
+        if partial is not None:
+            missing = unit_size - partial.shape[2]
+            partial, part = torch.cat([partial, part[:, :, :missing]], 2), part[:, :, missing:]
+            if partial.shape[2] < unit_size:
                 continue
-            yield rest.unflatten(2, (-1, unit_size))
+            yield partial.unflatten(2, (-1, unit_size))
         count = part.shape[2] // unit_size * unit_size
         if count:
             yield part[:, :, :count].unflatten(2, (-1, unit_size))
-        rest = part[:, :, count:] if count < part.shape[2] else None
+        partial = part[:, :, count:] if count < part.shape[2] else None
 
 
 def equal_parts(count: int, most: int) -> int:

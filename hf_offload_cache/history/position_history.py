@@ -143,7 +143,7 @@ class PositionHistory:
         return frozen(self._storage, self.store, self._name, self.named, self.move).parts
 
     def named(self, count: int) -> np.ndarray:
-        """Which of the first `count` records of the store some row uses: (count,), bool."""
+        """Mask of the store's first `count` records that some row uses: (count,), bool."""
         return self.table.named(count)
 
     def move(self, store: Store) -> None:
@@ -240,9 +240,9 @@ class PositionHistory:
             for start in range(0, count, piece):
                 stop = min(start + piece, count)
                 self._write(ids[:, start:stop], self._join(old, keys, values, start * group, stop * group))
-            rest = self._join(old, keys, values, count * group, total)
+            tail = self._join(old, keys, values, count * group, total)
             self._moved = True
-            self.tail.replace(rest)
+            self.tail.replace(tail)
         return sealed
 
     def _join(
@@ -253,8 +253,8 @@ class PositionHistory:
         joined = torch.empty(self.rows, stop - start, self.form.entry_width, dtype=self.form.dtype, device=self.device)
         split = min(max(held - start, 0), stop - start)
         joined[:, :split] = old[:, start : start + split]
-        rest = slice(max(start - held, 0), max(stop - held, 0))
-        self.form.entries(keys[:, :, rest], values[:, :, rest], joined[:, split:])
+        new = slice(max(start - held, 0), max(stop - held, 0))
+        self.form.entries(keys[:, :, new], values[:, :, new], joined[:, split:])
         return joined
 
     def _write(self, ids: np.ndarray, entries: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class BlockTable:
         return self._ids[:, : self.num_groups]
 
     def named(self, count: int) -> np.ndarray:
-        """Which of the first `count` records of the store some row uses: (count,), bool."""
+        """Mask of the store's first `count` records that some row uses: (count,), bool."""
         named = np.zeros(count, dtype=bool)
         named[self.ids.reshape(-1)] = True
         return named

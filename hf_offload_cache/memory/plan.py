@@ -70,8 +70,8 @@ class LayerPlan:
         `others`: memory that is in use in turns with the layers' shared memory."""
         counted = list(layers)
         shared = Planned.largest_of([others, *(layer.shared for layer, _ in counted)])
-        own = [(layer.own, count) for layer, count in counted]
-        return Planned.sum_of([*own, (shared, 1)]), sum([layer.store_bytes * count for layer, count in counted])
+        own_plans = [(layer.own, count) for layer, count in counted]
+        return Planned.sum_of([*own_plans, (shared, 1)]), sum([layer.store_bytes * count for layer, count in counted])
 
 
 @dataclass(frozen=True)
