@@ -147,8 +147,8 @@ class Contents:
 
     def check_intact(self, intact: bool) -> None:
         """Before a forward: raise if an earlier one was interrupted, or attention did not get its keys. `intact`: the
-        model's attention was not replaced since the seams were attached; if it was, no interruption kept the keys from
-        it."""
+        model's attention was not replaced since the seams were attached. If it was, that, and not an interruption, kept
+        the keys from it."""
         shared = self.shared
         if intact and shared.step is None and shared.unseen is None and self._cropped is None:
             return
