@@ -1,4 +1,4 @@
-"""What all methods are made of: the cache, its layers, and what decides in a step."""
+"""The parts that all methods share: the cache, its layers, and the decisions of a step."""
 
 from ..config import SelectiveConfig as SelectiveConfig
 from ..predictors.summaries import SummaryPredictor as SummaryPredictor

@@ -1,4 +1,4 @@
-"""The configuration of a cache, from whatever names it; and whether it keeps within its budget."""
+"""A cache's configuration, loaded from any of its forms, and the check against its budget."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# A configuration from whatever names it: fields, an instance, a JSON of fields, or what tuning wrote
+# A configuration from fields, an instance, a JSON of fields, or a tuning result
 
 FORMAT = "hf_offload_cache tuning 1"
-"""The `format` of what tuning writes; a file of another version raises `ConfigError`."""
+"""The `format` of a tuning result; a file of another version raises `ConfigError`."""
 
 _FAMILY = FORMAT.rpartition(" ")[0]
 
@@ -32,9 +32,10 @@ Config = TypeVar("Config", bound=OffloadConfig)
 def load_config(
     config_class: type[Config], config: Any, fields: dict[str, Any], model: Any = None
 ) -> Config:
-    """As `OffloadConfig.load`; also from the path of a JSON that tuning wrote (KVSwap, appendix A.4): the row for
-    `max_batch` and `max_context` among `fields`, or for the largest that were tuned for. One that was tuned for another
-    model than `model` is refused. Raises `ConfigError`."""
+    """As `OffloadConfig.load`, and also from the path of a tuning result (KVSwap, appendix A.4).
+
+    Takes the row for `max_batch` and `max_context` among `fields`, or for the largest tuned ones. Raises `ConfigError`,
+    also for a result that was tuned for another model than `model`."""
     if isinstance(config, str | Path):
         values = config_class.read(config)
         if is_tuned(values):
@@ -50,7 +51,7 @@ def load_config(
 
 
 def is_tuned(values: dict[str, Any]) -> bool:
-    """Whether a JSON object is one of `Tuned.save`, of whatever version."""
+    """Whether a JSON object was written by `Tuned.save`, in any version."""
     return str(values.get("format", "")).rpartition(" ")[0] == _FAMILY
 
 
@@ -59,12 +60,12 @@ def tuned_fields(
 ) -> dict[str, Any]:
     """The fields of a cache for `max_batch` sequences of `max_context` tokens (None: the largest tuned for).
 
-    `values` is the object read from `path`; an adapter's place is taken relative to that file. The row is `nearest`'s.
-    `memory` is the row's share of the budget: for as many sequences as are asked for or tuned for in that row,
-    whichever is more, and never more than was tuned for.
+    `values` is the object read from `path`; an adapter's path is relative to that file. `nearest` picks the row.
+    `memory` is the row's share of the budget: for the larger of the requested and the row's number of sequences, at
+    most the number tuned for.
 
-    Raises `ConfigError`: another version, damaged, or made for another model than `model`; the field that differs is
-    named.
+    Raises `ConfigError` for another version, a damaged file, or another model than `model`, naming the field that
+    differs.
     """
     if values["format"] != FORMAT:
         raise ConfigError(
@@ -91,16 +92,18 @@ def tuned_fields(
 
 
 def _check_counts(**values: Any) -> None:
-    """Raises `TypeError` unless they are numbers that can be computed with."""
+    """Raise `TypeError` unless all values are positive integers below 2**63."""
     for name, value in values.items():
         if type(value) is not int or not 0 < value < 2**63:
             raise TypeError(f"{name} is {shown(repr(value))}")
 
 
 def nearest(rows: list[dict[str, Any]], batch: int, context: int) -> dict[str, Any]:
-    """The row for (batch, context), or else the nearest: the one with the smallest |log2 of the ratio of the batches| +
-    |log2 of the ratio of the contexts|, among those whose context is no shorter where there are any (a shorter one's
-    compact keys would not fit the budget); of equals the one for more sequences."""
+    """The row for (batch, context), or else the one at the smallest distance: |log2 of the ratio of the batches| +
+    |log2 of the ratio of the contexts|.
+
+    Rows with a shorter context count only if there are no others, because their compact keys would not fit the budget.
+    Among equal rows, it is the one for more sequences."""
     if not isinstance(batch, int) or not isinstance(context, int) or min(batch, context) < 1:
         raise ConfigError(
             f"max_batch and max_context must be whole numbers of at least 1, got {batch!r} and {context!r}"
@@ -110,8 +113,8 @@ def nearest(rows: list[dict[str, Any]], batch: int, context: int) -> dict[str, A
     longer = [row for row in rows if row["context"] >= context] or rows
 
     def distance(row: dict[str, Any]) -> tuple[float, int]:
-        apart = abs(math.log2(row["batch"] / batch)) + abs(math.log2(row["context"] / context))
-        return round(apart, 9), -row["batch"]
+        ratios = abs(math.log2(row["batch"] / batch)) + abs(math.log2(row["context"] / context))
+        return round(ratios, 9), -row["batch"]
 
     return min(longer, key=distance)
 
@@ -125,11 +128,10 @@ def _check_model(made_for: dict[str, str], path: Path, model: Any) -> None:
             )
 
 
-# What a cache within a budget is checked by, and tells
+# Checks and notes of a cache within a budget
 
 def check_budget(config: OffloadConfig, model: PreTrainedModel, plan: Callable[..., MemoryPlan]) -> None:
-    """Raises `BudgetError` where a configuration names a budget and limits that do not go together. `plan`: of the
-    class of the cache."""
+    """Raise `BudgetError` if a configuration's limits do not fit its budget. `plan`: the cache class's."""
     memory, context, batch = config.memory, config.max_context, config.max_batch
     if memory is None or context is None or batch is None:
         return
@@ -137,12 +139,11 @@ def check_budget(config: OffloadConfig, model: PreTrainedModel, plan: Callable[.
     if peak > parse_size(memory, "memory"):
         raise BudgetError(
             f"memory is {parse_size(memory):,} bytes, and {batch} x {context:,} tokens can take {peak:,} with "
-            "these fields: give as much, or let for_budget() choose the fields"
+            "these fields: raise memory, or let for_budget() choose the fields"
         )
 
 
 def notes_of(plan: MemoryPlan, config: OffloadConfig, geometry: Geometry, given: Iterable[str]) -> list[str]:
-    """What there is to say of a plan, whatever the method: a slower prefill, and that no cache is needed. `given`: the
-    fields that the user chose."""
+    """Notes on a plan of any method: a slower prefill, and that no cache is needed. `given`: fields the user chose."""
     slow = slow_blocks(config) if geometry.layers and "block_tokens" not in given else None
     return [note for note in (slow, plan.needless) if note is not None]

@@ -1,4 +1,4 @@
-"""The face towards transformers: a `Cache` whose full-attention layers keep their history in a store."""
+"""The cache that transformers sees: a `Cache` whose full-attention layers keep their history in a store."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ from .step import (
 
 
 class OffloadCache(Cache):
-    """Base of the family. Constructing attaches the seams to `model`; `close`, the end of a `with`, or garbage
-    collection takes them off again. Used by one thread at a time; several caches may share a model.
+    """Base of the family. The constructor attaches the seams to `model`; `close`, the end of a `with`, or garbage
+    collection removes them. For one thread at a time; several caches may share a model.
 
     Args:
-        model: a decoder `PreTrainedModel`, also under PEFT or torch.compile. Held weakly.
-        path: folder on the disk to use; None: the temporary folder. Files in it have no name.
+        model: a decoder `PreTrainedModel`, also under PEFT or torch.compile. The cache keeps a weak reference.
+        path: folder on the disk to use; None: the temporary folder. Its files are unnamed.
         config: an instance of `config_class`, the path of a JSON of its fields, or None.
         **fields: fields of the configuration by name.
 
@@ -68,7 +68,7 @@ class OffloadCache(Cache):
     config_class: ClassVar[type[OffloadConfig]] = OffloadConfig
     layer_class: ClassVar[type[OffloadLayer]] = OffloadLayer
     selects: ClassVar[bool] = False
-    """Its steps select, unless the configuration is exact."""
+    """Whether steps select, unless the configuration is exact."""
 
     def __init__(
         self, model: Any, path: str | Path | None = None, config: OffloadConfig | str | Path | None = None,
@@ -81,9 +81,9 @@ class OffloadCache(Cache):
         self.config: OffloadConfig = given.for_layers(offloaded_layers(inner))
         check_budget(self.config, inner, self.plan)
         self.why = ""
-        """What was measured of this cache and of the others, where `offload_cache` chose it."""
+        """Measurements of this cache and of the others, if `offload_cache` chose it."""
         self.stream_report: StreamReport | None = None
-        """What `stream_context` did to fill this cache; None: nothing was streamed."""
+        """Report of the `stream_context` that filled this cache; None: nothing was streamed."""
         self.shared = Shared(self.config, Storage(self.config, path))
         self.storage = self.shared.storage
         self.timeline = self.storage.timeline
@@ -91,9 +91,9 @@ class OffloadCache(Cache):
         self.warnings: list[str] = []
         self._model = OwnModel(inner)
         self._rows_of_ids = rows_of_ids(inner)
-        self._given = weakref.ref(model)  # PEFT's wrapper knows of soft prompts, the model in it does not
+        self._given = weakref.ref(model)  # only PEFT's wrapper, not the model in it, knows of soft prompts
         self.adapters: dict[str, str] | None = None
-        """PEFT's adapters when what is held began; None: nothing is held."""
+        """PEFT's adapters at the first stored token; None: the cache is empty."""
         self._final: CacheReport | None = None
         token = -1
         try:
@@ -119,7 +119,7 @@ class OffloadCache(Cache):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model that the cache is of. Raises `RuntimeError` when it is gone."""
+        """The model of this cache. Raises `RuntimeError` if it no longer exists."""
         model = self._model()
         if model is None:
             raise RuntimeError("the model of this cache is gone: open what was saved with a live one")
@@ -127,17 +127,17 @@ class OffloadCache(Cache):
 
     @property
     def given_model(self) -> Any:
-        """What the cache was constructed with: the model, or PEFT's or torch.compile's wrapper while there is one."""
+        """The constructor's argument: the model, or PEFT's or torch.compile's wrapper while that exists."""
         model = self.model
         given = self._given()
         return model if given is None else given
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """What a method needs of the model before the first step; runs before the seams go on."""
+        """Prepare a method's use of the model before the first step; runs before the seams are attached."""
 
     @property
     def layers(self) -> list[Any]:
-        """Of the model: offloaded ones, and transformers' own. Changing list or attribute raises `ReadOnlyError`."""
+        """The model's layers, offloaded or transformers' own. Changing list or attribute raises `ReadOnlyError`."""
         return self.contents.layers  # plain Python: a compiler traces it
 
     @layers.setter
@@ -149,7 +149,7 @@ class OffloadCache(Cache):
     """The layers whose history lies in a store."""
 
     def __iter__(self) -> Iterator[tuple[Any, Any, Any]]:
-        """As a `DynamicCache`: keys, values and sliding window of each layer, brought back whole one after another."""
+        """As in a `DynamicCache`: keys, values and sliding window of each layer, read back complete one by one."""
         layer: Any
         for layer in self.layers:
             yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
@@ -166,18 +166,18 @@ class OffloadCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Cache.update`; raises `CacheClosedError` on a closed cache, whatever the kind of layer, and `BudgetError`
-        beyond what was planned."""
+        """As `Cache.update`; raises `CacheClosedError` on a closed cache, for any kind of layer, and `BudgetError`
+        beyond the planned limits."""
         if torch.compiler.is_dynamo_compiling():
             return OffloadCache.update.outside(self, key_states, value_states, layer_idx, *args, **kwargs)
         layer, step = self._by_index.get(layer_idx), self.shared.step
         if step is None or (layer is not None and (layer.history.length if layer.is_filled else 0) != step.history):
-            self.shared.check_open()  # another model has no seams, or none that tell this cache of a step
+            self.shared.check_open()  # another model has no seams, or none that announce a step to this cache
             check_model(self._model, self._model.stranger())
         if layer is None:
             self.shared.check_open()
             given = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            if key_states.shape[-2] > 1:  # one token pushes one out of a window: a copy would free no more than that
+            if key_states.shape[-2] > 1:  # one token replaces one in a window: a copy would free no more than that
                 self.contents.settle_kept(self.layers[layer_idx])
             return given
         if self.config.max_context is not None or self.config.max_batch is not None:
@@ -187,15 +187,15 @@ class OffloadCache(Cache):
             raise ForwardEnded
         return given
 
-    # --- the step, as the seams tell it ------------------------------------------------------------------------
+    # --- the step, called by the seams -------------------------------------------------------------------------
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-        """Before the model's forward: check that the step continues what is held, start the clock."""
+        """Before the model's forward: check that the step continues the stored tokens, and start the clock."""
         contents, own = self.contents, self._model
         self.shared.check_open()
         check_model(own, model)
         check_uses_cache(own, kwargs)
-        contents.check_intact(attach.intact(own.ref() or model))  # the step may be a part's
+        contents.check_intact(attach.intact(own.ref() or model))  # the step may be that of a part of the model
         lengths = contents.lengths()
         if not (held := max(lengths, default=contents.tokens.length)):
             self.begin_context()
@@ -230,7 +230,7 @@ class OffloadCache(Cache):
             storage.show_counters()
 
     def wants_blocks(self) -> bool:
-        """Whether the seams are to tell of blocks in the coming step."""
+        """Whether the seams should report blocks in the coming step."""
         return self.has_linear_state or self.timeline.on
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
@@ -244,7 +244,7 @@ class OffloadCache(Cache):
         """See `Attachable`."""
 
     def fail_step(self) -> None:
-        """What the forward has added is taken back at the next call; no guess of it counts any more."""
+        """Undo at the next call what the forward has added; its guesses no longer count."""
         self.contents.fail()
 
     def conversing(self, *, begins: bool = False) -> AbstractContextManager[None]:
@@ -253,11 +253,11 @@ class OffloadCache(Cache):
         return self.contents.conversation.preparing(self.held(), begins=begins)
 
     def prepare_step(self, *, first: bool) -> None:
-        """A prompt, or a piece of one, is no verification of candidates; nor is what a generation does not announce."""
+        """Announce a step of `generate`, which verifies no candidates. `first`: a prompt's, or a chunk's of one."""
         self.contents.announce(first=first)
 
     def check_prompt(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None) -> None:
-        """`generate` is about to drop the first of ids (B, P), which the cache should hold. Raises `PromptError`."""
+        """Check ids (B, P) whose stored beginning `generate` is about to drop. Raises `PromptError`."""
         self.shared.check_open()
         self.contents.check_whole()
         check_prompt(self.contents.tokens, self.held(), input_ids, inputs_embeds)
@@ -268,79 +268,79 @@ class OffloadCache(Cache):
         self.forget()
 
     def warn(self, message: str, stacklevel: int = 2) -> None:
-        """Issue a warning about this cache and add it to the report. `stacklevel`: as `warnings.warn` counts from the
-        caller's line."""
+        """Issue a warning about this cache and add it to the report. `stacklevel`: as in `warnings.warn`, counted from
+        the caller's line."""
         self.warnings.append(message)
         warnings.warn(message, UserWarning, stacklevel=stacklevel + 1)
 
     def _say(self, message: str | None) -> None:
-        """Warn, once."""
+        """Warn, but only once."""
         if message is not None and message not in self.warnings:
             self.warn(message, stacklevel=3)
 
-    # --- what is held ------------------------------------------------------------------------------------------
+    # --- contents ----------------------------------------------------------------------------------------------
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """The ids held, padding included: int64 (B, tokens) in host memory, a copy; -1 where the model was given
-        embeddings. A prompt continues the cache when it begins with them."""
+        """The stored ids, padding included: int64 (B, tokens) in host memory, a copy; -1 where the model was given
+        embeddings. A prompt continues the cache if it begins with them."""
         return self.contents.tokens.ids
 
     @property
     def attention_mask(self) -> torch.Tensor:
-        """1 where a token is held and 0 where padding is: int64 (B, tokens) in host memory, a copy."""
+        """1 for a stored token and 0 for padding: int64 (B, tokens) in host memory, a copy."""
         return self.contents.tokens.visible.long()
 
     @property
     def tokens(self) -> int:
-        """Tokens a sequence held, padding included."""
+        """Number of stored tokens a sequence, padding included."""
         return max((layer.length for layer in self.offloaded), default=self.contents.tokens.length)
 
     def held(self) -> int:
-        """Tokens a sequence held, whatever the kinds of layers."""
+        """Number of stored tokens a sequence, for any kinds of layers."""
         return self.contents.held()
 
     @property
     def sequences(self) -> int:
-        """Sequences held, beams included."""
+        """Number of stored sequences, beams included."""
         return max((layer.batch for layer in self.offloaded), default=self.contents.tokens.batch)
 
     @property
     def memory_bytes(self) -> int:
-        """What the cache holds now in compute and host memory, all of it."""
+        """Compute and host memory in use by the cache now, in bytes."""
         self.storage.check_process()
         self.contents.account_live()
         return self.storage.account.current
 
     @property
     def host_bytes(self) -> int:
-        """Of `memory_bytes`, records that budgets do not count: see `OffloadConfig.records_apart`."""
+        """The part of `memory_bytes` that budgets do not count: see `OffloadConfig.records_apart`."""
         self.contents.account_live()
         return self.storage.account.apart
 
     @property
     def disk_bytes(self) -> int:
-        """What lies on the disk for this cache, what it shares with others included."""
+        """Bytes on the disk for this cache, including those it shares with others."""
         self.storage.check_process()
         tables = sum(table.nbytes for table in self.storage.tables)
         return sum(store.disk_bytes for store in self.storage.stores) + tables
 
     @property
     def own_disk_bytes(self) -> int:
-        """What of `disk_bytes` are records in files that only this cache ever had: nothing of what it was forked or
-        saved with."""
+        """The part of `disk_bytes` in files that only this cache ever had, without those it was forked or saved
+        with."""
         return sum(store.own_disk_bytes for store in self.storage.stores)
 
     # --- changes -----------------------------------------------------------------------------------------------
 
     def activate_past_recording(self) -> None:
-        """Candidates will be verified: after a first forward, steps of several queries may be of that kind."""
+        """Announce candidates: after a first forward, steps of several queries may verify some."""
         super().activate_past_recording()
         self.contents.activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As transformers' caches do. Where a layer cannot read what it has to, `StoreError` is raised, and the next
-        call ends the crop."""
+        """As transformers' caches do. If a layer cannot read the entries it needs, raises `StoreError`, and the next
+        call finishes the crop."""
         self.contents.crop(int(tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -353,7 +353,7 @@ class OffloadCache(Cache):
         self.contents.batch_select_indices(indices)
 
     def reset(self) -> None:
-        """Forget everything; counters start anew. Also brings a cache back whose step was interrupted."""
+        """Drop all tokens and restart the counters. A cache whose step was interrupted is usable again."""
         self.forget()
         self.contents.recording = False
         self.shared.storage.reset_counters()
@@ -369,17 +369,16 @@ class OffloadCache(Cache):
         cls, model: Any, memory: int | str, max_context: int, max_batch: int = 1,
         path: str | Path | None = None, **fields: Any,
     ) -> Self:  # fmt: skip
-        """The best cache that never holds more than `memory` for up to `max_batch` sequences of `max_context` tokens.
+        """The best cache that never uses more than `memory` for up to `max_batch` sequences of `max_context` tokens.
 
         Args:
-            memory: bytes, a size such as "300MiB", or a fraction of what `DynamicCache` would hold, such as "1/13".
-            max_context: tokens a sequence, those that are generated included.
+            memory: bytes, a size such as "300MiB", or a fraction of the full KV (`DynamicCache`), such as "1/13".
+            max_context: tokens a sequence, generated ones included.
             max_batch: sequences, beams included.
-            **fields: fields of the configuration that are to stay as they are; `fit` chooses the others.
+            **fields: fields of the configuration to keep as given; `fit` chooses the others.
 
-        A step or a change of rows beyond what was planned raises `BudgetError` and leaves the cache
-        unchanged. Raises as the constructor does, and `BudgetError` with the least memory that
-        would do.
+        A step or a change of rows beyond these limits raises `BudgetError` and leaves the cache unchanged. Raises as
+        the constructor does, and `BudgetError` with the minimum memory.
         """
         at_least(max_context=max_context, max_batch=max_batch)
         if (why := no_place(model)) is not None:
@@ -397,13 +396,13 @@ class OffloadCache(Cache):
 
     @classmethod
     def missing(cls) -> str | None:
-        """What no cache of this class can do without, is not installed, and how to install it; None: all is there."""
+        """Packages that every cache of this class needs but are not installed, with how to install them; else None."""
         return None
 
     @classmethod
     def shortfalls(cls, config: OffloadConfig, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
-        """What a cache of `config` will do worse than a user would expect, and with what it would not; for `plan` and
-        `for_budget` to tell. `given`: the fields that the user chose."""
+        """Warnings about what a cache of `config` does worse than expected, each with the remedy; for `plan` and
+        `for_budget`. `given`: the fields that the user chose."""
         return []
 
     @classmethod
@@ -416,7 +415,7 @@ class OffloadCache(Cache):
 
     @classmethod
     def plan(cls, geometry: Geometry, config: OffloadConfig, max_context: int, max_batch: int) -> MemoryPlan:
-        """The most that a cache of `config` holds, by owner, for `max_batch` sequences of up to `max_context` tokens.
+        """Maximum memory of a cache of `config`, by owner, for `max_batch` sequences of up to `max_context` tokens.
 
         Raises `AdapterError` for an adapter file that cannot be read."""
         beside = cls.plan_beside(geometry, config, max_batch)
@@ -426,30 +425,30 @@ class OffloadCache(Cache):
 
     @classmethod
     def plan_beside(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:
-        """What a method holds beside its layers."""
+        """A method's memory in addition to its layers'."""
         return Planned()
 
     @classmethod
     def fit(
         cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]
     ) -> OffloadConfig:
-        """The best configuration that keeps `max_batch` sequences of `max_context` tokens within `memory` bytes.
+        """The best configuration within `memory` bytes for `max_batch` sequences of `max_context` tokens.
 
-        `fields` are the user's and stay. Raises `BudgetError` with the least memory that would do, `ConfigError`.
+        `fields` are the user's and are kept. Raises `BudgetError` with the minimum memory, and `ConfigError`.
         """
         limits = memory, max_context, max_batch
-        found = search(cls.config_class, cls.plan, geometry, limits, fields, cls.layer_class.heads_apart)
-        return cls.choose_fields(found, geometry) if geometry.layers else fit_nothing(found)
+        options = search(cls.config_class, cls.plan, geometry, limits, fields, cls.layer_class.heads_apart)
+        return cls.choose_fields(options, geometry) if geometry.layers else fit_nothing(options)
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
-        """The best configuration of a search: what a method's own fields give way to, and for."""
+        """The best configuration of a search: decides the order in which a method's own fields shrink."""
         return fit_stream(search)
 
     @classmethod
     def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
-        """The values of `config.kept_on_open` for `fit`: what the configuration left to the model's shape is named, as
-        the stored layers have it; fields that are None otherwise are left out."""
+        """The values of `config.kept_on_open` for `fit`. Defaults that depend on the model's shape are replaced by the
+        stored layers' values; other fields that are None are left out."""
         values = {name: getattr(config, name) for name in config.kept_on_open}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -465,21 +464,21 @@ class OffloadCache(Cache):
     ) -> str:
         """Publish the cache's content as `directory`, which `open` opens in another process without prefill.
 
-        Returns the context's digest, 64 hex digits. If somebody could restore an older context, keep the digest where
+        Returns the context's digest, 64 hex digits. If anyone could restore an older context, keep the digest where
         they cannot write: `open(..., expect=digest)` accepts no other context.
 
-        On the file system of `path`, stored records are linked, not copied, unless some records of a file were given
-        up: these are never saved. Each record is checked as it is copied; a linked file is read and checked if
-        something has written to it since this cache opened or froze it. Stored records are immutable from then on. The
-        directory is published in one atomic step: a process that is killed leaves the old context, the new one, or none
-        if there was none. Only the owner can access it (0700); it is encrypted if the cache has an `encryption_key`.
+        On the file system of `path`, stored records are linked, not copied, unless some records of a file were freed:
+        freed records are never saved. Each copied record is checked; a linked file is read and checked if something has
+        written to it since this cache opened or froze it. Stored records are immutable from then on. The directory is
+        published in one atomic step: a process that is killed leaves the old context, the new one, or none if there was
+        none. Only the owner can access it (0700); it is encrypted if the cache has an `encryption_key`.
 
         Args:
             overwrite: replace an existing context.
             tokenizer: makes its identity part of the context's.
             full_digest: digest every byte of the weights, not a sample, here and in `open`.
 
-        Raises `FileExistsError`; `CorruptRecordError` for a record that is no longer as it was written, for example
+        Raises `FileExistsError`; `CorruptRecordError` for a record that differs from what was written, for example
         because the context was wiped while open; `StoreFullError` and other `StoreError`s; `ValueError` for an empty
         cache; and the errors of any use of a cache. In these cases nothing is published, and the cache is unchanged.
         """
@@ -497,7 +496,7 @@ class OffloadCache(Cache):
         expect: str | None = None,
         **fields: Any,
     ) -> Self:
-        """Open a cache with the content that `save` saved: no prefill, and no keys and values are read before a step
+        """Open a cache with the content that `save` saved, without prefill. Keys and values are read only when a step
         needs them.
 
         Any number of caches and processes may open one context. Their additions go to unnamed files in `path`; the
@@ -512,7 +511,7 @@ class OffloadCache(Cache):
             **fields: fields of the configuration. Fields that the stored format fixes (`group_size`, `rank`,
                 `summary_dtype`) raise `ConfigError` unless equal; `adapter`, which is in the context, always does.
                 Fields of a machine or a run (`engine`, `verify`, `io_timeout`, `trace`, `encryption_key`, the limits)
-                are not saved. Others are as they were, or as `memory` allows.
+                are not saved. Others keep their saved values, or change as `memory` requires.
 
         Raises `ContextMismatchError` if the model or the context is another one, naming the field and both values;
         `ContextError` for a directory without a context, or a damaged manifest; `CorruptRecordError` for bytes that
@@ -522,11 +521,11 @@ class OffloadCache(Cache):
         return open_context(cls, directory, model, memory, path, tokenizer, fields, expect)
 
     def fork(self) -> Self:
-        """A cache of its own that holds the same: N questions over one document share what is stored.
+        """An independent cache with the same content: N questions over one document share the stored records.
 
-        Nothing on disk is copied, now or later: what is stored is immutable from now on, and what either adds is its
-        own. Compact keys in memory are shared until one of the two adds a group; each one's account counts them. Tables
-        and latest tokens are copied. Blocks until all writes are done. `copy.deepcopy` does the same.
+        Nothing on disk is copied, now or later: stored records are immutable from now on, and each cache adds its own.
+        Compact keys in memory are shared until one of the two adds a group; both accounts count them. Tables and latest
+        tokens are copied. Blocks until all writes are done. `copy.deepcopy` does the same.
         """
         return fork(self)
 
@@ -535,42 +534,42 @@ class OffloadCache(Cache):
         return twin
 
     def check_open(self) -> None:
-        """Raises `CacheClosedError`, `ForkedProcessError`, or `RuntimeError` where the cache is not to be used."""
+        """Raise `CacheClosedError`, `ForkedProcessError`, or `RuntimeError` if the cache cannot be used."""
         self.shared.check_open()
 
     def begin_context(self) -> None:
-        """What is held begins with the forward that comes: remember which of PEFT's adapters made it."""
+        """Remember PEFT's adapters for the context that the coming forward begins."""
         self.adapters = adapter_fields(self.given_model, self.model)
 
     def end_part(self) -> None:
-        """A forward ended before its last layer, as `Filling` had asked for: what is held is not taken back."""
+        """Keep what a forward added that `Filling` ended before its last layer."""
         self.shared.step = self.shared.unseen = self.shared.front = None
         self.storage.timeline.end_step()
 
     def freeze(self) -> None:
-        """All that is stored is immutable from now on, and on the disk. Raises what a write failed with."""
+        """Make all stored records immutable, and write them to the disk. Raises the error of a failed write."""
         self.check_open()
         self.contents.freeze()
 
     def capture(self) -> dict[str, Any]:
-        """What is held beside the layers, as a tree of values and tensors for `restore`; good until the next change."""
+        """The state besides the layers, as a tree of values and tensors for `restore`; valid until the next change."""
         return self.contents.capture(self.sequences, self.tokens)
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Hold what was captured; for a new cache."""
+        """Take over a captured state; for a new cache."""
         self.contents.restore(tree)
         self.begin_context()
 
     # --- the end -----------------------------------------------------------------------------------------------
 
     def report(self) -> CacheReport:
-        """What the cache did since construction or `reset`, and what it holds now; after `close`, the last one."""
+        """Activity since construction or `reset`, and the present contents; after `close`, the last such report."""
         return report_of(self) if self._final is None else self._final
 
     def close(self) -> None:
-        """Give back files, threads, buffers and, with the last cache on the model, the model's seams. Idempotent."""
+        """Free files, threads, buffers and, with the last cache on the model, the model's seams. Idempotent."""
         here = self.storage.process.is_here
-        with contextlib.ExitStack() as last_first:  # each runs, whatever another raises
+        with contextlib.ExitStack() as last_first:  # each callback runs, even if another raises
             if here:
                 last_first.callback(self.contents.close)
             last_first.callback(self._finalizer)

@@ -1,4 +1,4 @@
-"""What a cache holds, changed as one: its layers, the ids of the tokens, and what the model's code keeps for it."""
+"""A cache's contents, changed together: its layers, the token ids, and what the model's own code keeps for it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class Contents:
-    """Made by the cache, for the thread that runs the model. A change reaches all parts, or it is taken back, or the
-    cache is not to be used until `reset`.
+    """Made by the cache, for the thread that runs the model. A change reaches all parts, or it is undone, or the cache
+    cannot be used until `reset`.
 
     Attributes:
-        layers: one for each layer of the model: `OffloadLayer`s, and transformers' own. A list that cannot be changed.
+        layers: one for each layer of the model: `OffloadLayer`s, and transformers' own. An immutable list.
         offloaded: the layers whose history lies in a store.
         with_length: the layers that have a length.
-        kept: the layers that hold something which is not offloaded.
-        has_linear_state: some layer keeps a state whose length cannot be asked for.
-        tokens: the ids, and where padding is.
-        conversation: what the model's own code keeps on the model for this cache.
-        recording: candidates are being verified: forwards may be taken back by `crop`.
+        kept: the layers with state that is not offloaded.
+        has_linear_state: some layer has a linear state, which does not tell its length.
+        tokens: the ids and the padding.
+        conversation: state that the model's own code keeps on the model for this cache.
+        recording: candidates are being verified, so `crop` may undo a forward.
     """
 
     def __init__(self, config: OffloadConfig, shared: Shared, layers: list[Any]) -> None:
@@ -46,21 +46,20 @@ class Contents:
         self.conversation: Conversation  # set by the cache once the seams are on
         self.recording = False
         self._activated = False
-        """`activate_past_recording` was called since the last step of decoding."""
+        """`activate_past_recording` was called since the last decoding step."""
         self._decoded = False
-        """A step of decoding ended since the prompt."""
+        """A decoding step ended since the prompt."""
         self._prefilled = False
         """A forward ended since the prompt."""
         self._announced: bool | None = None
-        """Whether `generate` has said that the coming step is its own; None: it has said nothing since recording
-        began."""
+        """Whether `generate` announced the coming step as its own; None: no announcement since recording began."""
         self._most_cropped: int | None = None
-        """How many tokens a crop after the forward takes back at most, where that is a prompt of `generate`'s, within
-        a budget that the recorded prompt would exceed. None: any number."""
+        """Maximum tokens that a crop after the forward removes; None: no limit. Set for a prompt of `generate` under a
+        budget that the recorded prompt would exceed."""
         self._resumed = False
-        """Restored, and not compared with what goes on yet."""
+        """Restored, and not yet compared with the next step."""
         self._cropped: int | None = None
-        """Tokens that a crop which could not read was to leave: see `_end_crop`."""
+        """The length that an unfinished crop has to reach, after a failed read: see `_end_crop`."""
         self.set_layers(layers)
 
     def set_layers(self, layers: list[Any]) -> None:
@@ -78,7 +77,7 @@ class Contents:
     # --- lengths and bytes -------------------------------------------------------------------------------------
 
     def lengths(self) -> list[int]:
-        """Tokens a sequence that each layer holds which has a length."""
+        """Number of stored tokens a sequence, for each layer that has a length."""
         lengths = list[int]()
         layer: Any
         for layer in self.with_length:
@@ -87,45 +86,45 @@ class Contents:
         return lengths
 
     def held(self) -> int:
-        """Tokens a sequence held, whatever the kinds of layers."""
+        """Number of stored tokens a sequence, for any kinds of layers."""
         return max(self.lengths(), default=self.tokens.length)
 
     def kept_bytes(self) -> int:
-        """Bytes of everything that is not offloaded: layers with sliding windows, linear states or indexers, and
+        """Bytes of all state that is not offloaded: layers with sliding windows, linear states or indexers, and
         hybrids' linear states. Each storage counts once."""
         return storage_bytes([kept_state(layer) for layer in self.kept])
 
     def settle_kept(self, *layers: Any) -> None:
         """Reduce layers that are not offloaded (none given: all) to the memory they need. transformers slices a window
         from the tokens that a forward added, and the slice keeps all of them in memory. While candidates are verified,
-        the tokens that a crop may take back stay."""
+        the tokens that a crop may remove stay."""
         for layer in layers or self.kept:
             settle(layer, self._most_cropped)
 
     def account_live(self) -> None:
-        """Bring to account what others allocate: transformers' own layers, and records that stores hold in memory."""
+        """Book what others allocate: transformers' own layers, and records that stores keep in memory."""
         storage = self.shared.storage
         storage.account.observe("layers not offloaded", self.kept_bytes())
         storage.account.observe(RECORDS, sum(store.memory_bytes for store in storage.stores))
         storage.account.observe("tables", sum(layer.tables_nbytes for layer in self.offloaded))
         self.shared.books_changed = False
 
-    # --- candidates, which a crop may take back ----------------------------------------------------------------
+    # --- candidates, which a crop may remove -------------------------------------------------------------------
 
     def activate_past_recording(self) -> None:
-        """Candidates will be verified: after a first forward, steps of several queries may be of that kind."""
+        """Announce candidates: after a first forward, steps of several queries may verify some."""
         self.recording, self._activated, self._announced = True, True, None
 
     def announce(self, *, first: bool) -> None:
-        """`generate` makes the coming step, which verifies no candidates; `first`: of a prompt, or a piece of one."""
+        """Announce a step of `generate`, which verifies no candidates. `first`: a prompt's, or a chunk's of one."""
         self._announced = True
         if first:
             self._begin_generation()
             self._prefilled = False
 
     def _begin_generation(self) -> None:
-        """A prompt comes. Where no candidates were announced since the last steps, there will be none: layers keep what
-        they need."""
+        """Begin a prompt. If no candidates were announced since the last steps, none will follow, and layers keep only
+        the state they need."""
         if self._decoded and not self._activated:
             self.recording = False
             for layer in self.layers:
@@ -134,12 +133,12 @@ class Contents:
         self._decoded = False
 
     def dropped(self, model: str, input_ids: Any, inputs_embeds: Any) -> str | None:
-        """What to say where a model of this name begins anew; None: what it is given begins with what is held."""
+        """The warning if a model of this name drops the stored tokens; None if its input begins with them."""
         held = self.held()
         if not held or repeats(self.tokens, held, input_ids, inputs_embeds):
             return None
         return (
-            f"{model} dropped the tokens that this cache held, and goes on without them, as it does with DynamicCache: "
+            f"{model} dropped the tokens stored in this cache, and continues without them, as with DynamicCache: "
             "its rotary embedding changes at this length, and transformers passed on only the latest tokens; begin "
             "such a text with a prompt that is longer than that"
         )
@@ -147,8 +146,9 @@ class Contents:
     # --- a forward, from its beginning to its end --------------------------------------------------------------
 
     def check_intact(self, intact: bool) -> None:
-        """Before a forward. Raises where an earlier one was interrupted, or attention did not get its keys. `intact`:
-        nobody has replaced the model's attention since the seams went on; else no interruption kept keys from it."""
+        """Before a forward: raise if an earlier one was interrupted, or attention did not get its keys. `intact`: the
+        model's attention was not replaced since the seams were attached. If it was, that, and not an interruption, kept
+        the keys from it."""
         shared = self.shared
         if intact and shared.step is None and shared.unseen is None and self._cropped is None:
             return
@@ -160,8 +160,8 @@ class Contents:
         self.check_whole()
 
     def begin(self, kwargs: dict[str, Any], lengths: list[int], held: int, rows_of_ids: int) -> Step | None:
-        """The step that a forward with these arguments makes: see `step.begin`. `lengths`: of the layers now, of which
-        the largest is `held`."""
+        """The step that a forward with these arguments makes: see `step.begin`. `lengths`: the layers' present lengths,
+        of which `held` is the largest."""
         batch = None
         for layer in self.offloaded:
             if layer.is_filled:
@@ -182,7 +182,7 @@ class Contents:
         return step
 
     def end(self, step: Step | None) -> None:
-        """A forward has run to its end: keep the ids."""
+        """Keep the ids of a forward that ran to its end."""
         if step is not None and step.ids is not None:
             self.tokens.append(step.ids, step.history, step.padding)
         self.shared.step = None
@@ -190,23 +190,23 @@ class Contents:
         if step is not None and step.selects:
             self._decoded, self._activated = True, False
         for layer in self.offloaded:
-            if layer.state == "unknown":  # attention did not ask for what is held
+            if layer.state == "unknown":  # attention did not ask for the history
                 layer.end_step()
 
     def fail(self) -> None:
-        """A forward has failed: what it has added is taken back at the next call; no guess of it counts any more."""
+        """Undo at the next call what a failed forward has added; its guesses no longer count."""
         self.conversation.fail()
         if self.shared.step is not None:
             self.shared.step.guessed = 0
 
-    # --- taking back -------------------------------------------------------------------------------------------
+    # --- undoing a forward -------------------------------------------------------------------------------------
 
     def take_back(self) -> bool:
-        """Take back what a forward that did not end has added to some layers; whether there was any.
+        """Remove what an unfinished forward has added to some layers; returns whether there was anything to remove.
 
-        Raises `RuntimeError` where that cannot be: something was interrupted while it changed, or a layer of
-        transformers' own is ahead, whose window or state does not go back; and `StoreError` where a layer has to read
-        for it and cannot now: what is left of it is taken back at the next call.
+        Raises `RuntimeError` if that is impossible: a change was interrupted, or one of transformers' own layers is
+        ahead, whose window or state cannot go back. Raises `StoreError` if a layer's read for it fails now; the next
+        call removes the rest.
         """
         shared, step = self.shared, self.shared.step
         if self._cropped is not None:
@@ -215,7 +215,7 @@ class Contents:
             return False
         lengths = self.lengths()
         if lengths == step.lengths and not (step.entered and self.has_linear_state):
-            shared.step = shared.unseen = shared.front = None  # it was given up before it added anything
+            shared.step = shared.unseen = shared.front = None  # it ended before it added anything
             return False
         pairs = zip(self.with_length, lengths, step.lengths, strict=True)
         ahead = [(layer, before) for layer, now, before in pairs if now != before]
@@ -234,16 +234,16 @@ class Contents:
             except BaseException as error:
                 shared.storage.torn |= not isinstance(error, StoreError) or layer.length != now
                 raise
-        self.tokens.truncate(min(self.tokens.length, step.history))  # the step's, if it was at its very end
+        self.tokens.truncate(min(self.tokens.length, step.history))  # removes the step's ids if they were added
         shared.step = shared.unseen = shared.front = None
         return True
 
     def check_whole(self) -> None:
-        """Raises `RuntimeError`, once, where a forward was interrupted: whoever calls has counted on what it added."""
+        """Raise `RuntimeError`, once, if a forward was interrupted: the caller relies on what it added."""
         if self.take_back():
             raise RuntimeError(
-                "an earlier forward was interrupted; what it had added to some layers was taken back, and the cache "
-                f"holds {self.held():,} tokens a sequence again, as before it: call again, with what follows these"
+                "an earlier forward was interrupted; the tokens that it had added were removed, and the cache holds "
+                f"{self.held():,} tokens a sequence again, as before it: call again with the tokens that follow"
             )
 
     # --- fewer tokens ------------------------------------------------------------------------------------------
@@ -273,12 +273,12 @@ class Contents:
                 self.shared.storage.torn = True
             else:
                 self._cropped = kept
-                error.add_note(f"some layers are cropped: the next call ends it, and the cache holds {kept:,} tokens")
+                error.add_note(f"some layers are cropped: after the next call the cache holds {kept:,} tokens")
             raise
         self.tokens.truncate(kept)
 
     def _end_crop(self) -> None:
-        """Crop the layers that an earlier `crop` did not come to. Raises `StoreError`: the next call goes on."""
+        """Crop the layers that an earlier `crop` did not reach. Raises `StoreError`; the next call continues."""
         assert self._cropped is not None
         self.shared.check_open()
         for layer in self.offloaded:
@@ -288,7 +288,7 @@ class Contents:
         self._cropped = None
 
     def forget(self, model: PreTrainedModel | None) -> None:
-        """Drop all tokens, and what was broken. `model`: the cache's, if it is still there."""
+        """Drop all tokens and errors. `model`: the cache's, if it still exists."""
         self.shared.mend()
         self.shared.check_open()
         for layer in self.layers:
@@ -300,7 +300,7 @@ class Contents:
         self.tokens.truncate(0)
 
     def _renew_kept(self, model: PreTrainedModel) -> None:
-        """transformers' own layers keep the batch size of their states: new ones take their places."""
+        """Replace transformers' own layers, which would keep their states' batch size, by new ones."""
         layers: list[Any] = list(DynamicCache(config=model.config).layers)
         for layer_idx, kept in enumerate(self.layers):
             if isinstance(kept, OffloadLayer):
@@ -312,7 +312,7 @@ class Contents:
     # --- other rows --------------------------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make row i what row `beam_idx[i]` is now."""
+        """Replace row i by the present row `beam_idx[i]`."""
         self.take_back()
         self._select_rows("reorder_cache", beam_idx, beam_idx)
 
@@ -323,16 +323,16 @@ class Contents:
         self._select_rows("batch_repeat_interleave", repeats, rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows of these indices, or where a mask is true."""
+        """Keep the rows with these indices, or those where a mask is true."""
         self.take_back()
         indices = torch.as_tensor(indices, device="cpu")
         rows = indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices
         self._select_rows("batch_select_indices", indices, rows)
 
     def _select_rows(self, change: str, argument: Any, rows: torch.Tensor) -> None:
-        """Make sequence i the current sequence `rows[i]`, by calling each layer's method `change` with `argument`.
-        Raises `BudgetError`, or `UnsupportedModelError` if a layer has state that cannot follow, with nothing changed.
-        """
+        """Replace sequence i by the present sequence `rows[i]`: calls each layer's method `change` with `argument`.
+
+        Raises `BudgetError`, or `UnsupportedModelError` if a layer's state cannot follow, with nothing changed."""
         batch = self.tokens.batch
         if len(rows) != batch:
             check_planned(self.config, len(rows), 0)
@@ -349,8 +349,8 @@ class Contents:
             self.tokens.select_rows(rows)
 
     def _settle_rows(self, rows: torch.Tensor) -> None:
-        """Row i is about to become what row `rows[i]` is: what layers read for that is read while nothing has changed.
-        Raises `StoreError`; the cache goes on then."""
+        """Read what layers need before row i becomes the present row `rows[i]`, while nothing has changed. Raises
+        `StoreError`; the cache stays usable then."""
         self.shared.check_open()
         try:
             for layer in self.offloaded:
@@ -365,9 +365,9 @@ class Contents:
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """All that is stored is immutable from now on, and on the disk. Raises what a write failed with.
+        """Make all stored records immutable, and write them to the disk. Raises the error of a failed write.
 
-        What records are streamed through is given back: a cache that was frozen may lie beside its forks for long."""
+        Frees the stream buffers, because a frozen cache may exist next to its forks for long."""
         self.take_back()
         self.shared.check_seam()
         self.conversation.check()
@@ -377,22 +377,22 @@ class Contents:
                 layer.freeze()
         except Exception:
             raise
-        except BaseException:  # a signal's can come between two lines
+        except BaseException:  # a signal can strike between two lines
             self.shared.storage.torn = True
             raise
 
     def capture(self, sequences: int, tokens: int) -> dict[str, Any]:
-        """What is held beside the layers: so many sequences of so many tokens; as a tree for `restore`."""
+        """The state besides the layers, for `sequences` of `tokens` tokens, as a tree for `restore`."""
         return {"ids": self.tokens.capture(sequences, tokens), "model": self.conversation.capture()}
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Hold what was captured; for a new cache."""
+        """Take over a captured state; for a new cache."""
         self.tokens.restore(tree["ids"])
         self.conversation.restore(tree["model"], len(tree["ids"]))
         self._resumed = True
 
     def close(self) -> None:
-        """Close the layers, and hold none."""
+        """Close the layers and drop them."""
         for layer in self.offloaded:
             layer.close()
         self.tokens.truncate(0)

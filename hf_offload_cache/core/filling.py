@@ -1,4 +1,4 @@
-"""An empty cache filled with one sequence, some of whose keys and values come from elsewhere."""
+"""Filling an empty cache with one sequence, part of whose keys and values were computed elsewhere."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 
-# Prefill of a prompt, in pieces if the model allows it
+# Prefill of a prompt, in chunks if the model allows it
 
 PIECE = 1024
-"""Tokens of a piece, where nobody says another number."""
+"""Default number of tokens in a chunk."""
 
 
 def piece_size(
     model: PreTrainedModel, held: int, total: int, chunk: int | None = None, *, until: int | None = None,
     usual: int = PIECE,
 ) -> int | None:  # fmt: skip
-    """Number of tokens per forward for a prompt that ends after `total` tokens, of which `held` were added in earlier
-    turns: `chunk`, or `usual` if that is None. None: the prompt goes through the model in one forward. `until`: the
+    """Number of tokens per forward for a prompt that ends after `total` tokens, of which earlier turns added `held`.
+
+    That is `chunk`, or `usual` if that is None. None: the prompt goes through the model in one forward. `until`: the
     last position at which the final forward may begin; None: no limit.
 
-    Raises `ConfigError` for a `chunk` below 1, or one with which the prompt would have other keys than in one forward.
+    Raises `ConfigError` for a `chunk` below 1, or one with which the prompt's keys would differ from one forward's.
     """
     if chunk is not None and chunk < 1:
         raise ConfigError(f"prefill chunk must be at least 1 token, got {chunk}: use {PIECE}")
@@ -69,12 +70,12 @@ def prefill(
     every = input_ids.shape[1]
     held = cache.get_seq_length()
     size = piece_size(model, held, held + every, chunk) or every
-    with torch.no_grad():  # as `generate` does; tensors of inference mode could not be written to afterwards
+    with torch.no_grad():  # as in `generate`; tensors of inference mode could not be written to afterwards
         done = 0
         while done < every:
             end = min(every, done + size)
             if every - end == 1 and size > 2:
-                end -= 1  # a last piece of one token would be a step, which a cache selects for
+                end -= 1  # a last chunk of one token would be a decoding step, which selects
             model(input_ids=input_ids[:, done:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
             done = end
             if on_progress is not None:
@@ -82,15 +83,17 @@ def prefill(
 
 
 PromptAttention = Callable[[OffloadLayer, AttentionCall], Output]
-"""Attention of several queries of a layer, over what it holds and what the call brings."""
+"""Attention of a layer's several queries over its stored tokens and the call's own."""
 
 
 class Filling:
-    """Token by token from the front, layer by layer: what is computed runs through the model, and what is not is taken.
-    All layers hold the same when `note` is called. For the thread that runs the model.
+    """Fills a cache layer by layer from computed and streamed KV, from the first token on.
+
+    Computed tokens run through the model; the keys and values of the others are added as given. All layers have the
+    same tokens when `note` is called. For the thread that runs the model.
 
     Args:
-        cache: holds nothing. Raises `PromptError` where it does.
+        cache: an empty cache; raises `PromptError` for any other.
     """
 
     def __init__(self, cache: OffloadCache) -> None:
@@ -101,16 +104,16 @@ class Filling:
 
     @staticmethod
     def reason_against(cache: OffloadCache) -> str | None:
-        """Why a cache has to be prefilled whole; None: it can be filled in parts."""
+        """The reason why a cache needs a complete prefill; None: it can be filled in parts."""
         others = [layer for layer in cache.layers if not isinstance(layer, OffloadLayer)]
         if others:
             return f"{len(others)} of {len(cache.layers)} layers keep a window or a state, which is not streamed"
         if len(set((getattr(cache.model, "hf_device_map", None) or {}).values())) > 1:
-            return "its layers lie on several devices"
+            return "its layers are on several devices"
         if cache.has_linear_state:
-            return "its layers keep a state beside keys and values, which is not streamed"
+            return "its layers keep a state besides keys and values, which is not streamed"
         if any(not layer.is_initialized for layer in cache.offloaded) and cache.held():
-            return "some of its layers hold nothing of a text"
+            return "some of its layers are empty and others are not"
         return length_dependent(cache.model) or unknown_shapes(cache.model)
 
     @property
@@ -122,33 +125,34 @@ class Filling:
         return self._cache.offloaded
 
     def teach(self, lessons: dict[int, Any], states: list[str]) -> None:
-        """The fitted state from where the context was made: see `Learner.lesson`; and whether attention was seen to be
-        ours there. Layers that hold something learn anew of it; what is of no use to them is in `refused`. Raises
+        """Use the fitted state of the context's own cache (see `Learner.lesson`), and its layers' attention states.
+
+        Layers with stored tokens learn them again. A state that a layer cannot use is in `refused`. Raises
         `ContextError`, with nothing changed."""
         if not isinstance(lessons, dict) or not isinstance(states, list) or len(states) != len(self.layers):
-            raise ContextError(f"it is not of {len(self.layers)} layers")
+            raise ContextError(f"the fitted state must have {len(self.layers)} layers")
         self._taught = lessons, states
         self._prepare()
 
     def postpone(self, postponed: bool) -> None:
-        """Whether more is to come before layers find out, of all that they hold, what they choose by: unless they are
-        given it. Until they have they cannot choose."""
+        """Set whether layers wait for more tokens before they fit what they select by. A layer that has fitted state
+        need not wait. Layers cannot select while they wait."""
         if isinstance(self._cache, SelectiveCache) and self._cache.selecting is not None:
             self._cache.selecting.postponed = postponed
 
     def learn_rest(self) -> None:
-        """Layers find out what was postponed, where nothing has come since by which they did."""
+        """Run postponed fitting, unless later tokens already triggered it."""
         for layer in self.layers:
             if isinstance(layer, SelectiveLayer):
                 layer.learn_rest()
 
     @property
     def refused(self) -> list[str]:
-        """Why layers learn anew, a line each, as far as they have been given something."""
+        """A line for each layer that learns again, with the reason why its fitted state was rejected."""
         return [layer.refused for layer in self.layers if isinstance(layer, SelectiveLayer) and layer.refused]
 
     def _prepare(self) -> None:
-        """Layers begin with what they are taught."""
+        """Give empty layers their fitted state."""
         if self._taught is None:
             return
         lessons, states = self._taught
@@ -161,9 +165,10 @@ class Filling:
     def compute(
         self, ids: torch.Tensor, goes_on: Callable[[int], bool], attend: PromptAttention | None = None
     ) -> int:
-        """Run ids (1, t) through the model behind what is held. `goes_on` is asked when a layer has taken its keys and
-        values in, by the layer's index: False ends the forward. `attend` is what layers attend with, where it is not to
-        be their own. Returns how many layers have these tokens now."""
+        """Run ids (1, t) through the model, behind the stored tokens. Returns how many layers have these tokens now.
+
+        `goes_on` is called with a layer's index after the layer has added its keys and values; False ends the forward.
+        `attend` replaces the layers' own attention; None: it is not replaced."""
         cache, shared, depth = self._cache, self._cache.shared, 0
 
         def ends(layer_idx: int) -> bool:
@@ -183,24 +188,24 @@ class Filling:
         return depth
 
     def take(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See `OffloadLayer.take`; keys (1, Hk, t, D) of any device."""
+        """As `OffloadLayer.take`; keys (1, Hk, t, D) on any device."""
         device = self._cache.model.device
         self.layers[layer_idx].take(keys.to(device), values.to(device))
 
     def note(self, ids: torch.Tensor) -> None:
-        """All layers hold these ids (1, t) behind what was noted before."""
+        """Record that all layers have these ids (1, t), behind those noted before."""
         for layer in self.layers:
             layer.end_step()
         contents = self._cache.contents
         known = contents.tokens.length
-        if (missing := self._cache.held() - known) > 0:  # a forward that ran to its end noted its own
+        if (missing := self._cache.held() - known) > 0:  # a forward that ran to its end noted its own ids
             if not known:
                 self._cache.begin_context()
             contents.tokens.append(ids[:, ids.shape[1] - missing :].to("cpu"), known)
             contents.account_live()
 
     def take_back(self, held: int) -> None:
-        """Let all layers hold the first `held` tokens alone."""
+        """Keep only the first `held` tokens in all layers."""
         for layer in self.layers:
             if layer.is_initialized and layer.length > held:
                 if held:

@@ -1,4 +1,4 @@
-"""One layer of an offloaded cache: what its `update` returns, and attention over what it holds."""
+"""One layer of an offloaded cache: its `update`, and attention over its stored tokens."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .read_only import ReadOnlyTensor, refuse_assignment
 from .shared import Shared
 from .step import Step
 
-# Rows of a history: sequences, or the key heads of sequences, each with records of its own
+# Rows of a history: sequences, or the key heads of sequences, each with its own records
 
 @dataclass(frozen=True)
 class Rows:
-    """Key heads that are joined in one row (`heads` 1: nothing is folded), or lie in rows of their own, head after head
-    of each sequence."""
+    """Mapping of key heads to rows. `heads` 1: a sequence's key heads share a row. Otherwise each key head is a row,
+    sequence by sequence."""
 
     heads: int = 1
 
@@ -46,7 +46,7 @@ class Rows:
         return tensor if self.heads == 1 else tensor.squeeze(1).unflatten(0, (-1, self.heads))
 
     def expand(self, rows: torch.Tensor) -> torch.Tensor:
-        """Indices of sequences as those of the rows that they have."""
+        """Row indices of the sequences with these indices."""
         if self.heads == 1:
             return rows
         return (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).reshape(-1)
@@ -55,57 +55,58 @@ class Rows:
 _STATES = ("unknown", "tagged", "full")
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
-"""(B, q, H, Dv), and the attention weights where the model's own function gave some."""
+"""(B, q, H, Dv), and the attention weights if the model's own function returned some."""
 
 
 class OffloadLayer(CacheLayerMixin):
     """A full-attention layer whose history lies in a store; the base of every method's layer.
 
-    States (`state`): "unknown": `update` returns the whole history, tagged, which is right under any attention.
-    "tagged": attention was seen to bring the tag back; `update` returns what the step added, and `attend` finds the
-    rest. "full": attention is not ours to replace; `update` returns the complete history, read from the store.
+    States (`state`): "unknown": `update` returns the complete history, tagged, which is correct under any attention.
+    "tagged": attention has returned the tag; `update` returns only the step's tokens, and `attend` reads the others.
+    "full": attention cannot be replaced; `update` returns the complete history, read from the store.
     """
 
     heads_apart: ClassVar[bool] = False
-    """Each key head has rows and records of its own; else the heads of a sequence lie together."""
+    """Each key head has its own rows and records; otherwise a sequence's heads lie together."""
     is_sliding = False
     is_croppable = True
     offloaded = True
     """Its history lies in a store: it is captured and restored, not copied."""
     num_stores = 1
-    """Stores that it opens, each of which has a file of its own on a disk."""
+    """Number of stores that it opens, each with its own file on a disk."""
 
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
-        """`place`: which of the offloaded layers it is; None: as many are before it as layers."""
+        """`place`: index among the offloaded layers; default `layer_idx`."""
         self.name = f"layer {layer_idx}"
         self.is_filled = False
-        """There is a history; as `is_initialized`, which transformers' constructor assigns."""
+        """It has a history; `is_initialized`, which transformers' constructor assigns, shows it."""
         super().__init__(**kwargs)
         self.shared = shared
         self.layer_idx = layer_idx
         self.config = shared.config.of_layer(layer_idx if place is None else place)
         self.state = "full" if self.config.exact == "bitwise" else "unknown"
         self.dtype: torch.dtype | None = None
-        """Of keys and values; None before the first `update`."""
+        """Type of keys and values; None before the first `update`."""
         self.device: torch.device | None = None
-        """Where keys and values come from, and where `keys` and `values` are; None before the first `update`."""
+        """Device of the added keys and values, and of `keys` and `values`; None before the first `update`."""
         self._clear()
 
     def _clear(self) -> None:
-        """Hold nothing, as a new layer."""
+        """Become empty, as a new layer is."""
         self.is_filled = False
         self.rows = Rows()
         self._sealed: Sealed | None = None
         self._rows_moved = False
-        """Rows were selected since records that no row names were last given back."""
+        """Rows were selected since unused records were last freed."""
 
     history: History
-    """What is held; there is none before the first `update`."""
+    """The stored tokens; not set before the first `update`."""
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """Keys (B, Hk, T, Dk) as `DynamicLayer` would hold them, a complete copy; None before the first
-        `update`. For models and methods that read a cache's layers: assigning them, or writing into the copy, raises
+        """Keys (B, Hk, T, Dk) as in a `DynamicLayer`, a complete copy; None before the first `update`.
+
+        For models and methods that read a cache's layers. Assigning them, or writing to the copy, raises
         `ReadOnlyError`."""
         return self._shown(0)
 
@@ -115,7 +116,7 @@ class OffloadLayer(CacheLayerMixin):
 
     @property
     def values(self) -> torch.Tensor | None:
-        """Values (B, Hv, T, Dv), as `keys`."""
+        """Values (B, Hv, T, Dv), as for `keys`."""
         return self._shown(1)
 
     @values.setter
@@ -124,7 +125,7 @@ class OffloadLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:
-        """A first `update` came since construction or `reset`. Assigning another value raises `ReadOnlyError`."""
+        """Whether `update` was called since construction or `reset`. Assigning another value raises `ReadOnlyError`."""
         return self.is_filled
 
     @is_initialized.setter
@@ -132,29 +133,29 @@ class OffloadLayer(CacheLayerMixin):
         self._keep("is_initialized", initialized == self.is_filled)
 
     def _keep(self, name: str, same: bool) -> None:
-        """transformers' constructors assign what a new layer has already; anything else is refused."""
+        """Allow assignments that change nothing, as transformers' constructors make; refuse all others."""
         if not same:
             refuse_assignment(self.name, name)
 
     def _shown(self, part: int) -> torch.Tensor | None:
         if not self.is_filled:
             return None
-        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not tell of writes
+        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode do not count writes
             return ReadOnlyTensor.of(self.whole()[part])
 
     @property
     def length(self) -> int:
-        """Tokens a sequence."""
+        """Number of stored tokens a sequence."""
         return self.history.length if self.is_filled else 0
 
     @property
     def history_device(self) -> torch.device:
-        """Where keys and values come from; the CPU where nothing is held."""
+        """Device of the added keys and values; the CPU if the layer is empty."""
         return self.history.device if self.is_filled else torch.device("cpu")
 
     @property
     def batch(self) -> int:
-        """Sequences; 0 before the first `update`."""
+        """Number of sequences; 0 before the first `update`."""
         return self.history.rows // self.rows.heads if self.is_filled else 0
 
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,9 +164,10 @@ class OffloadLayer(CacheLayerMixin):
         return self.rows.unfold(keys), self.rows.unfold(values)
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take in keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) that were computed elsewhere, behind what is held: as
-        `update` and attention after it, but for what a method learns of queries. They are copied. Raises as `update`;
-        nothing was added then, or the cache is not to be used until `reset`."""
+        """Add keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) that were computed elsewhere, behind the stored ones.
+
+        As `update` and attention after it, except that a method learns nothing from queries. Copies its arguments.
+        Raises as `update` does; then nothing was added, or the cache cannot be used until `reset`."""
         self.shared.check_open()
         if not self.is_filled:
             self.lazy_initialization(keys, values)
@@ -180,7 +182,7 @@ class OffloadLayer(CacheLayerMixin):
             raise
 
     def _kept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as the history keeps them."""
+        """Keys and values in the history's type and rows."""
         dtype = self.history.form.dtype
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()
@@ -191,29 +193,29 @@ class OffloadLayer(CacheLayerMixin):
         return keys.flatten(0, 1).unsqueeze(1), values.flatten(0, 1).unsqueeze(1)  # as `Rows.fold`
 
     def learn_alone(self) -> None:
-        """Learn from what was sealed, though no attention has queries."""
+        """Learn from sealed units without queries."""
         sealed, self._sealed = self._sealed, None
         if sealed is not None:
             self.learn_keys(sealed)
 
     def learn_keys(self, sealed: Sealed) -> None:
-        """As `learn`, of what came without queries."""
+        """As `learn`, for units that were added without queries."""
 
     def get_seq_length(self) -> int:
         return self.history.length if self.is_filled else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The full logical length, so that each step's mask covers the history, padding included."""
+        """The complete logical length, so that each step's mask covers the history, padding included."""
         return (self.history.length if self.is_filled else 0) + query_length, 0
 
     def get_max_length(self) -> int:
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the latest `-tokens_to_remove` tokens (a positive number: keep as many). Reads a few units back where
-        the tail does not hold them."""
+        """Drop the latest `-tokens_to_remove` tokens (a positive number: keep that many). Reads a few units back if the
+        tail is too short."""
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a tensor
-        if tokens_to_remove > 0:  # and means the length to keep, as earlier ones did
+        if tokens_to_remove > 0:  # the length to keep, as in earlier versions
             tokens_to_remove = min(0, tokens_to_remove - self.length)
         if tokens_to_remove == 0 or not self.is_filled:
             return
@@ -225,7 +227,7 @@ class OffloadLayer(CacheLayerMixin):
             self.dropped(freed)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Make row i what row `beam_idx[i]` is now; moves no stored data, but what `settle_rows` reads."""
+        """Replace row i by the present row `beam_idx[i]`; moves no stored data, except what `settle_rows` reads."""
         if self.is_filled and beam_idx.tolist() != list(range(self.batch)):
             self.select_rows(beam_idx)
 
@@ -239,73 +241,73 @@ class OffloadLayer(CacheLayerMixin):
             self.select_rows(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
 
     def settle_rows(self, rows: torch.Tensor) -> None:
-        """What `select_rows` would have to read first is read: it raises nothing that `StoreError` is then. Raises it,
+        """Read what `select_rows` would have to read first, so that it cannot raise `StoreError`. Raises `StoreError`
         with nothing changed that a step would see."""
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make sequence i what sequence `rows[i]` is now, in every place that holds rows."""
+        """Replace sequence i by the present sequence `rows[i]`, in every part that has rows."""
         self._sealed, self._rows_moved = None, True
         self.history.select_rows(self.rows.expand(rows))
 
     def reset(self) -> None:
-        """Forget everything; the layer can be used anew. Its file and buffers are given back."""
+        """Drop all tokens and free the file and the buffers; the layer can be used again."""
         self.close()
         if self.config.exact != "bitwise":
             self.state = "unknown"
 
     def end_step(self) -> None:
-        """Let go of what only the step needed: attention may not have asked for it."""
+        """Drop what only the step needed, in case attention did not use it."""
         self._sealed = None
 
     def close(self) -> None:
-        """Give back the file and the buffers."""
+        """Free the file and the buffers."""
         if self.is_filled:
             self.history.close()
             self._clear()
             del self.history
 
     def offload(self) -> None:
-        """Nothing to do: the history is offloaded as it comes."""
+        """Do nothing: entries are offloaded as they are added."""
 
     def prefetch(self) -> None:
-        """Nothing to do: the cache prefetches by itself."""
+        """Do nothing: the cache prefetches by itself."""
 
     def dropped(self, records: np.ndarray) -> None:
-        """These records hold nothing of ours any more."""
+        """Handle records that were freed: they contain none of the layer's tokens any more."""
 
     def cropped(self) -> None:
-        """The latest tokens are about to be forgotten."""
+        """Prepare for a crop of the latest tokens."""
 
     def truncated(self, units: int) -> None:
-        """Only the first `units` units stay sealed."""
+        """Keep only the first `units` sealed units."""
 
     # --- memory ------------------------------------------------------------------------------------------------
 
     @property
     def held(self) -> int:
-        """Tokens a row that have left the tail."""
+        """Number of tokens a row that have left the tail."""
         return self.history.length - self.history.recent.shape[1]
 
     @property
     def tables_nbytes(self) -> int:
-        """Bytes of the books that are kept on where the history lies, and on what was written there."""
+        """Bytes of the tables that say where the history lies and what was written there."""
         return self.history.tables_nbytes if self.is_filled else 0
 
     @property
     def full_bytes(self) -> int:
-        """What `DynamicCache` would hold for this layer now."""
+        """Bytes that `DynamicCache` would need for this layer now."""
         return self.history.rows * self.length * self.history.form.entry_bytes if self.is_filled else 0
 
     @property
     def replica_bytes(self) -> int:
-        """What of the disk holds copies, in fewer bits, of what lies there as it is."""
+        """Bytes on the disk of copies in fewer bits of other stored entries."""
         return 0
 
-    # --- taking in ---------------------------------------------------------------------------------------------
+    # --- adding tokens -----------------------------------------------------------------------------------------
 
     @classmethod
     def plan(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        """What a layer holds at most with `context` tokens a row: a dry run of its constructors, which allocates
+        """Maximum memory of a layer with `context` tokens a row: a dry run of its constructors, which allocates
         nothing. `config`: the layer's own."""
         storage: Any = DryStorage(config, kind.device)
         layer = cls(Shared(config, storage), 0)
@@ -315,13 +317,13 @@ class OffloadLayer(CacheLayerMixin):
         return plan
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
-        """Make all parts as large as `context` tokens a row may make them, in a dry run. A method whose layer has more
-        parts extends this."""
+        """Make all parts as large as `context` tokens a row can make them, in a dry run. A method with more parts
+        extends this."""
         self.rehearse_history(run, kind, context)
         run.passes("stream buffers", decode=stream_bytes(kind, self.config))
 
     def rehearse_history(self, run: DryRun, kind: LayerKind, context: int) -> None:
-        """The history, its stores, and the buffers that a prefill streams it through."""
+        """Rehearse the history, its stores, and the buffers that a prefill streams it through."""
         self.rows = Rows(kind.rows // kind.batch)
         self._hold(self.make_history(kind.form, kind.rows, torch.device(kind.device)))
         self.history.rehearse(run, context)
@@ -330,11 +332,11 @@ class OffloadLayer(CacheLayerMixin):
         run.passes("stream buffers", prefill=stream_bytes(kind, self.config))
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
-        """An empty history; a method whose order is its own overrides this and `restore_history`."""
+        """An empty history; a method with its own order overrides this and `restore_history`."""
         return PositionHistory(self.shared.storage, form, rows, device, self.config, self.name)
 
     def restore_history(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> History:
-        """The history that `tree` was captured of, over the frozen `parts`."""
+        """The history that `tree` was captured from, over the frozen `parts`."""
         return PositionHistory.restore(self.shared.storage, tree, parts, device, self.config, self.name)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -350,13 +352,13 @@ class OffloadLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take keys (B, Hk, t, Dk) and values (B, Hv, t, Dv); return what the model's attention should be given.
+        """Add keys (B, Hk, t, Dk) and values (B, Hv, t, Dv); return the tensors for the model's attention.
 
-        Returned are views of the arguments ("tagged", or an empty history), else new tensors with the whole history.
+        These are views of the arguments ("tagged", or an empty history), else new tensors with the complete history.
         The arguments are copied: the caller may reuse them after attention. Keys and values of two types, as
-        `torch.autocast` makes them, are kept in the type that attention casts both to. Raises `SeamLostError`,
-        `PromptError` and `StoreFullError` before anything is added; what `StoreError`s have left of it is taken
-        back, or, without a forward around it, the cache is not to be used until `reset`.
+        `torch.autocast` makes them, are stored in the type that attention casts both to. Raises `SeamLostError`,
+        `PromptError` and `StoreFullError` before anything is added. After a `StoreError` the tokens already added are
+        removed, or, without a forward around it, the cache cannot be used until `reset`.
         """
         shared, storage, kind = self.shared, self.shared.storage, key_states.device.type
         if shared.step is None or storage.torn or storage.prefetcher.interrupted_by is not None:
@@ -393,7 +395,7 @@ class OffloadLayer(CacheLayerMixin):
             keys, values = keys[:, :, :-guessed], values[:, :, :-guessed]
         length = history.length
         whole = length == 0 or self.state != "tagged"
-        if not length:  # as DynamicCache returns them: the layout decides the last bits of some kernels
+        if not length:  # as in DynamicCache: the layout decides the last bits of some kernels' results
             key_states, value_states = key_states.contiguous(), value_states.contiguous()
         elif whole:
             old_keys, old_values = self.whole()
@@ -422,14 +424,14 @@ class OffloadLayer(CacheLayerMixin):
 
     @property
     def guessed(self) -> int:
-        """See `Step.guessed`."""
+        """As `Step.guessed`."""
         step = self.shared.step
         return 0 if step is None else step.guessed
 
     # --- attention ---------------------------------------------------------------------------------------------
 
     def attend(self, call: AttentionCall) -> Output:
-        """What the model's attention would return over the layer's whole history (a sparse method: over its choice).
+        """The model's attention over the layer's complete history (a sparse method: over its selection).
 
         Called with what `update` returned in this step, once or (KV sharing) several times. An error loses the step
         and nothing else.
@@ -455,7 +457,7 @@ class OffloadLayer(CacheLayerMixin):
         if sealed is not None and replaceable:
             with self.shared.storage.timeline.span("summarise", self.layer_idx):
                 self.learn(sealed, call, step)
-        if not replaceable or call.wants_weights or kwargs.get("dropout"):  # the latter two: in this step alone
+        if not replaceable or call.wants_weights or kwargs.get("dropout"):  # the last two only concern this step
             keys, values = call.key, call.value
             if not tag.whole:
                 keys, values = self.joined(call)
@@ -465,14 +467,13 @@ class OffloadLayer(CacheLayerMixin):
         return self.exact(call) if tag.whole or not step.selects else self.decode(call, step)
 
     def decode(self, call: AttentionCall, step: Step) -> Output:
-        """Attention in a step that selects; here over everything."""
+        """Attention in a step that selects; here over all tokens."""
         return self.exact(call)
 
     def exact(self, call: AttentionCall) -> Output:
-        """Attention over everything held: handed whole to the model's own where it fits a block, else streamed.
+        """Attention over all stored tokens: by the model's own function if they fit one block, else streamed.
 
-        The step's own keys need not be as many as its queries: a layer that shares another's may ask for its last token
-        alone.
+        A layer that shares another's KV may attend with its last token only, so there may be more keys than queries.
         """
         dtype, before = self.history.form.dtype, self.before(call)
         if (tag := call.tag) is not None and tag.whole:
@@ -485,16 +486,16 @@ class OffloadLayer(CacheLayerMixin):
         asked = call.query.dtype
         if asked != dtype:
             call = dataclasses.replace(call, query=call.query.to(dtype))
-        own = call.key.to(dtype), call.value.to(dtype)
-        output, weights = call.stream(self._blocks(before), own, mask, seen)
+        added_kv = call.key.to(dtype), call.value.to(dtype)
+        output, weights = call.stream(self._blocks(before), added_kv, mask, seen)
         return output.to(asked), weights
 
     def before(self, call: AttentionCall) -> int:
-        """Tokens held before those that the call brings."""
+        """Number of stored tokens before the call's own."""
         return self.length + self.guessed - call.key.shape[2]
 
     def joined(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """Everything held, and what the call brings: of one query as it is kept, of several as it came."""
+        """All stored tokens and the call's own: the latter as stored for one query, as given for several."""
         if call.num_queries == 1 and not self.guessed:
             keys, values = (no_backward(tensor, call.query) for tensor in self.whole())
             return keys, values
@@ -505,22 +506,22 @@ class OffloadLayer(CacheLayerMixin):
         return keys, values
 
     def _blocks(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Keys and values (B, Hkv, t, D) of what is held before token `stop`, and positions, (B, Hkv, t) or (B, t)."""
+        """Keys and values (B, Hkv, t, D) before token `stop`, in blocks, and their positions, (B, Hkv, t) or (B, t)."""
         for block in self.history.blocks(stop):
             places = None if block.positions is None else torch.from_numpy(block.positions).to(self.history.device)
             if places is not None and self.heads_apart:
                 places = places.unflatten(0, (-1, self.rows.heads))
             yield self.rows.unfold(block.keys), self.rows.unfold(block.values), places
 
-    # --- what a method adds ------------------------------------------------------------------------------------
+    # --- for a method to override ------------------------------------------------------------------------------
 
     def learn(self, sealed: Sealed, call: AttentionCall, step: Step) -> None:
-        """Units were sealed by the `update` before this call."""
+        """Learn from the units that the `update` before this call sealed."""
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def freeze(self) -> Sequence[FreezableStore]:
-        """See `History.freeze`; nothing for a layer that holds nothing. What no row names any more is given up."""
+        """As `History.freeze`; does nothing for an empty layer. Frees unused records first."""
         if not self.is_filled:
             return ()
         if (freed := self.history.sweep(always=True)) is not None and len(freed):
@@ -528,23 +529,23 @@ class OffloadLayer(CacheLayerMixin):
         return self.history.freeze()
 
     def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
-        """See `History.live`; `parts` are what `freeze` gave."""
+        """As `History.live`; `parts` are what `freeze` returned."""
         return self.history.live(parts) if self.is_filled else []
 
     def capture(self) -> dict[str, Any]:
-        """All that is held beside the records, as a tree of values and tensors for `restore`; valid until the next
-        change, and not to be changed."""
+        """All state besides the records, as a tree of values and tensors for `restore`: not to be changed, and valid
+        until the next change."""
         state = "unknown" if self.config.exact == "bitwise" else self.state
         tree = {"state": state, "history": self.history.capture() if self.is_filled else None}
         return {**tree, "heads": self.rows.heads} if self.heads_apart else tree
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
-        """Hold what `tree` was captured of, over its frozen stores. Reads nothing back, computes nothing.
+        """Take over a captured `tree`, over its frozen stores. Reads and computes nothing.
 
-        Raises `ContextError`, `BudgetError`; `parts` belong to this layer only once it has returned.
+        Raises `ContextError`, `BudgetError`; the layer owns `parts` only after it has returned.
         """
         if tree["state"] not in _STATES or (tree["history"] is None and parts):
-            what = f"its state is {tree['state']!r}, of {_STATES}, and it has {len(parts)} files of records"
+            what = f"its state is {tree['state']!r}, expected one of {_STATES}, with {len(parts)} files of records"
             raise not_whole(self.name, what)
         if tree["history"] is not None:
             heads = tree["heads"] if self.heads_apart else 1

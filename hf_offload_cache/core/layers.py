@@ -1,4 +1,4 @@
-"""The layers of a cache for a model."""
+"""Construction of a cache's layers for a model."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _LINEAR = ("conv_states", "recurrent_states")
 
 
 def kept_state(layer: Any) -> dict[str, Any]:
-    """State that `layer` keeps in memory besides the offloaded entries: its own attributes, not copies."""
+    """The state that `layer` keeps in memory besides offloaded entries: its own attributes, not copies."""
     return capture_kept(layer, _LINEAR if isinstance(layer, OffloadLayer) else None)
 
 
 def settle(layer: Any, most_cropped: int | None = None) -> None:
-    """Copy the state of `layer` to its own memory, so that it keeps nothing of the tensors it was sliced from. One
-    extra token is the exception: a token that is added to a full window leaves it there.
+    """Copy the state of `layer` to its own memory, so that it does not keep the tensors alive that it was sliced from.
+    State with at most one extra token is not copied: that is what a token added to a full window leaves.
 
-    While the layer records its past, of which a `crop` takes back a part, it keeps everything that it recorded. If the
-    crop takes back `most_cropped` tokens at most, it keeps that many beyond its needs. Candidates are left as they are,
+    While the layer records its past, which a `crop` may partly remove, it keeps everything that it recorded. If the
+    crop removes at most `most_cropped` tokens, it keeps that many beyond its needs. Candidates stay as they are,
     because copying a window at each verification would free only memory that the plan already counts.
     """
     recording = getattr(layer, "record_past", False)
@@ -51,7 +51,7 @@ def settle(layer: Any, most_cropped: int | None = None) -> None:
 
 
 def _forget_past(layer: Any, most_cropped: int) -> None:
-    """Cut off what neither the window nor a crop wants. Of an `OffloadLayer`, which has no window, the states alone."""
+    """Drop what neither the window nor a crop needs; in an `OffloadLayer`, which has no window, only from states."""
     if (window := getattr(layer, "sliding_window", None)) and layer.is_initialized:
         most = window - 1 + most_cropped
         layer.keys, layer.values = layer.keys[:, :, -most:], layer.values[:, :, -most:]
@@ -61,23 +61,23 @@ def _forget_past(layer: Any, most_cropped: int) -> None:
 
 
 def check_recorded(layer: Any, count: int) -> None:
-    """Raise `RuntimeError` if a window is to go back by `count` tokens and no longer has the tokens before them: with
-    the remaining ones it would attend to fewer tokens than the model does."""
+    """Raise `RuntimeError` if a window cannot be cropped by `count` tokens because it no longer has the tokens before
+    them: with the remaining ones it would attend to fewer tokens than the model does."""
     window = getattr(layer, "sliding_window", None)
     if not (window and count and getattr(layer, "record_past", False) and layer.is_initialized):
         return
     held, length = layer.keys.shape[-2], layer.get_seq_length()
     if held < min(length, window - 1 + count):
         raise RuntimeError(
-            f"the cache was to take back {count} tokens; its layers with a sliding window of {window} keep what "
-            f"{max(0, held - window + 1)} take: call crop once after each forward, or reset() the cache"
+            f"the cache cannot be cropped by {count} tokens: its layers with a sliding window of {window} have enough "
+            f"for {max(0, held - window + 1)}: call crop once after each forward, or reset() the cache"
         )
 
 
-# Layers of hybrid models: linear-attention state, kept as transformers keeps it, beside an offloaded history
+# Layers of hybrid models: linear-attention state, kept as transformers keeps it, next to an offloaded history
 
 class _HybridMethods:
-    """Puts transformers' own linear-attention state beside what an `OffloadLayer` offloads (see `hybrid`)."""
+    """Adds transformers' own linear-attention state to an `OffloadLayer` (see `hybrid`)."""
 
     is_croppable = LinearAttentionLayer.is_croppable
 
@@ -123,14 +123,14 @@ class _HybridMethods:
 
 @functools.cache
 def hybrid(layer_class: type[OffloadLayer]) -> type[OffloadLayer]:
-    """The class of layers that hold linear-attention states beside what `layer_class` offloads: one for each."""
+    """The class of layers with linear-attention states and the offloaded history of `layer_class`; one for each."""
     bases = (_HybridMethods, layer_class, LinearAttentionAndFullAttentionLayer)
-    names = {"__module__": layer_class.__module__, "__doc__": f"A `{layer_class.__name__}` beside a linear state."}
+    names = {"__module__": layer_class.__module__, "__doc__": f"A `{layer_class.__name__}` with a linear state."}
     return type(f"Hybrid{layer_class.__name__}", bases, names)
 
 
 def make_layers(model: PreTrainedModel, layer_class: type[OffloadLayer], shared: Shared) -> list[Any]:
-    """transformers' own layers for this model, with every full-attention one replaced by one of `layer_class`."""
+    """transformers' own layers for this model, with every full-attention layer replaced by a `layer_class`."""
     layers: list[Any] = list(DynamicCache(config=model.config).layers)
     place = 0
     for layer_idx, layer in enumerate(layers):
@@ -146,5 +146,5 @@ def make_layers(model: PreTrainedModel, layer_class: type[OffloadLayer], shared:
 
 
 def has_linear_state(layer: Any) -> bool:
-    """Whether a layer keeps a state of linear attention, which every token changes."""
+    """Whether a layer has a state of linear attention, which every token changes."""
     return isinstance(layer, LinearAttentionCacheLayerMixin)

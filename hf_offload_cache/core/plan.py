@@ -1,4 +1,4 @@
-"""What a cache will hold, summed from what each owner says, before anything is allocated."""
+"""A cache's planned memory, summed over its owners, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .token_log import TokenLog
 
 @dataclass(frozen=True)
 class LayerKind:
-    """One layer of a model, for a batch: what owners plan by."""
+    """The properties of a layer that its memory depends on, for a batch."""
 
     form: RecordFormat
     num_heads: int
@@ -35,7 +35,7 @@ class LayerKind:
     device: str
     """Type of the device that attention runs on."""
     layers: int = 1
-    """How many layers are offloaded, of this kind and others."""
+    """Number of offloaded layers, of this kind and others."""
 
     @classmethod
     def of(
@@ -51,31 +51,32 @@ class LayerKind:
 def layer_kinds(
     geometry: Geometry, config: OffloadConfig, batch: int, heads_apart: bool
 ) -> list[tuple[LayerKind, OffloadConfig]]:
-    """Of each offloaded layer, in order, with what of `config` applies to it; equal ones are the same objects."""
+    """Each offloaded layer's kind and its part of `config`, in order; equal pairs are the same objects."""
     config = config.for_layers(len(geometry.layers))
     known: dict[LayerShape, list[tuple[LayerKind, OffloadConfig]]] = {}
-    found: list[tuple[LayerKind, OffloadConfig]] = []
+    kinds: list[tuple[LayerKind, OffloadConfig]] = []
     for place, shape in enumerate(geometry.layers):
-        own = config.of_layer(place)
-        same = [(kind, other) for kind, other in known.get(shape, []) if other is own or other == own]
+        layer_config = config.of_layer(place)
+        same = [(kind, other) for kind, other in known.get(shape, []) if other is layer_config or other == layer_config]
         if not same:
-            same = [(LayerKind.of(shape, geometry, own, batch, heads_apart), own)]
+            same = [(LayerKind.of(shape, geometry, layer_config, batch, heads_apart), layer_config)]
             known.setdefault(shape, []).extend(same)
-        found += same
-    return found
+        kinds += same
+    return kinds
 
 
 def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
-    """Bytes of the two buffers that a streamed history goes through."""
+    """Bytes of the two buffers that a history is streamed through."""
     group = kind.form.group_size
-    units = max(config.block_tokens // group, -(-latest_tokens(kind.form, config) // group) + 1)  # by `truncate` too
+    units = max(config.block_tokens // group, -(-latest_tokens(kind.form, config) // group) + 1)  # for `truncate` too
     return 2 * kind.rows * units * kind.form.record_bytes * Staging.sides(kind.device)
 
 
 def decoding_queue(write_queue: int, units: Iterable[int]) -> int:
-    """Bytes that wait to be written at most while steps select, which leaves memory for slots; `units`: what each layer
-    writes at a time. In steps of one token all layers write together, and then not for as many steps as a unit has
-    tokens; a verification that writes more waits for it."""
+    """Maximum bytes of waiting writes while steps select, which leaves memory for slots.
+
+    `units`: each layer's bytes in one write. In steps of one token all layers write together, and then not again for as
+    many steps as a unit has tokens. A verification that writes more waits for room."""
     each = list(units)
     return min(write_queue, max(sum(each), 2 * max(each, default=0)))
 
@@ -90,14 +91,14 @@ def plan_cache(
     beside: Planned,
     selects: bool = False,
 ) -> MemoryPlan:
-    """The most that a cache holds for `batch` sequences of up to `context` tokens: what each layer plans, and `beside`.
+    """Maximum memory of a cache for `batch` sequences of up to `context` tokens: each layer's plan, and `beside`.
     `selects`: its steps select.
 
     `engine="auto"` counts as a file on disk that is read past the page cache.
     """
     layers = layer_kinds(geometry, config, batch, heads_apart)
-    alike = Counter((kind, id(own)) for kind, own in layers)
-    own_of = {id(own): own for _, own in layers}
+    counts = Counter((kind, id(part)) for kind, part in layers)
+    config_of = {id(part): part for _, part in layers}
     units = [kind.rows * kind.form.record_bytes for kind, _ in layers]
     queue = parse_size(config.write_queue)
     narrow = decoding_queue(queue, units) if selects else queue
@@ -114,10 +115,10 @@ def plan_cache(
     held += Planned(*({"write queue": WriteQueue.planned(most, largest)} for most in (queue, narrow)))
     moving = Planned.always({"moving rows": ids} if batch > 1 else {})
     planned, store_bytes = LayerPlan.of_layers(
-        ((layer_plan(kind, own_of[own], context), count) for (kind, own), count in alike.items()), moving
+        ((layer_plan(kind, config_of[part], context), count) for (kind, part), count in counts.items()), moving
     )
     held = Planned.sum_of([(held, 1), (planned, 1), (beside, 1)])
-    if config.engine == "mapped":  # pages that were asked for and not let go of yet
+    if config.engine == "mapped":  # pages that were requested and not yet released
         sides = Staging.sides(geometry.device)
         read = [each.get("stream buffers", 0) + each.get("staging", 0) for each in (held.prefill, held.decode)]
         held = held + Planned(*({RECORDS: nbytes // sides} for nbytes in read))
@@ -134,9 +135,9 @@ def search(
     fields: dict[str, Any],
     heads_apart: bool,
 ) -> Search:
-    """What a budget is searched with (see `Search`); `plan`: of the class of the cache; `limits`: memory, context and
+    """The search for fields within a budget (see `Search`); `plan`: the cache class's; `limits`: memory, context and
     batch."""
-    settings = config_class.load(None, fields)  # wrong fields are told before budgets are
+    settings = config_class.load(None, fields)  # reports wrong fields before budgets
     forms = {kind.form for kind, _ in layer_kinds(geometry, settings, 1, heads_apart)}
     records = [(form.record_bytes, form.group_size) for form in forms]
     full = geometry.full_kv_bytes(*limits[1:])

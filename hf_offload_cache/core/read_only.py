@@ -23,36 +23,36 @@ class ReadOnlyTensor(torch.Tensor):
 
             def unwrapped(value: Any) -> Any:
                 if isinstance(value, ReadOnlyTensor):
-                    plain.append((own := value.as_subclass(torch.Tensor), own._version))
-                    memory.add(_memory(own))
-                    return own
+                    plain.append((tensor := value.as_subclass(torch.Tensor), tensor._version))
+                    memory.add(_memory(tensor))
+                    return tensor
                 if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-                    return type(value)(unwrapped(one) for one in value)
+                    return type(value)(unwrapped(item) for item in value)
                 return value
 
-            found = function(
-                *(unwrapped(one) for one in args),
+            result = function(
+                *(unwrapped(item) for item in args),
                 **{name: unwrapped(value) for name, value in (kwargs or {}).items()},
             )
-            if any(own._version != before for own, before in plain) or function.__name__ == "__set__":
+            if any(tensor._version != before for tensor, before in plain) or function.__name__ == "__set__":
                 raise ReadOnlyError(
-                    "keys and values of an offloaded layer cannot be written to: they are a copy of what lies in the "
-                    f"store; clone() them for a tensor of your own; {_INSTEAD}"
+                    "keys and values of an offloaded layer cannot be written to: they are a copy of the stored ones; "
+                    f"clone() them for a tensor of your own; {_INSTEAD}"
                 )
 
             def wrapped(value: Any) -> Any:
                 if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-                    return type(value)(wrapped(one) for one in value)
+                    return type(value)(wrapped(item) for item in value)
                 if isinstance(value, np.ndarray):
                     value.flags.writeable = False
                 view = isinstance(value, torch.Tensor) and _memory(value) in memory
                 return value.as_subclass(cls) if view and value.numel() else value
 
-            return wrapped(found)
+            return wrapped(result)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> torch.Tensor:
-        """Wrap `tensor`, to which nothing else may have a reference."""
+        """Wrap `tensor`, which nothing else may refer to."""
         return tensor.as_subclass(cls)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -62,7 +62,7 @@ class ReadOnlyTensor(torch.Tensor):
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
-    """Where a tensor's storage is; None: it has none, within a transformation of `torch.func`."""
+    """Address of a tensor's storage; None if it has none, within a transformation of `torch.func`."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:
@@ -85,7 +85,7 @@ class Layers(list[Any]):
 def refuse_layers() -> NoReturn:
     """Raise the error for a change of a cache's layers."""
     raise ReadOnlyError(
-        "the layers of an offloading cache cannot be replaced, added or removed, since update() uses no others; "
+        "the layers of an offloading cache cannot be replaced, added or removed, because update() uses no others; "
         f"{_INSTEAD}, and so do layers of your own"
     )
 
@@ -109,7 +109,7 @@ def refuse_pickle(cache: Any) -> NoReturn:
 def refuse_assignment(layer: str, name: str) -> NoReturn:
     """Raise the error for assigning `name` to an offloaded layer."""
     raise ReadOnlyError(
-        f"{name} of {layer} cannot be assigned: the layer is offloaded, and its store holds what the model gave. "
+        f"{name} of {layer} cannot be assigned: the layer is offloaded, and its store has the model's keys and values. "
         "crop(-n) of the cache drops the latest n tokens, batch_select_indices(rows) keeps some sequences, reset() "
-        f"forgets all; {_INSTEAD}"
+        f"drops everything; {_INSTEAD}"
     )

@@ -1,4 +1,4 @@
-"""What a cache tells its report."""
+"""The data that a cache puts into its report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..report.report import CacheReport
 
 
 def report_of(cache: Any) -> CacheReport:
-    """What `cache` did since construction or `reset`, and what it holds now."""
+    """Activity of `cache` since construction or `reset`, and its present contents."""
     storage, offloaded = cache.storage, cache.offloaded
     states = {"unknown": 0, "tagged": 0, "full": 0, "kept": len(cache.layers) - len(offloaded)}
     for layer in offloaded:
@@ -32,7 +32,7 @@ def report_of(cache: Any) -> CacheReport:
 
 
 def _notes(cache: Any) -> list[str]:
-    """What a user should know about how the cache runs here."""
+    """Notes for the user on how the cache runs on this machine."""
     notes = [] if (newer := untested()) is None else [newer]
     if cache.storage.engine == "direct" and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         notes.append("set OMP_WAIT_POLICY=PASSIVE before importing torch: waiting threads take the readers' cores")

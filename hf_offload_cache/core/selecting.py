@@ -1,4 +1,4 @@
-"""What the selective layers of one cache share: areas, the budget of a step, and whether rows are padded."""
+"""State that a cache's selective layers share: read buffers, a step's budget, and whether rows are padded."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class Selecting:
     settings: SelectiveConfig
     storage: Storage
     reads_ahead: int = 1
-    """The most reads ahead that are under way at a time."""
+    """Maximum number of prefetches in flight."""
     padded: bool = False
-    """Some row has padding: its sinks may begin anywhere in a unit."""
+    """Some row has padding, so its sinks may begin anywhere in a unit."""
     watch: Callable[[int, Choice], None] | None = None
-    """Told the layer's index and what its step attends to, after it was gathered."""
+    """Called with a layer's index and its step's choice, after the gather."""
 
     postponed: bool = False
-    """More of a prompt comes: what is found out of all its keys, and takes long, waits for the last of it."""
+    """More of a prompt follows: slow fitting to all keys waits for the last chunk."""
 
     widened: bool = False
-    """See `widen`."""
+    """Steps may select up to twice as many units: see `widen`."""
 
     worthwhile: bool = True
-    """Selecting takes less memory than the full KV. False: steps attend to everything."""
+    """Selecting needs less memory than the full KV. False: steps attend to everything."""
 
     slot_share: float = 1.0
-    """Share of the slots that the configuration names which fit below the full KV."""
+    """Share of the configured slots that fit below the full KV."""
 
     version: int = 0
-    """Changes whenever a budget may have: what was derived from one is good as long as it stays."""
+    """Increases whenever a budget may have changed; values derived from a budget are valid while it stays the same."""
 
     def __post_init__(self) -> None:
         self.areas = Areas(self.storage.account, self.reads_ahead)
@@ -47,19 +47,19 @@ class Selecting:
         self.workspace = Workspace(self.storage.account, "scores")
 
     def units(self, config: SelectiveConfig, unit_size: int, held: int, *, usual: bool = False) -> int:
-        """Units a row and step of a layer of `config` that holds `held` tokens a row, sinks included; `usual`: in steps
-        that are not widened."""
+        """Units a row that a step selects in a layer of `config` with `held` tokens a row outside its tail, sinks
+        included; `usual`: in steps that are not widened."""
         wide = self.widened and not usual
         brought = config.brought_at_most(held) if wide else config.brought(held)
         return -(-brought // unit_size) + sink_units(config.num_sinks, unit_size, self.padded)
 
     def slots(self, config: SelectiveConfig, unit_size: int, units: int) -> int:
-        """Slots a row of a layer that has `units` units: no more than it may come to have."""
+        """Slots a row for a layer of `units` units: at most what the layer can fill."""
         slots = -(-config.reuse_capacity // unit_size)
         if not slots:
             return 0
         most = min(slots + -(-config.num_sinks // unit_size), most_slots(config, unit_size, units))
-        fixed = config.reuse_capacity > self.settings.reuse_capacity  # of a layer that keeps everything
+        fixed = config.reuse_capacity > self.settings.reuse_capacity  # a layer that is kept resident
         return most if fixed else int(self.slot_share * most)
 
     def limit(self, worthwhile: bool, slot_share: float) -> None:
@@ -70,26 +70,26 @@ class Selecting:
         self.worthwhile = worthwhile
 
     def widen(self, wide: bool) -> None:
-        """Let steps from now on choose from up to twice as many units, as their layer's configuration says, or no
-        longer. They take the memory that a verification of candidates has: nothing is read ahead for them."""
+        """Let steps select up to twice as many units, as their layer's configuration says, or no longer. They use the
+        memory of a verification of candidates, so nothing is prefetched for them."""
         if wide != self.widened:
             self.widened = wide
             self.version += 1
 
     def see_padding(self) -> None:
-        """Some row has padding."""
+        """Note that some row has padding."""
         if not self.padded:
             self.padded = True
             self.version += 1
 
     def rest(self) -> None:
-        """A step that selects nothing comes: give back what only selecting needs; slots are the layers'."""
+        """Free the memory that only selecting needs, before a step that does not select. Layers free their slots."""
         self.areas.release()
         self.looks.release()
         self.workspace.release()
 
     def reset(self) -> None:
-        """The cache holds nothing any more."""
+        """Return to the state of an empty cache."""
         self.padded = False
         self.widened, self.worthwhile, self.slot_share = False, True, 1.0
         self.version += 1
@@ -99,9 +99,10 @@ class Selecting:
 
 
 def most_slots(config: SelectiveConfig, unit_size: int, units: int) -> int:
-    """Slots a row that a layer of `units` units a row has use for: for a power of two of units, so that they are not
-    made anew with each of these, and where it is known how much is to come for no more than that; at once, where all
-    of it is to stay."""
+    """Slots a row that a layer of `units` units a row can use.
+
+    The number of units is rounded up to a power of two, so that slots are seldom allocated again, and limited by
+    `max_context`. A layer that is kept resident gets all of them at once."""
     room = 1 << max(units - 1, 0).bit_length()
     if config.max_context is None:
         return room

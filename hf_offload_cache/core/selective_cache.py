@@ -1,4 +1,4 @@
-"""The base of caches that attend to a choice: what their layers share, and reading ahead."""
+"""The base of caches that attend to a selection: what their layers share, and prefetching."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Which of two ways of doing the same work is faster here, found by doing both in turns
+# A/B test of two equivalent code paths
 
 class Pace:
-    """Says before each step whether to take the first way (`first`), and is told after it how long it took.
+    """A/B test of two equivalent ways of doing a step; keeps the faster. `first` is whether to take the first way.
 
-    Both ways must give the same results. Tries both in turns, forth and back, so that other work on the machine
-    affects both equally, and goes on with the faster one: as soon as each of `CLEAR` steps took less than the other
-    way's step beside it, a tenth less by their medians, or else after `TRIAL` steps of each by their medians. The
-    first step of each is not counted. Tries again after `AGAIN` steps, since the length of the context and other work
-    change.
+    Tries both in turns, forth and back, so that other work on the machine affects both equally. It decides as soon as
+    each of `CLEAR` steps was faster than its counterpart and their medians differ by a tenth, or after `TRIAL` steps of
+    each by their medians. The first step of each does not count. It tries again after `AGAIN` steps, because the
+    context's length and other work change.
     """
 
     CLEAR, TRIAL, AGAIN = 3, 8, 512
@@ -50,7 +49,7 @@ class Pace:
 
     @property
     def first(self) -> bool:
-        """The way of the coming step."""
+        """Whether the coming step takes the first way."""
         if self._forced is not None:
             return self._forced
         if self._chosen is not None:
@@ -58,7 +57,7 @@ class Pace:
         return (len(self._taken[True]) + len(self._taken[False])) % 4 in (0, 3)
 
     def took(self, seconds: float) -> None:
-        """A step the way of `first` took so long."""
+        """Record the time of a step that `first` decided."""
         if self._forced is not None:
             return
         if self._chosen is not None:
@@ -79,12 +78,12 @@ class Pace:
 
 
 _USUAL = ("num_selected", "reuse_capacity", "memory", "adapter", "host_memory")
-"""Fields with which a user says what selecting may take."""
+"""Fields with which a user sets the memory for selecting."""
 
 
 class SelectiveCache(OffloadCache):
-    """Prefill is exact; a step that selects attends to the first tokens, the latest ones, and what its layers'
-    predictors choose. A method is a `layer_class` with a predictor, and a `config_class`."""
+    """A cache with exact prefill. A step that selects attends to the first tokens, the latest ones, and the units that
+    its layers' predictors select. A method is a `layer_class` with a predictor, and a `config_class`."""
 
     config_class: ClassVar[type[OffloadConfig]] = SelectiveConfig
     layer_class: ClassVar[type[OffloadLayer]] = SelectiveLayer
@@ -100,9 +99,9 @@ class SelectiveCache(OffloadCache):
         self._pace = Pace(settings.look_ahead)
         self._looks_ahead = False  # in this step
         self.weighs = all(getattr(settings, name, None) == getattr(type(settings), name, None) for name in _USUAL)
-        """The fields that decide what selecting takes are the default ones; see `weigh`."""
+        """The fields that decide the memory for selecting have their defaults; see `weigh`."""
         self._weighed = (0, 0)  # sequences and tokens of the latest plan
-        self._queue_for = 0  # sequences whose writes the queue is short for
+        self._queue_for = 0  # sequences that the short write queue was sized for
         self._selective: dict[int, SelectiveLayer] = {}
         if self.selecting is None:
             return
@@ -115,11 +114,11 @@ class SelectiveCache(OffloadCache):
 
     @classmethod
     def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
-        found, usual = super().shortfalls(config, geometry, given), type(config).num_selected
+        notes, usual = super().shortfalls(config, geometry, given), type(config).num_selected
         wanted = None if config.exact or "num_selected" in given else config.num_selected
         if wanted is not None and usual is not None and wanted < usual:
-            found.append(f"a step selects {wanted} tokens; with {usual} fewer facts are lost {LOST_BY}")
-        return found
+            notes.append(f"a step selects {wanted} tokens; selecting {usual} loses fewer needles {LOST_BY}")
+        return notes
 
     def watch_queries(self) -> None:
         """Let the look-ahead see how the layers' queries are made."""
@@ -141,12 +140,12 @@ class SelectiveCache(OffloadCache):
 
     @classmethod
     def to_try(cls, given: dict[str, Any]) -> list[dict[str, Any]]:
-        """What `tune` tries beside what `for_budget` would choose: fields that depend on model and machine, under those
-        that the user has `given`. None: there is nothing to tune."""
+        """Fields that `tune` tries in addition to those of `for_budget`: those that depend on model and machine. The
+        user's `given` fields override them. An empty list: there is nothing to tune."""
         return []
 
     solver: ClassVar[str | None] = None
-    """The method's own way of tuning, "module:function", which `tune` imports; None: `tune` tries `to_try`."""
+    """The method's own tuner, "module:function", which `tune` imports; None: `tune` tries `to_try`."""
 
     @property
     def selective(self) -> list[SelectiveLayer]:
@@ -155,7 +154,7 @@ class SelectiveCache(OffloadCache):
 
     @property
     def reads_ahead(self) -> int:
-        """The most reads ahead of layers' gathers that are under way at a time."""
+        """Maximum number of prefetches for layers' gathers in flight."""
         return 0 if self.config.look_ahead is False else 1
 
     # --- the step ----------------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ class SelectiveCache(OffloadCache):
             return changed
         self.make_room(step)
         self.before_selecting()
-        # no layer is before the first
+        # no attention runs before the first layer's, so its last choice is prefetched
         first = self._selective.get(0)
         self._looks_ahead = self._pace.first
         if first is not None and self.look_ahead is not None and step.tokens == 1 and self._looks_ahead:
@@ -181,9 +180,10 @@ class SelectiveCache(OffloadCache):
         return changed
 
     def weigh(self, step: Step) -> None:
-        """Compare what selecting takes with the full KV. With the default fields a cache uses no more memory than
-        `DynamicCache` would: slots are fewer, and where no slot would fit, steps attend to everything. Done anew when
-        the context has grown by a sixteenth."""
+        """Compare the memory for selecting with the full KV.
+
+        With the default fields a cache uses no more memory than `DynamicCache` would: it has fewer slots, and if no
+        slot fits, steps attend to everything. Repeated when the context has grown by a sixteenth."""
         if not self.weighs:
             return
         tokens = step.history + step.tokens
@@ -193,15 +193,15 @@ class SelectiveCache(OffloadCache):
             return
         assert self.selecting is not None
         self._weighed, before = size, self.selecting.worthwhile
-        with contextlib.suppress(NotImplementedError):  # a method that does not say what its predictor takes
-            rest, slots = self._room_for_slots(size[1])
-            self.selecting.limit(rest >= 0, min(1.0, max(0, rest) / slots) if slots else 1.0)
-        if self.selecting.worthwhile and not before:  # exact steps tell nothing of the two ways
+        with contextlib.suppress(NotImplementedError):  # a method that does not declare its predictor's memory
+            room, slots = self._room_for_slots(size[1])
+            self.selecting.limit(room >= 0, min(1.0, max(0, room) / slots) if slots else 1.0)
+        if self.selecting.worthwhile and not before:  # exact steps do not measure either way
             self._pace = Pace(self.config.look_ahead)
 
     def _room_for_slots(self, context: int) -> tuple[int, int]:
-        """Bytes of the full KV that are left for slots when `context` tokens a row are selected from, negative: none;
-        and what all slots would take. Layers that keep everything in slots have theirs."""
+        """Bytes of the full KV left for slots when selecting from `context` tokens a row (negative: none), and bytes of
+        all slots. Resident layers' slots are not counted."""
         kinds: dict[tuple[LayerKind, int], list[SelectiveLayer]] = {}
         for layer in self.selective:
             if layer.is_initialized:
@@ -211,20 +211,20 @@ class SelectiveCache(OffloadCache):
             for (kind, _), same in kinds.items()
         ]
         planned, _ = LayerPlan.of_layers(((plan, count) for plan, count, _ in plans), Planned())
-        usual = [(plan, count) for plan, count, own in plans if own.reuse_capacity <= self.config.reuse_capacity]
+        usual = [(plan, count) for plan, count, config in plans if config.reuse_capacity <= self.config.reuse_capacity]
         slots = sum(plan.own.decode.get(SLOTS, 0) * count for plan, count in usual)
         apart = {*planned.decode, RECORDS, "stream buffers", "write queue", "layers not offloaded"}
         others = sum(held for owner, held in self.storage.account.by_owner.items() if owner not in apart)
-        full = sum(layer.full_bytes for layer in self.offloaded)  # what is not offloaded is on both sides
+        full = sum(layer.full_bytes for layer in self.offloaded)  # state that is not offloaded is on both sides
         return full - others - sum(planned.decode.values()) + planned.decode.get(RECORDS, 0) + slots, slots
 
     def wants_blocks(self) -> bool:
-        """Also where the look-ahead is at work: it has learned what it can by the time that another way is tried."""
+        """Also while the look-ahead runs: it has learned enough when the other way is tried."""
         return super().wants_blocks() or (self.look_ahead is not None and self._pace.first)
 
     def make_room(self, step: Step) -> None:
-        """Where memory is limited, slots have what a prefill's writes had, and a verification of candidates, which
-        attends to more, has that of a read ahead."""
+        """Under a limit, give slots the memory of a prefill's writes, and give a verification of candidates, which
+        attends to more, the memory of a prefetch."""
         assert self.selecting is not None
         if self._queue_for != step.sequences and self.storage.account.limit is not None:
             units = [layer.history.rows * layer.history.form.record_bytes for layer in self.offloaded if layer.length]
@@ -234,10 +234,10 @@ class SelectiveCache(OffloadCache):
             self.selecting.areas.narrow()
 
     def before_selecting(self) -> None:
-        """A step that selects begins."""
+        """Prepare a step that selects."""
 
     def rest(self) -> None:
-        """A step of several queries comes, which selects nothing: what only selecting needs is given back."""
+        """Free the memory that only selecting needs, before a step of several queries that does not select."""
         if self.selecting is not None:
             for layer in self.selective:
                 layer.drop_fetcher()
@@ -256,12 +256,12 @@ class SelectiveCache(OffloadCache):
             self.look_ahead.enter_attention(layer_idx, module, hidden, rotary)
 
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
-        """After a layer's attention: the next layer, if it selects, fetches what it will probably want."""
+        """After a layer's attention: prefetch the next layer's probable selection, if that layer selects."""
         step, following, selecting = self.shared.step, self._selective.get(layer_idx + 1), self.selecting
         if following is None or step is None or not step.selects or step.tokens > 1 or not self._looks_ahead:
             return
         if self.look_ahead is None or selecting is None or selecting.widened or not selecting.worthwhile:
-            return  # nothing is read ahead
+            return  # nothing is prefetched
         if self.timeline.on:
             with self.timeline.span("look ahead", layer_idx + 1):
                 self.read_ahead(following, output)
@@ -269,7 +269,8 @@ class SelectiveCache(OffloadCache):
             self.read_ahead(following, output)
 
     def read_ahead(self, layer: SelectiveLayer, output: torch.Tensor) -> None:
-        """Start to read what `layer` will probably want, by what the attention before it adds, (B, q, hidden)."""
+        """Prefetch the probable selection of `layer`, predicted from the output (B, q, hidden) of the attention before
+        it."""
         assert self.look_ahead is not None and self.shared.step is not None
         states = self.look_ahead.predict(layer.layer_idx, output)
         if states is None:
@@ -283,7 +284,7 @@ class SelectiveCache(OffloadCache):
             self.look_ahead.end_step()
         changed = super().end_step(output)
         selecting = self.selecting
-        tells = selecting is not None and selecting.worthwhile and not selecting.widened  # others tell nothing of these
+        tells = selecting is not None and selecting.worthwhile and not selecting.widened  # other steps do not compare
         if step is not None and step.started is not None and tells:
             self._pace.took(time.perf_counter() - step.started)
         return changed
@@ -294,9 +295,9 @@ class SelectiveCache(OffloadCache):
         super().end_part()
 
     def close(self) -> None:
-        here = self.storage.process.is_here  # in a forked child locks may be held by threads that only its parent has
+        here = self.storage.process.is_here  # in a forked child, threads that only its parent has may hold locks
         if here and self.look_ahead is not None:
-            self.look_ahead.end_step()  # of a step that did not end
+            self.look_ahead.end_step()  # for a step that did not end
         super().close()
         if here and self.selecting is not None:
             self.selecting.reset()
@@ -311,7 +312,7 @@ class SelectiveCache(OffloadCache):
 
     def freeze(self) -> None:
         for layer in self.selective:
-            layer.drop_ahead()  # no read is under way in a store that is about to change
+            layer.drop_ahead()  # no read may be in flight in a store that is about to change
         super().freeze()
 
     def capture(self) -> dict[str, Any]:

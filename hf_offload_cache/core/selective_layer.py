@@ -1,4 +1,4 @@
-"""A layer that attends to a choice: decoding, written once for every method."""
+"""A layer that attends to a selection: decoding, written once for every method."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from .selecting import Selecting
 from .shared import Shared
 from .step import Step
 
-# The mask of what a step has gathered, column by column of the model's own
+# The mask of a step's gathered entries, taken column by column from the model's own
 
 def gathered_mask(call: AttentionCall, history: History, choice: Choice, fetched: Fetched) -> torch.Tensor:
-    """The mask (B, 1 or H, q, N + t) of what was fetched: for each query head where key heads have rows of their own.
+    """The mask (B, 1 or H, q, N + t) of the fetched entries; for each query head if key heads have their own rows.
 
-    Columns of the model's mask (None: causal, aligned at the lower right), hidden where there is no entry.
+    Contains columns of the model's mask (None: causal, aligned at the lower right); missing entries are hidden.
     """
     batch, length, device = call.query.shape[0], history.length, history.device
-    if call.mask is None and call.query.shape[2] == 1 and fetched.valid is not None:  # all that is there is visible
+    if call.mask is None and call.query.shape[2] == 1 and fetched.valid is not None:  # all entries are visible
         seen = np.pad(fetched.valid, ((0, 0), (0, history.recent.shape[1])), constant_values=True)
         return _of_query_heads(call, torch.from_numpy(seen).to(device).unflatten(0, (batch, -1))[:, :, None])
     places = fetched.of_chosen(history.positions(choice.units))
     recent = np.arange(length - history.recent.shape[1], length)
-    there = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
+    valid = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
     places = np.concatenate([places.clip(min=0), np.broadcast_to(recent, (len(places), len(recent)))], 1)
     columns = torch.from_numpy(places).to(device).unflatten(0, (batch, -1))[:, :, None]
     mask = call.mask
@@ -55,38 +55,38 @@ def gathered_mask(call: AttentionCall, history: History, choice: Choice, fetched
         mask = mask.tril(length - call.num_queries)
     mask = mask.expand(batch, columns.shape[1], -1, -1)
     mask = mask.gather(-1, columns.expand(-1, -1, mask.shape[2], -1))
-    if not there.all():
+    if not valid.all():
         least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-        hidden = ~torch.from_numpy(there).to(device).unflatten(0, (batch, -1))[:, :, None]
-        mask[..., : there.shape[1]] = mask[..., : there.shape[1]].masked_fill(hidden, least)
+        hidden = ~torch.from_numpy(valid).to(device).unflatten(0, (batch, -1))[:, :, None]
+        mask[..., : valid.shape[1]] = mask[..., : valid.shape[1]].masked_fill(hidden, least)
     return _of_query_heads(call, mask)
 
 
 def _of_query_heads(call: AttentionCall, mask: torch.Tensor) -> torch.Tensor:
-    """A mask (B, 1 or key heads, q, n) for each query head."""
+    """A mask (B, 1 or key heads, q, n), repeated for each query head."""
     return mask if mask.shape[1] == 1 else mask.repeat_interleave(call.query.shape[1] // mask.shape[1], 1)
 
 
 class SelectiveLayer(OffloadLayer):
-    """A method gives `predictor_class`, or `make_predictor`; it may have a history, tiers, and a `combine` of its own.
+    """A method sets `predictor_class`, or overrides `make_predictor`; it may have its own history, tiers and `combine`.
 
-    Its predictor holds what it keeps of stored tokens to choose by.
+    The predictor keeps the summaries of stored tokens by which it selects.
     """
 
     predictor_class: ClassVar[Any] = None
-    """Makes a predictor of (form, rows, configuration, account), as `SummaryPredictor` does."""
+    """Makes a predictor from (form, rows, configuration, account), as `SummaryPredictor` does."""
 
     config: SelectiveConfig
 
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         super().__init__(shared, layer_idx, place, **kwargs)
         self.selecting: Selecting | None = None
-        """Set by the cache; None: the cache is exact, and nothing is learnt."""
+        """Set by the cache; None: the cache is exact, and nothing is learned."""
         self.watch_query: Callable[[int, torch.Tensor], object] | None = None
-        """Told the layer's index and queries (B, H, q, D) of each call of attention, until it gives True; set by the
-        cache."""
+        """Called with the layer's index and queries (B, H, q, D) in each call of attention, until it returns True; set
+        by the cache."""
         self.lesson: dict[str, Any] | None = None
-        """Fitted state from elsewhere for the queries of what this layer is about to be given: see `Learner.lesson`."""
+        """Fitted state from elsewhere, for keys that come without queries: see `Learner.lesson`."""
         self.refused: str | None = None
         """Why the fitted state from elsewhere was rejected."""
         self.scaling, self.num_heads = 1.0, 0
@@ -101,48 +101,48 @@ class SelectiveLayer(OffloadLayer):
     # --- what a method is --------------------------------------------------------------------------------------
 
     def make_predictor(self) -> Learner:
-        """The predictor of this layer's history, which has just been made; a learner if nobody asks it to `choose`."""
+        """The predictor of this layer's new history; a plain learner if the method overrides `choose`."""
         if self.predictor_class is None:
-            raise NotImplementedError(f"{type(self).__name__} names no predictor: give it a `predictor_class`")
+            raise NotImplementedError(f"{type(self).__name__} has no predictor: give it a `predictor_class`")
         made: Learner = self.predictor_class(
             self.history.form, self.history.rows, self.config, self.shared.storage.account
         )
         return made
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
-        """Where what was read stays, nearest first: `capacity` payloads on the device."""
+        """The tiers in which read payloads stay, fastest first: `capacity` payloads on the device."""
         form, device = self.history.form, self.history.device
         return [SlotTier(capacity, form.payload_width, form.dtype, device, self.shared.storage.account)]
 
     def make_link(self) -> Link | None:
-        """Which of the records that are read travel as replicas; None: none do."""
+        """The link that reads some records as replicas; None: it reads none."""
         return None
 
     def prompted(self, call: AttentionCall) -> None:
-        """A call of several queries comes; for a method that learns from a prompt's."""
+        """Observe a call of several queries; for a method that learns from a prompt's."""
 
     def fetched(self, choice: Choice, fetched: Fetched) -> None:
-        """Called after a step's entries were fetched; for a method that learns from them."""
+        """Observe a step's fetched entries; for a method that learns from them."""
 
     def kind(self, layers: int) -> LayerKind:
-        """What owners plan by, as this layer is now; one of `layers` that are offloaded."""
+        """This layer's present properties for planning; `layers`: number of offloaded layers."""
         form = self.history.form
-        heads = self.num_heads or form.num_key_heads * self.rows.heads  # until attention has come
+        heads = self.num_heads or form.num_key_heads * self.rows.heads  # until the first attention
         return LayerKind(form, heads, self.history.rows, self.batch, self.history.device.type, layers)
 
-    # --- the most that there may be ----------------------------------------------------------------------------
+    # --- upper bounds ------------------------------------------------------------------------------------------
 
     @classmethod
     def most_records(cls, config: SelectiveConfig, group_size: int, units: int) -> int:
-        """In how many records a row what `units` full ones of `group_size` entries hold may lie."""
+        """Upper bound on the records a row that contain the entries of `units` full units of `group_size` entries."""
         return units
 
     def most_kept(self, context: int) -> int:
-        """Tokens a row that a choice keeps of its units at most; 0: units are attended to whole."""
+        """Upper bound on the tokens a row that a choice keeps of its units; 0: a step attends to complete units."""
         return 0
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
-        """The history, the predictor, tiers and what a step gathers; with `exact` as any layer."""
+        """Rehearse the history, the predictor, tiers and a step's gather; with `exact` as any layer."""
         if self.config.exact:
             super().rehearse(run, kind, context)
             return
@@ -161,15 +161,15 @@ class SelectiveLayer(OffloadLayer):
         self.rehearse_gather(run, kind, context, wanted, 2 * wanted)
 
     def rehearse_slots(self, run: DryRun) -> None:
-        """Tiers of as many slots as there may be."""
+        """Rehearse tiers with the maximum number of slots."""
         store: Any = self.history.store
         for tier in self.make_tiers(self.slots):
             tier.rehearse(store.records)
             run.keeps("tables", tier.tables_nbytes)
 
     def rehearse_gather(self, run: DryRun, kind: LayerKind, context: int, wanted: int, verified: int) -> None:
-        """What a step reads into, gathers and keeps: one of a token, which wants `wanted` units a row, and one of
-        candidates, which wants `verified`."""
+        """Rehearse the buffers of a step's reads and gather: a step of one token selects `wanted` units a row, one of
+        candidates `verified`."""
         history, form, rows, config = self.history, kind.form, kind.rows, self.config
         assert self.selecting is not None
         records, soon = self.most_records(config, form.group_size, wanted), records_soon(history.records)
@@ -180,7 +180,7 @@ class SelectiveLayer(OffloadLayer):
         kept = self.most_kept(context)
         kept = rows * (kept + latest * form.group_size) * form.entry_bytes if kept else 0
         widens = config.brought_at_most(context) > config.brought(context)
-        whole = widest if waiting else 0  # whole units are kept too where some come beside them
+        whole = widest if waiting else 0  # complete units are copied too if other entries follow them
         area = rows * min(records, soon) * form.record_bytes
         self.selecting.areas.rehearse(run, area, (view, widest), (kept, kept if widens else whole), kind.device)
 
@@ -188,7 +188,7 @@ class SelectiveLayer(OffloadLayer):
 
     @property
     def tables_nbytes(self) -> int:
-        """Of the history, the predictor and the fetcher."""
+        """Bytes of the history's, the predictor's and the fetcher's tables."""
         held = super().tables_nbytes + (0 if self.predictor is None else self.predictor.tables_nbytes)
         return held + (0 if self._fetcher is None else self._fetcher.tables_nbytes)
 
@@ -202,8 +202,8 @@ class SelectiveLayer(OffloadLayer):
                 self.teach(lesson)
 
     def teach(self, lesson: dict[str, Any]) -> None:
-        """Learn anew from the stored keys, beginning with the fitted state from elsewhere. A state that is none of
-        this layer's is `refused`, and the layer's own stays."""
+        """Learn the stored keys again, beginning with the fitted state from elsewhere. If that state does not match
+        this layer, `refused` says why, and the layer keeps its own."""
         self.lesson, self.refused = lesson, None
         if self.predictor is None:
             return
@@ -224,7 +224,7 @@ class SelectiveLayer(OffloadLayer):
             self.learn_keys(Sealed(tokens // group, tokens, [(block.keys, block.values)], stored))
 
     def learn_rest(self) -> None:
-        """What was postponed is found out of all that is stored; without queries, which have gone."""
+        """Run postponed fitting on all stored keys, without queries, which are no longer available."""
         if self.predictor is None or not (units := self.history.units) or self.predictor.ready(units):
             return
         tokens = units * self.history.form.group_size
@@ -243,11 +243,11 @@ class SelectiveLayer(OffloadLayer):
             shape = self.history.rows, form.num_key_heads, 0, form.key_dim
             self.predictor.learn(sealed, torch.empty(shape, dtype=form.dtype, device=device), None)
 
-    # --- choosing ----------------------------------------------------------------------------------------------
+    # --- selecting ---------------------------------------------------------------------------------------------
 
     @property
     def budget(self) -> int:
-        """Units a row that a query of this layer attends to, sinks included."""
+        """Units a row that one query of this layer attends to, sinks included."""
         selecting = self.selecting
         assert selecting is not None
         version, length, held, units = self._budget
@@ -259,27 +259,27 @@ class SelectiveLayer(OffloadLayer):
         return units
 
     def can_choose(self) -> bool:
-        """There is nothing to choose from, or the predictor has learned of all units."""
+        """Whether a step can select: there is no choice to make, or the predictor knows all units."""
         history, predictor = self.history, self.predictor
         return predictor is not None and (history.records <= self.budget or predictor.ready(history.units))
 
     def query_of(self, states: torch.Tensor, visible: torch.Tensor | None) -> Query:
-        """A query of states (B, H, D)."""
+        """A `Query` of states (B, H, D)."""
         return Query(states, self.scaling, visible, self._recent_keys)
 
     def _recent_keys(self) -> torch.Tensor:
-        """Of the tail: see `Query.recent`."""
+        """The tail's keys: see `Query.recent`."""
         return self.history.form.split(self.history.recent)[0]
 
     def choose(self, query: Query, *, guess: bool = False, again: bool = False) -> Choice:
-        """The units that a query attends to; `again`: another query comes to the same keys."""
+        """The units that a query attends to; `again`: another query of the same keys follows."""
         budget, history, predictor = self.budget, self.history, self.predictor
         if predictor is None or history.records <= budget:
             return Choice.all_of(history.rows, history.units)
         decision = cast(Predictor, predictor).select(query, budget, guess)
         if isinstance(decision, Choice):
             return decision
-        try:  # what the predictor asks to look at on the way is brought; a guess leaves it for the query to come
+        try:  # entries that the predictor asks for are read; a guess keeps those it looked at for the query itself
             asked, fetcher = next(decision), self.fetcher
             while True:
                 if isinstance(asked, Choice):
@@ -290,15 +290,15 @@ class SelectiveLayer(OffloadLayer):
         except StopIteration as end:
             return cast(Choice, end.value)
         finally:
-            decision.close()  # what it holds while it waits for a look that failed
+            decision.close()  # frees what it has while it waits for a look that failed
 
     def choose_for(self, call: AttentionCall, visible: torch.Tensor | None) -> Choice:
-        """What a step attends to: of several queries (candidates) the union of their choices, up to two budgets."""
+        """A step's choice: for several queries (candidates) the union of their choices, up to two budgets."""
         if call.query.shape[2] == 1:
             return self.choose(Query(call.query[:, :, 0], self.scaling, visible, self._recent_keys))
         *others, latest = (self.query_of(states, visible) for states in call.query.unbind(2))
         choices = [*(self.choose(query, again=True) for query in others), self.choose(latest)]
-        least = self.most_records(self.config, self.history.form.group_size, self.budget)  # what one may want
+        least = self.most_records(self.config, self.history.form.group_size, self.budget)  # the most for one query
         return Choice.union(choices, max(least, (1 if self.widened else 2) * self.budget))
 
     def _attend(self, call: AttentionCall) -> Output:
@@ -314,19 +314,19 @@ class SelectiveLayer(OffloadLayer):
 
     @property
     def slots(self) -> int:
-        """How many `make_tiers` is to make now; where that changes, tiers are made anew."""
+        """Number of slots for `make_tiers`; when it changes, tiers are made again."""
         history, selecting = self.history, self.selecting
         assert selecting is not None
         return history.rows * selecting.slots(self.config, history.form.group_size, history.records)
 
     @property
     def fetcher(self) -> Fetcher:
-        """Of this layer, with as many slots as its budget and its history give it now. Raises `BudgetError`."""
+        """This layer's fetcher, with the slots that its budget and history allow now. Raises `BudgetError`."""
         selecting, history = self.selecting, self.history
         assert selecting is not None
         units, group = history.records, history.form.group_size
         made_for = selecting.version, history.rows, units
-        if self._fetcher is not None and self._fetcher.closed:  # something else needed its memory
+        if self._fetcher is not None and self._fetcher.closed:  # its memory was needed elsewhere
             self.drop_fetcher()
         if self._fetcher is None or made_for != self._made_for:
             capacity = self.slots
@@ -341,17 +341,17 @@ class SelectiveLayer(OffloadLayer):
         return self._fetcher
 
     def read_at_once(self, most: int) -> int:
-        """See `Fetcher`; a step wants at most so many records a row."""
+        """As in `Fetcher`; `most`: maximum records a row that a step selects."""
         return most
 
     def drop_fetcher(self) -> None:
-        """Give the slots back; what is read ahead is waited for."""
+        """Free the slots, after waiting for prefetches in flight."""
         if self._fetcher is not None:
             self._fetcher.close()
             self._fetcher, self._capacity, self._made_for = None, -1, None
 
     def decode(self, call: AttentionCall, step: Step) -> Output:
-        """Attention over the chosen units and the latest tokens, by the model's own function on what was gathered."""
+        """Attention over the selected units and the latest tokens, by the model's own function on the gathered KV."""
         selecting, storage = self.selecting, self.shared.storage
         visible = None if call.mask is None else step.visible(call.mask)
         if selecting is None or not selecting.worthwhile or not self.can_choose():
@@ -367,7 +367,7 @@ class SelectiveLayer(OffloadLayer):
         return no_backward(output, call.query) if call.query.requires_grad else output, weights
 
     def attend_sparsely(self, call: AttentionCall, visible: torch.Tensor | None) -> Output:
-        """Choose, gather and attend."""
+        """Select, gather and attend."""
         storage, selecting, step = self.shared.storage, self.selecting, self.shared.step
         assert selecting is not None
         timeline, layer_idx = storage.timeline, self.layer_idx
@@ -386,7 +386,7 @@ class SelectiveLayer(OffloadLayer):
     def combine(
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
     ) -> Output:
-        """Attention over what was fetched."""
+        """Attention over the fetched entries."""
         keys, values = self.history.form.split(fetched.entries)
         if self.rows.heads > 1:
             shape = -1, self.rows.heads  # as `Rows.unfold`
@@ -395,10 +395,10 @@ class SelectiveLayer(OffloadLayer):
             return call.attend(keys, values, None)
         return call.attend(keys, values, gathered_mask(call, self.history, choice, fetched))
 
-    # --- ahead -------------------------------------------------------------------------------------------------
+    # --- prefetching -------------------------------------------------------------------------------------------
 
     def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
-        """Start reading what a guessed query (B, H, D) chooses and no tier holds. A guess that fails is dropped."""
+        """Prefetch what a guessed query (B, H, D) selects and no tier has. A guess that fails is dropped."""
         selecting, device = self.selecting, states.device
         if selecting is None or selecting.widened or not self._sparse() or not self.can_choose():
             return
@@ -407,25 +407,25 @@ class SelectiveLayer(OffloadLayer):
         try:
             with without_autocast(device) if on(device.type) or on("cpu") else NOTHING:
                 query = Query(states, self.scaling, visible, self._recent_keys)
-                self._ahead(self.choose(query, guess=True))  # it may ask to look at something
+                self._ahead(self.choose(query, guess=True))  # may look at stored entries
         except (OSError, BudgetError):
             pass
         finally:
             account.sparing = sparing
 
     def prefetch_again(self) -> None:
-        """Start reading what the last step chose and no tier holds: most of it is chosen again."""
+        """Prefetch what the last step selected and no tier has: most of it is selected again."""
         if self._sparse() and self._fetcher is not None and self._fetcher.latest is not None:
             self.ahead(self._fetcher.latest)
 
     @property
     def widened(self) -> bool:
-        """See `Selecting.widen`: there is no memory to read ahead to."""
+        """Whether steps are widened, which leaves no memory to prefetch to: see `Selecting.widen`."""
         return self.selecting is not None and self.selecting.widened
 
     @property
     def selects(self) -> bool:
-        """Steps select, because that takes less memory than the full KV: see `SelectiveCache.weigh`."""
+        """Whether steps select, because that needs less memory than the full KV: see `SelectiveCache.weigh`."""
         return self.selecting is not None and self.selecting.worthwhile
 
     def _sparse(self) -> bool:
@@ -433,7 +433,7 @@ class SelectiveLayer(OffloadLayer):
         return selecting is not None and selecting.worthwhile and self.is_filled and self.state == "tagged"
 
     def ahead(self, choice: Choice) -> None:
-        """Read ahead for this layer's next gather. A guess that fails is dropped."""
+        """Prefetch for this layer's next gather. A guess that fails is dropped."""
         with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
             if not self.widened:
                 self._ahead(choice)
@@ -443,7 +443,7 @@ class SelectiveLayer(OffloadLayer):
         fetcher.ahead(self.history, choice, None if choice is fetcher.latest else fetcher.latest)
 
     def drop_ahead(self) -> None:
-        """Wait for what is read ahead; nobody comes for it."""
+        """Wait for prefetches in flight and drop them."""
         if self._fetcher is not None:
             self._fetcher.drop_reads()
 
@@ -468,7 +468,7 @@ class SelectiveLayer(OffloadLayer):
         if self._fetcher is not None:
             self._fetcher.rows_changed()
         if fewer and self.selecting is not None:
-            self.selecting.rest()  # what was made for more rows
+            self.selecting.rest()  # frees buffers that were made for more rows
 
     def reset(self) -> None:
         super().reset()
@@ -483,8 +483,8 @@ class SelectiveLayer(OffloadLayer):
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        learnt = None if self.predictor is None else self.predictor.capture()
-        return {**super().capture(), "predictor": learnt, "scaling": self.scaling}
+        fitted = None if self.predictor is None else self.predictor.capture()
+        return {**super().capture(), "predictor": fitted, "scaling": self.scaling}
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         scaling = tree["scaling"]

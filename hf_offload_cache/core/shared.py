@@ -1,4 +1,4 @@
-"""What the layers of one cache share: settings, storage, the step under way, and whether they agree."""
+"""State that a cache's layers share: settings, storage, the current step, and whether the layers agree."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ SEAM_LOST = (
 
 
 class Shared:
-    """Made and closed by the cache; used by the thread that runs the model. Raises as `Storage`.
+    """Made and closed by the cache; used by the thread that runs the model. Raises as `Storage` does.
 
     Attributes:
-        step: the forward under way; None: there is none, or its beginning was not seen.
+        step: the current forward; None: none is running, or its beginning was not seen.
         unseen: the layer whose keys attention has to see next.
-        front: the layer updated last, and what it held before.
-        books_changed: units were sealed, slots were made, or layers changed, since the books were last closed.
-        take_back: gives what undoes what a forward that does not end has added; set by the cache.
-        ends_after: told of each layer whose `update` has taken its tokens in: whether the forward ends there; set by
+        front: the layer updated last, and its length before.
+        books_changed: units were sealed, slots were made, or layers changed, since the account was last updated.
+        take_back: returns a function that removes what an unfinished forward has added; set by the cache.
+        ends_after: called with each layer that has added its tokens; returns whether the forward ends there; set by
             `Filling`.
-        attend_prompt: attends instead of layers, where calls have several queries; set by `Filling`.
+        attend_prompt: replaces layers' attention in calls with several queries; set by `Filling`.
     """
 
     def __init__(self, config: OffloadConfig, storage: Storage) -> None:
@@ -48,11 +48,11 @@ class Shared:
 
     @property
     def broken(self) -> bool:
-        """The cache is not to be used until `reset`: layers may differ, or something may be under way unknown."""
+        """The cache cannot be used until `reset`: layers may differ, or an unknown operation may be running."""
         return self.storage.torn or self.storage.prefetcher.interrupted_by is not None
 
     def check_open(self) -> None:
-        """Raises `CacheClosedError`, `ForkedProcessError`, or `RuntimeError` where the cache is broken."""
+        """Raise `CacheClosedError`, `ForkedProcessError`, or `RuntimeError` if the cache is broken."""
         storage, trouble = self.storage, self.storage.prefetcher.interrupted_by
         if storage.process.id != os.getpid():
             storage.check_process()
@@ -71,7 +71,7 @@ class Shared:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """All layers change in the same way in here, or the cache is not to be used until `reset`."""
+        """Inside, all layers change in the same way; otherwise the cache cannot be used until `reset`."""
         self.check_open()
         self.books_changed = True
         try:
@@ -81,11 +81,11 @@ class Shared:
             raise
 
     def step_failed(self, error: BaseException, *, taken: bool = False) -> None:
-        """`error` is on its way out of a layer's part of a forward: it loses the step and no more. What the forward
-        has added is taken back at once, or, where the device does not let that happen now, at the next call.
+        """Handle an `error` that leaves a layer's part of a forward: only the step is lost. What the forward has added
+        is removed at once, or at the next call if the device does not allow it now.
 
-        After a signal's exception nobody knows what was half done: the cache is broken. So it is where the layer has
-        `taken` the step's tokens in and the step's beginning was not seen: nobody knows what was held before."""
+        After a signal's exception the state is unknown, and the cache is broken. The same holds if the layer has
+        `taken` the step's tokens and the step's beginning was not seen, because the length before it is unknown."""
         if not isinstance(error, Exception) or (taken and self.step is None):
             self.storage.torn = True
             return
@@ -93,24 +93,23 @@ class Shared:
             if (take_back := self.take_back()) is not None:
                 take_back()
         except Exception as failed:
-            error.add_note(f"what the step had added is not taken back yet: {failed}")
+            error.add_note(f"the step's tokens are not removed yet: {failed}")
 
     def differ(self) -> None:
-        """Layers of one forward are updated in order and all hold the same before it; these do not: one was
-        interrupted. Raises `RuntimeError`."""
+        """Handle layers whose lengths differ before a forward: one was interrupted. Raises `RuntimeError`."""
         self.storage.torn = True
         self.check_open()
 
     def check_seam(self) -> None:
-        """Raise when keys that stand for a history were handed out and no attention of ours saw them."""
+        """Raise `SeamLostError` if keys that stand for a history were returned and our attention did not see them."""
         if self.unseen is not None:
             raise SeamLostError(
                 f"the keys of layer {self.unseen} did not reach hf_offload_cache's attention: {SEAM_LOST}"
             )
 
     def mend(self) -> None:
-        """All layers are about to be emptied: forget what was broken. Raises `StalledError` while something that did
-        not end in time is still under way."""
+        """Drop the errors, before all layers are emptied. Raises `StalledError` while an operation that timed out is
+        still running."""
         self.storage.check_process()
         self.storage.prefetcher.recover()
         self.storage.torn = False
@@ -118,7 +117,7 @@ class Shared:
 
 
 def shut_down(storage: Storage, model: weakref.ref[PreTrainedModel], token: int) -> None:
-    """Give back the storage and the seams of a cache that is closed or gone. `token`: of `attach.attach`."""
+    """Free the storage and the seams of a cache that is closed or collected. `token`: from `attach.attach`."""
     try:
         storage.close()
     finally:

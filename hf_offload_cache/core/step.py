@@ -1,4 +1,4 @@
-"""One forward of the whole model, as all layers see it: made once, at its beginning, and passed down."""
+"""One forward of the complete model, made once at its beginning and passed to all layers."""
 
 from __future__ import annotations
 
@@ -17,90 +17,90 @@ from ..model.place import OwnModel, model_text
 from ..model.seam import unwrapped
 from .token_log import TokenLog
 
-# The end of a forward whose further layers are not needed
+# The end of a forward whose later layers are not needed
 
 class ForwardEnded(BaseException):
-    """For `Filling` alone, which asks for it and catches it: no `except Exception` of a model does."""
+    """Raised and caught only by `Filling`: a model's `except Exception` does not catch it."""
 
 
 MOST_CANDIDATES = 32
-"""Queries of a candidate verification (assisted decoding, prompt lookup) that are selected for."""
+"""Maximum queries of a candidate verification (assisted decoding, prompt lookup) that selects."""
 
 
 def kept_logits(kwargs: dict[str, Any]) -> int | None:
     """Number of latest tokens for which a forward with these arguments returns logits; None: all, or unknown.
-    `generate` takes back fewer tokens than these."""
+    `generate` removes fewer tokens than these."""
     asked = kwargs.get("logits_to_keep")
     return asked if type(asked) is int and asked > 0 else None
 
 
 @dataclass
 class Step:
-    """Valid until the step has ended. Made by the cache; a layer that is driven without a model makes its own."""
+    """Valid until the step has ended. Made by the cache; a layer that runs without a model makes its own."""
 
     sequences: int
     history: int
-    """Tokens a sequence that were held before it."""
+    """Stored tokens a sequence before the step."""
     tokens: int
-    """Tokens a sequence that it adds: queries a sequence."""
+    """Tokens a sequence that the step adds: queries a sequence."""
     selects: bool
-    """A sparse method attends to its choice; else to everything."""
+    """A sparse method attends to its selection; otherwise to everything."""
     started: float | None = None
-    """`time.perf_counter()` at its beginning, for steps that count as decoding; None: it is none."""
+    """`time.perf_counter()` at its beginning, for decoding steps; None for all others."""
     ids: torch.Tensor | None = None
     padding: torch.Tensor | None = None
-    """Of the tokens it adds, which are none: bool (B, tokens) in host memory; None: no padding."""
+    """Mask of added padding: bool (B, tokens) in host memory; None: no padding."""
     lengths: list[int] = field(default_factory=list)
-    """What each layer that has a length held before it."""
+    """Lengths before the step, of the layers that have a length."""
     guessed: int = 0
-    """Of the tokens that the model is given, how many at the end are guesses: attended to, and kept by no layer. They
-    are not among `tokens`."""
+    """Number of guesses at the end of the model's input: layers attend to them and do not store them. `tokens` does not
+    include them."""
     entered: bool = False
-    """A decoder block was entered."""
+    """Whether a decoder block was entered."""
     _masks: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = field(default_factory=list)
     _streamed: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
 
     @classmethod
     def alone(cls, sequences: int, history: int, tokens: int) -> Step:
-        """Of a layer that is driven by itself."""
+        """The step of a layer that runs by itself."""
         return cls(sequences, history, tokens, selects=tokens == 1 and history > 0)
 
     @property
     def decodes(self) -> bool:
-        """It counts as a step of decoding."""
+        """Whether it counts as a decoding step."""
         return self.started is not None
 
     @property
     def seen(self) -> torch.Tensor | None:
-        """What `visible` last gave, in this step."""
+        """The last result of `visible` in this step."""
         return self._masks[-1][1] if self._masks else None
 
     def visible(self, mask: Any) -> torch.Tensor | None:
-        """What the last query sees of the T columns of a mask (·, 1, q, T): bool (·, T), None: all of them.
+        """The T columns of a mask (·, 1, q, T) that the last query sees: bool (·, T); None: all of them.
 
-        Looked at once a step for each mask that the model made: models hand one mask to all layers of a kind, and
-        eager attention makes one that hides nothing.
+        Computed once a step for each mask: models hand one mask to all layers of a kind, and eager attention makes one
+        that hides nothing.
         """
         return None if mask is None else self._look(mask)[0]
 
     def changes(self, mask: Any) -> bool:
-        """Whether a mask hides something of the last query, or has a bias for it: else attention is as well without."""
+        """Whether a mask hides something from the last query, or has a bias for it; otherwise it is not needed."""
         return mask is not None and self._look(mask)[1]
 
     def streamed(self, mask: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What `stream_attention` is to be given as its mask and `seen` instead of a mask that has a row for each
-        query: see `masks.seen_before`. Looked at once a step for each mask."""
-        for known, *found in self._streamed:
+        """The mask and `seen` for `stream_attention`, instead of a mask that has a row for each query: see
+        `masks.seen_before`. Computed once a step for each mask."""
+        for known, *result in self._streamed:
             if known is mask:
-                return found[0], found[1]
-        own: torch.Tensor | None = mask
+                return result[0], result[1]
+        needed: torch.Tensor | None = mask
         seen: torch.Tensor | None = None
-        if (alike := seen_before(mask)) is not None:
-            seen, causal = alike
+        if (common := seen_before(mask)) is not None:
+            seen, causal = common
             if causal:
-                own, seen = None, None if bool(seen.all()) else seen
-        self._streamed.append((mask, own, seen))
-        return own, seen
+                needed, seen = None, None if bool(seen.all()) else seen
+        self._streamed.append((mask, needed, seen))
+        return needed, seen
 
     def _look(self, mask: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
         for known, seen, changes in self._masks:
@@ -109,30 +109,30 @@ class Step:
         last = mask[:, 0, -1]
         seen = shown(last)
         hides = not bool(seen.all())
-        found = seen if hides else None, hides or (last.dtype != torch.bool and bool(last.any()))
-        self._masks.append((mask, *found))
-        return found
+        result = seen if hides else None, hides or (last.dtype != torch.bool and bool(last.any()))
+        self._masks.append((mask, *result))
+        return result
 
 
-# Whether what a model is given continues what its cache holds: checked before anything is taken in
+# Checks that a model's input continues its cache, before anything is added
 
 def check_prompt(
     tokens: TokenLog, held: int, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None
 ) -> None:
-    """`generate` is about to drop the first `held` of ids (B, P), or of embeddings (B, P, hidden) where it is given
-    these. Raises `PromptError` unless those are held, as far as ids tell."""
+    """Check the first `held` of ids (B, P), or of embeddings (B, P, hidden), which `generate` is about to drop. Raises
+    `PromptError` unless they are stored, as far as ids show."""
     if not held:
         return
     count = input_ids.shape[1] if inputs_embeds is None else inputs_embeds.shape[1]
     if count <= held:
         raise PromptError(
-            f"the prompt has {count} tokens and the cache already holds {held}: pass the whole "
+            f"the prompt has {count} tokens and the cache already holds {held}: pass the complete "
             "conversation with at least one new token, or reset() the cache for a new one"
         )
     position = None if inputs_embeds is not None else tokens.first_difference(input_ids[:, :held])
     if position is not None:
         raise PromptError(
-            f"the prompt differs from what the cache holds at token {position} of {held}: "
+            f"the prompt differs from the stored tokens at token {position} of {held}: "
             "it does not continue this cache; reset() it, or use a new one for an unrelated prompt"
         )
 
@@ -140,7 +140,7 @@ def check_prompt(
 def repeats(
     tokens: TokenLog, held: int, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None
 ) -> bool:
-    """Whether ids (B, t), or embeddings (B, t, hidden), begin with the `held` tokens, as far as ids tell."""
+    """Whether ids (B, t), or embeddings (B, t, hidden), begin with the `held` stored tokens, as far as ids show."""
     given = input_ids if input_ids is not None else inputs_embeds
     if given is None or given.shape[1] < held:
         return False
@@ -160,7 +160,7 @@ def check_uses_cache(own: OwnModel, kwargs: dict[str, Any]) -> None:
 
 
 def check_was_used(cache: Any, step: Step, layers: list[Any], output: Any) -> None:
-    """After the `step`, raise `CacheUnusedError` if none of the `layers`, which have a length, took its tokens, or if
+    """After the `step`, raise `CacheUnusedError` if none of the `layers`, which have a length, added its tokens, or if
     the output continues with another cache."""
     theirs = getattr(output, "past_key_values", None)
     if theirs is not None and theirs is not cache and unwrapped(theirs) is not cache:
@@ -174,13 +174,13 @@ def check_was_used(cache: Any, step: Step, layers: list[Any], output: Any) -> No
         if layer.get_seq_length() != before:
             return
     raise CacheUnusedError(
-        f"the model was given this cache and {step.tokens:,} tokens, and none of its layers used the cache: what it "
-        "returned would not follow what is held; something in the model or around it drops past_key_values"
+        f"the model was given this cache and {step.tokens:,} tokens, and none of its layers used the cache: its output "
+        "would not continue the stored tokens; something in the model or around it drops past_key_values"
     )
 
 
 def sparse_warning(layers: list[Any], warnings: list[str], own: OwnModel) -> str | None:
-    """What to say, once, of offloaded layers that cannot be sparse; None: nothing. `warnings`: those said before."""
+    """A warning, once, about offloaded layers that cannot be sparse; None: no warning. `warnings`: earlier ones."""
     dense = []
     for layer in layers:
         if layer.state != "tagged":
@@ -196,25 +196,25 @@ def sparse_warning(layers: list[Any], warnings: list[str], own: OwnModel) -> str
 
 
 def check_positions(positions: Any, mask: Any, held: int) -> None:
-    """Raises `PromptError` for a step over `held` tokens whose positions begin at 0.
+    """Raise `PromptError` for a step over `held` tokens whose positions begin at 0.
 
-    Not for rows that hold only padding so far; and what is itself masked has no position, so that each row begins with
-    its first token that is none. `mask`: (B, T), or (B, 1, q, T), or another kind, which tells nothing.
+    Rows that contain only padding so far may begin at 0. Masked tokens have no position, so each row begins with its
+    first token that is not padding. `mask`: (B, T) or (B, 1, q, T); one of another kind is ignored.
     """
     if positions.ndim != 2 or bool((positions[:, 0] != 0).all()):
         return
     count = positions.shape[1]
-    there = torch.ones(positions.shape, dtype=torch.bool, device=positions.device)
+    real = torch.ones(positions.shape, dtype=torch.bool, device=positions.device)
     if isinstance(mask, torch.Tensor) and mask.ndim in (2, 4) and mask.shape[-1] == held + count:
         seen = mask != 0 if mask.ndim == 2 else shown(mask)
-        if mask.ndim == 4:  # a query that sees itself is no padding; one that sees nothing held begins a row
+        if mask.ndim == 4:  # a query that sees itself is not padding; one that sees no stored token begins a row
             first, seen = seen[:, 0, :, :held], seen[:, 0, :, held:].diagonal(dim1=1, dim2=2)
             holds = first.any(-1)
         else:
             holds, seen = seen[:, :held].any(1, keepdim=True), seen[:, held:]
-        there = (seen & holds).to(positions.device).expand(positions.shape)
-    rows = there.any(1)
-    begins = positions.gather(1, there.int().argmax(1, keepdim=True))[:, 0]
+        real = (seen & holds).to(positions.device).expand(positions.shape)
+    rows = real.any(1)
+    begins = positions.gather(1, real.int().argmax(1, keepdim=True))[:, 0]
     if not bool(rows.any()) or bool((begins[rows] != 0).any()):
         return
     raise PromptError(
@@ -224,16 +224,15 @@ def check_positions(positions: Any, mask: Any, held: int) -> None:
 
 
 def padding_of(tokens: TokenLog, mask: Any, held: int, length: int, *, compare: bool) -> torch.Tensor | None:
-    """Where the step's own tokens, [held, length), are padding: bool (B, t) in host memory, or None.
+    """Mask of padding among the step's own tokens, [held, length): bool (B, t) in host memory, or None.
 
-    With `compare`, raises `PromptError` for a mask (B, length) that shows padding which is held; a mask that is missing
-    where there is some is always refused. To hide tokens that are held is right, and so is, for us, a mask of another
-    kind.
+    With `compare`, raises `PromptError` for a mask (B, length) that shows stored padding. A missing mask always raises
+    it if there is padding. A mask that hides stored tokens is allowed, and so is a mask of another kind.
     """
     if mask is None:
         if held and tokens.padded and tokens.length == held:
             raise PromptError(
-                "attention_mask is missing, and what the cache holds has padding: pass the mask of the whole "
+                "attention_mask is missing, and the stored tokens include padding: pass the mask of the complete "
                 "conversation, as `cache.attention_mask` begins it"
             )
         return None
@@ -244,24 +243,24 @@ def padding_of(tokens: TokenLog, mask: Any, held: int, length: int, *, compare: 
         if len(shown):
             row, position = shown[0].tolist()
             raise PromptError(
-                f"attention_mask shows token {position} of sequence {row}, which is padding in what the cache holds: "
-                "pass the mask of the whole conversation, as `cache.attention_mask` begins it"
+                f"attention_mask shows token {position} of sequence {row}, which is stored as padding: pass the mask "
+                "of the complete conversation, as `cache.attention_mask` begins it"
             )
     return mask[:, held:].detach().to("cpu") == 0
 
 
 def check_model(own: OwnModel, other: torch.nn.Module | None) -> None:
-    """Raises `PromptError` for a forward of `other`, unless that is the cache's own model, or one within the other."""
+    """Raise `PromptError` for a forward of `other`, unless it is the cache's own model, or one is part of the other."""
     if other is not None and other not in own.parts and not own.includes(other):
         mine = own()
         raise PromptError(
             f"this cache was made for {'a model that is gone' if mine is None else model_text(mine)} and was given to "
-            f"{model_text(other)}: what it holds means nothing there; make a cache with that model"
+            f"{model_text(other)}: a cache works only with its own model; make a cache with that model"
         )
 
 
 def check_planned(config: OffloadConfig, batch: int, length: int) -> None:
-    """Raises `BudgetError` where `batch` sequences or `length` tokens a sequence are beyond what was planned."""
+    """Raise `BudgetError` if `batch` sequences or `length` tokens a sequence exceed the planned limits."""
     for name, asked, most in (("max_batch", batch, config.max_batch), ("max_context", length, config.max_context)):
         if most is not None and asked > most:
             unit = "sequences" if name == "max_batch" else "tokens a sequence"
@@ -271,7 +270,7 @@ def check_planned(config: OffloadConfig, batch: int, length: int) -> None:
             )
 
 
-# The beginning of a step: whether it continues what the cache holds, and what kind of step it is
+# The beginning of a step: whether it continues the cache, and what kind of step it is
 
 def begin(
     kwargs: dict[str, Any],
@@ -313,7 +312,7 @@ def begin(
             check_positions(positions, mask, history)
     if config.max_context is not None or config.max_batch is not None:
         check_planned(config, sequences, history + count)
-    told = ids is not None and ids.ndim == 2 and rows_of_ids == 1  # several codes stand for a token, else
+    known = ids is not None and ids.ndim == 2 and rows_of_ids == 1  # otherwise several codes stand for a token
     padding = None
     ours = not isinstance(mask, torch.Tensor) or len(mask) != sequences * rows_of_ids or rows_of_ids == 1
     if ours and (mask is not None or tokens.padded):
@@ -326,7 +325,7 @@ def begin(
         count,
         selects,
         started=time.perf_counter() if selects else None,
-        ids=ids if told else torch.full((sequences, count), TokenLog.UNKNOWN, device="cpu"),
+        ids=ids if known else torch.full((sequences, count), TokenLog.UNKNOWN, device="cpu"),
         padding=padding,
         lengths=lengths,
     )

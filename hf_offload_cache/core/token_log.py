@@ -1,4 +1,4 @@
-"""The token ids that a cache was fed, so that a prompt which does not continue them is told."""
+"""The token ids that a cache was given, so that a prompt that does not continue them can be detected."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..memory.account import MemoryAccount
 
 
 class TokenLog:
-    """Ids (B, length), int64, in host memory; `UNKNOWN` where the model was given embeddings; and which are padding.
+    """Ids (B, length), int64, in host memory, and which are padding; `UNKNOWN` where the model was given embeddings.
 
-    Takes room for `max_context` ids a row at once where that is known.
+    Allocates room for `max_context` ids a row at once, if that is known.
     """
 
-    # An id that is padding is kept as -3 minus itself: UNKNOWN has one too, and no second array has to follow changes.
+    # A padding id is stored as -3 minus the id: this works for UNKNOWN too, and no second array has to follow changes.
 
     UNKNOWN = -1
     STATE: ClassVar[State] = State(
@@ -29,7 +29,7 @@ class TokenLog:
         self._ids = torch.empty(0, 0, dtype=torch.int64, device="cpu")
         self.length = 0
         self.padded = False
-        """Some of what is held is padding."""
+        """Some stored token is padding."""
 
     @staticmethod
     def planned(context: int, batch: int) -> int:
@@ -42,11 +42,11 @@ class TokenLog:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, room to grow included."""
+        """Bytes in use, room to grow included."""
         return self._ids.nbytes
 
     def _forget(self) -> None:
-        """Hold nothing; a view of nothing would keep the memory."""
+        """Free the ids; an empty view would keep the memory."""
         self._account.free("token ids", self._ids)
         self._ids = torch.empty(0, 0, dtype=torch.int64, device="cpu")
         self.padded = False
@@ -59,12 +59,12 @@ class TokenLog:
 
     @property
     def visible(self) -> torch.Tensor:
-        """What is no padding: bool (B, length)."""
+        """Mask of tokens that are not padding: bool (B, length)."""
         return self._ids[:, : self.length] >= self.UNKNOWN
 
     def capture(self, batch: int, length: int) -> torch.Tensor:
-        """What is known of `length` tokens a sequence (models may hold other numbers of keys than they got ids), for
-        `restore`: a view, valid until the next change, or a copy."""
+        """The known ids of `length` tokens a sequence, for `restore`: a view, valid until the next change, or a copy. A
+        model may store another number of keys than it was given ids."""
         if (self.batch, self.length) == (batch, length):
             return self._ids[:, :length]
         held = torch.full((batch, length), self.UNKNOWN, device="cpu")
@@ -74,21 +74,21 @@ class TokenLog:
         return held
 
     def restore(self, held: torch.Tensor) -> None:
-        """Go on with what was captured, in a log that holds nothing."""
+        """Take over a captured state, in an empty log."""
         self.append(held, 0)
         self.padded = True  # perhaps
         self._look_for_padding()
 
     def append(self, ids: torch.Tensor, at: int, padding: torch.Tensor | None = None) -> None:
-        """Add ids (B, t) of a step that began at position `at`; what is missing before it is unknown. `padding`: bool
-        (B, t), where they are no tokens."""
+        """Add ids (B, t) of a step that began at position `at`; ids missing before it are unknown. `padding`: bool
+        (B, t), True for padding."""
         stop = at + ids.shape[1]
         self.length = min(self.length, at)
         if stop > self._ids.shape[1] or ids.shape[0] != self._ids.shape[0]:
             self.length = self.length if ids.shape[0] == self.batch else 0
             if not self.length:
                 self._forget()
-            room = max(stop, self._most or stop + stop // 8 + 64)  # with a known most, once and no copy
+            room = max(stop, self._most or stop + stop // 8 + 64)  # with a known maximum, allocated once
             self.STATE.remake(self, rows=ids.shape[0], tokens=room)
         self._ids[:, self.length : at] = self.UNKNOWN
         ids = ids.detach()
@@ -104,7 +104,7 @@ class TokenLog:
         self._look_for_padding()
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now."""
+        """Replace row i by the present row `rows[i]`."""
         if self.length:
             self.STATE.select_rows(self, rows.nonzero().reshape(-1) if rows.dtype == torch.bool else rows)
         self._look_for_padding()
@@ -113,8 +113,8 @@ class TokenLog:
         self.padded = self.padded and not bool(self.visible.all())
 
     def first_difference(self, ids: torch.Tensor) -> int | None:
-        """The first position where ids (B, t) differ from the known ids of the first t tokens; None: no difference.
-        Nothing is known for ids of another shape."""
+        """The first position where ids (B, t) differ from the known ids of the first t tokens; None: no difference. Ids
+        of another shape are not compared."""
         if ids.ndim != 2 or self.batch != ids.shape[0]:
             return None
         known = self.ids[:, : ids.shape[1]]

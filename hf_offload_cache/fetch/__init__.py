@@ -1,4 +1,4 @@
-"""A choice in, entries out: slots, staging, reads ahead and writes behind."""
+"""A choice in, entries out: slots, staging, prefetches and queued writes."""
 
 from .areas import Areas as Areas
 from .areas import ByteRows as ByteRows

@@ -1,4 +1,4 @@
-"""Memory that the layers of a cache share while they select: staging to read into, and one view for attention."""
+"""Memory that a cache's layers share while they select: staging areas to read into, and one view for attention."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..memory.dry_run import DryRun
 from ..stores.base import aligned_empty
 from .choice import Extents
 
-# Copies of rows by index
+# Row copies by index
 
 class ByteRows:
     """The rows of a tensor (n, width), contiguous in the last dimension, in the tensor's memory.
 
-    On a CPU they are copied by numpy: a copy this small is done before torch's threads are awake.
+    On a CPU numpy copies them: torch's threads would wake up too slowly for copies this small.
     """
 
     __slots__ = ("_bytes", "tensor")
@@ -28,7 +28,7 @@ class ByteRows:
         self._bytes = tensor.view(torch.uint8).numpy() if tensor.device.type == "cpu" else None
 
     def put(self, target: np.ndarray, source: ByteRows, rows: np.ndarray | slice) -> None:
-        """self[target] = source[rows], of one type and width."""
+        """self[target] = source[rows], for the same type and width."""
         if self._bytes is not None and source._bytes is not None:
             self._bytes[target] = source._bytes[rows]
             return
@@ -41,13 +41,13 @@ def _index(rows: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64)).to(device)
 
 
-# Memory that reads go to, and its way to the device
+# Memory that reads fill, and its copy to the device
 
 class Staging:
-    """Bytes of host memory that reads go to, and on CUDA as many in device memory; looked at as rows of any size.
+    """Bytes of host memory to read into, and on CUDA as many bytes of device memory; seen as rows of any size.
 
-    The bytes are held in `account` under `owner` until `release`. For the thread that runs the model. Raises
-    `BudgetError`, with nothing held.
+    The bytes are booked in `account` under `owner` until `release`. For the thread that runs the model. Raises
+    `BudgetError`, with nothing booked.
     """
 
     def __init__(self, nbytes: int, device: torch.device, account: MemoryAccount, owner: str) -> None:
@@ -69,28 +69,27 @@ class Staging:
 
     @staticmethod
     def sides(device_type: str) -> int:
-        """How many times what is read is held: in host memory, and on CUDA in the device's too."""
+        """Number of copies of each byte read: one in host memory, and on CUDA one on the device too."""
         return 2 if device_type == "cuda" else 1
 
     def fits(self, nbytes: int, device: torch.device) -> bool:
-        """There is room for `nbytes` on their way to `device`."""
+        """Whether there is room for `nbytes` on their way to `device`."""
         return self.nbytes >= nbytes and self.device == device
 
     def host_rows(self, count: int, record_bytes: int, first_byte: int = 0) -> torch.Tensor:
-        """`count` records from `first_byte` on, uint8 (count, record_bytes), to read into; the same memory at each
-        call.
+        """`count` records from `first_byte` on, uint8 (count, record_bytes), to read into: always the same memory.
 
-        Blocks until every `upload` before has read it.
+        Blocks until every earlier `upload` has read it.
         """
         if self._cuda:
             self.wait_uploaded()
         return self._host[first_byte : first_byte + count * record_bytes].view(count, record_bytes)
 
     def upload(self, count: int, record_bytes: int, first_byte: int = 0) -> torch.Tensor:
-        """Bring `count` records to the device: uint8 (count, record_bytes) there, on a CPU the same memory.
+        """Copy `count` records to the device: uint8 (count, record_bytes) there, on a CPU the same memory.
 
-        Does not block; what the current stream runs from now on sees them. The copy waits for what the current stream
-        was given before, which may still read the old ones.
+        Does not block. Work given to the current stream from now on sees the records. The copy waits for the stream's
+        earlier work, which may still read the old ones.
         """
         part = slice(first_byte, first_byte + count * record_bytes)
         if self._cuda and count:
@@ -103,7 +102,7 @@ class Staging:
         return self._device[part].view(count, record_bytes)
 
     def payloads(self, count: int, form: Any) -> ByteRows:
-        """`upload`, looked at as payloads: row i is that of the record i, which is below `count`."""
+        """As `upload`, seen as payloads: row i is the payload of record i, for i below `count`."""
         if self._cuda:
             self.upload(count, form.record_bytes)
         shape = form.record_bytes, form.payload_width, form.dtype
@@ -120,7 +119,7 @@ class Staging:
             self._copied.synchronize()
 
     def release(self) -> None:
-        """Give both buffers back, after the copies under way. Idempotent; no call may follow but `release`."""
+        """Free both buffers after the running copies. Idempotent; afterwards only `release` may be called."""
         self.wait_uploaded()
         self._payloads = {}
         self._host = self._device = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -129,56 +128,57 @@ class Staging:
         self._held_bytes = 0
 
 
-# What a gather puts together
+# The result of a gather
 
 class View:
-    """Memory in which each of `rows` rows has room for `width` payloads, and for `behind` more after them.
+    """Memory in which each of `rows` rows has room for `width` payloads and `behind` more after them.
 
     Attributes:
-        payloads: all of them, (rows * (width + behind), payload width).
+        payloads: all payloads, (rows * (width + behind), payload width).
         entries: the same memory, row by row: (rows, N, entry width).
-        target: (rows * width) int64, which of `payloads` the first `width` of each row are.
+        target: (rows * width) int64, the indices in `payloads` of each row's first `width`.
     """
 
     def __init__(self, memory: torch.Tensor, rows: int, width: int, behind: int, form: Any) -> None:
         stride = width + behind
-        with torch.inference_mode(False):  # it is written to in any mode
+        with torch.inference_mode(False):  # written to in any mode
             payloads = memory[: rows * stride * form.payload_width].view(rows * stride, form.payload_width)
             self.entries = payloads.view(rows, stride * form.group_size, form.entry_width)
             self.payloads = ByteRows(payloads)
         self.entry_rows: ByteRows | None = None
-        """`entries` as rows of one entry each, once somebody wants them."""
+        """`entries` as rows of one entry each, made when first needed."""
         self.target = (np.arange(rows)[:, None] * stride + np.arange(width)).reshape(-1)
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A view that holds the records of units that someone wanted to look at, until the view is asked for anew."""
+    """A view filled with the records of units that a predictor looked at; void after the next call of `view`."""
 
     by: object
     units: np.ndarray
     extents: Extents
-    """Where the units lie that were wanted, as long as nothing changes."""
+    """Extents of these units, valid while nothing changes."""
     view: View
     resident: int
-    """How many were in a tier before, and how many more had been read ahead."""
+    """Number of units that were in a tier before; `ready`: number of those prefetched."""
     ready: int
 
 
 def records_soon(records: int) -> int:
-    """How many there may be soon where there are `records` a row: areas are made for no more."""
+    """Number of records a row that a history of `records` may soon have: the limit for areas."""
     return records * 9 // 8 + 8
 
 
 class Areas:
-    """Staging areas that fetchers borrow, and the view that gathered entries lie in. For the model's thread.
+    """Staging areas that fetchers borrow, and the view for gathered entries. For the thread that runs the model.
 
-    Held in the account as "staging", "selection" and, what is kept of that, "kept". An area belongs to who borrowed it
-    until it is given back; it may outlive a step. One that a stalled read may still write to is not given back: `reset`
-    takes it, when the read has ended, or what is stuck holds its memory. The view is good until the next `view`.
+    Booked in the account as "staging", "selection" and, for kept entries, "kept". An area belongs to its borrower until
+    it is given back, possibly after the step. An area that a stalled read may still write to is not given back: `reset`
+    takes it when the read has ended; until then the stuck operation keeps its memory. The view is valid until the next
+    call of `view`.
 
     Args:
-        ahead: the most areas that are lent for reads ahead at a time.
+        ahead: maximum number of areas borrowed for prefetches at a time.
     """
 
     def __init__(self, account: MemoryAccount, ahead: int = 1) -> None:
@@ -190,16 +190,16 @@ class Areas:
         self._view: torch.Tensor | None = None
         self._widened = False
         account.spare(self)
-        self._parted: tuple[tuple[Any, ...], View] | None = None  # the view as it was last parted, and how
+        self._parted: tuple[tuple[Any, ...], View] | None = None  # the latest view, and its arguments
         self._kept: torch.Tensor | None = None
         self.filled: Filled | None = None
-        """What lies in the view, if whoever filled it may want it again; None after the next `view`."""
+        """The view's contents, if their fetcher may use them again; None after the next `view`."""
 
     def rehearse(
         self, run: DryRun, area_bytes: int, view_bytes: tuple[int, int], kept_bytes: tuple[int, int], device_type: str
     ) -> None:
-        """Declare areas of `area_bytes`, one for what a gather misses and those for reads ahead, the view, and what is
-        kept of it: in a usual step, or in a wider one, which reads nothing ahead; the larger of the two."""
+        """Declare areas of `area_bytes` (one for missing records and those for prefetches), the view, and the kept
+        entries. Counts a usual step or a wider one, which prefetches nothing, whichever is larger."""
         area = area_bytes * Staging.sides(device_type)
         usual = {"staging": (1 + self._most_ahead) * area, "selection": view_bytes[0], "kept": kept_bytes[0]}
         wider = {"staging": area, "selection": view_bytes[1], "kept": kept_bytes[1]}
@@ -213,14 +213,14 @@ class Areas:
                 del self._free[index]
                 break
         else:
-            if self._free:  # the old memory goes before the new one comes
+            if self._free:  # the old memory is freed before the new one is allocated
                 self._free.pop().release()
             area = Staging(nbytes, device, self._account, "staging")
         self._borrowed.append(area)
         return area
 
     def borrow_ahead(self, nbytes: int, device: torch.device) -> Staging | None:
-        """As `borrow`; None where as many are lent as may be, or there is no memory: reading ahead is never needed."""
+        """As `borrow`; None if all areas for prefetches are borrowed or there is no memory: a prefetch is optional."""
         if self._lent >= self._most_ahead:
             return None
         for area in self._free:
@@ -234,15 +234,16 @@ class Areas:
         return area
 
     def give_back(self, area: Staging, *, ahead: bool = False) -> None:
-        """Nobody reads into `area` any more; copies from it are done or in the stream's order."""
+        """Give an area back: no read uses it, and copies from it are done or in the stream's order."""
         self._lent -= ahead
         self._borrowed.remove(area)
         self._free.append(area)
 
     def view(self, rows: int, width: int, behind: int, form: Any, device: torch.device, room: int) -> View:
-        """An uninitialised `View`, valid until the next one; its memory is made for `room` payloads at once. One that
-        needs more, for a verification of candidates, takes the place of areas that nobody borrows, until `narrow`.
-        Raises `BudgetError`."""
+        """An uninitialised `View`, valid until the next one, in memory for `room` payloads that is allocated once.
+
+        A view that needs more, for a verification of candidates, takes the memory of free areas, until `narrow`. Raises
+        `BudgetError`."""
         self.filled = None
         parts = rows, width, behind, form.group_size, form.entry_width, form.dtype, device
         if self._parted is not None and self._parted[0] == parts:
@@ -250,7 +251,7 @@ class Areas:
         size, memory = rows * (width + behind) * form.payload_width, self._view
         room *= form.payload_width
         if memory is None or memory.dtype != form.dtype or memory.device != device or memory.numel() < size:
-            memory = None  # the old one goes before the new one comes
+            memory = None  # the old memory is freed before the new one is allocated
             self._drop_view()
             if size > room:
                 self._release_free()
@@ -262,8 +263,8 @@ class Areas:
         return view
 
     def kept(self, rows: int, chosen: int, latest: int, form: Any, device: torch.device) -> torch.Tensor:
-        """Uninitialised entries (rows, chosen + latest, entry width), valid until the next; with room for the latest
-        ones to become whole units, as they will. Raises `BudgetError`."""
+        """Uninitialised entries (rows, chosen + latest, entry width), valid until the next call. The memory has room
+        for `latest` to grow to complete units. Raises `BudgetError`."""
         entries = chosen + latest
         size, memory = rows * entries * form.entry_width, self._kept
         if memory is None or memory.dtype != form.dtype or memory.device != device or memory.numel() < size:
@@ -273,7 +274,7 @@ class Areas:
         return memory[:size].view(rows, entries, form.entry_width)
 
     def narrow(self) -> None:
-        """A step that needs no more than usual begins: what the view needed more is given back."""
+        """Free the view's extra memory, before a step of the usual size."""
         if self._widened:
             self._drop_view()
 
@@ -289,20 +290,20 @@ class Areas:
             self._kept = None
 
     def reset(self) -> None:
-        """Nobody borrows anything any more: what an interrupted fetcher still had is let go of too."""
+        """Free all areas, including those that an interrupted fetcher still had, and the view."""
         self._lent = 0
         self._free += self._borrowed
         self._borrowed = []
         self.release()
 
     def release(self) -> None:
-        """Give back what nobody borrows, the view, and what is kept of it, until they are wanted again."""
+        """Free the areas that are not borrowed, the view, and the kept entries; later calls allocate again."""
         self._release_free()
         self._drop_view()
         self._drop_kept()
 
     def free_memory(self) -> None:
-        """As `Spare.free_memory`: areas that nobody borrows."""
+        """As `Spare.free_memory`: frees the areas that are not borrowed."""
         self._release_free()
 
     def _release_free(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step wants of a history, and where that lies: the words between predictors, histories and fetchers."""
+"""A step's choice of units, their extents, and the fetched entries: shared by predictors, histories and fetchers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..stores.base import Store
 
 @dataclass(frozen=True)
 class Choice:
-    """The units of one history that a step attends to beside its latest entries. Arrays of the host, not to be changed.
+    """The units of one history that a step attends to besides its latest entries. Host arrays, not to be changed.
 
-    Rows are the history's: sequences, or sequences times key heads. Rows that want fewer units than others have -1 at
-    their end. What is attended of a unit is all that it holds, or what `keep` says.
+    Rows are the history's: sequences, or sequences times key heads. Rows with fewer units than others end in -1. A step
+    attends to all entries of a unit, or to those in `keep`.
     """
 
     units: np.ndarray
     """(rows, M) int64, ascending in each row up to the first -1."""
     keep: np.ndarray | None = None
-    """(rows, M, entries a unit) bool: which entries of the units are attended, in the order of each unit's runs; None:
+    """(rows, M, entries a unit) bool: the entries of the units to attend to, in the order of each unit's runs; None:
     all."""
     importance: np.ndarray | None = None
-    """(rows, M) float32: how much each unit matters, for who has to cut a union of choices; None: all equally."""
+    """(rows, M) float32: each unit's importance, for cutting a union of choices; None: all are equally important."""
     records: np.ndarray | None = None
-    """(rows, M): in how many records each unit lies, for the same; None: in one."""
+    """(rows, M): number of records that each unit lies in, for the same purpose; None: one each."""
 
     @classmethod
     def all_of(cls, rows: int, count: int) -> Choice:
@@ -36,8 +36,9 @@ class Choice:
 
     @classmethod
     def union(cls, choices: list[Choice], most: int) -> Choice:
-        """What any of several choices of the same rows names, cut to the units of no more than `most` records a row
-        that most of them name, among equals those of the largest sum of importance; at least one. Whole units."""
+        """The units in any of several choices of the same rows, complete, limited to `most` records a row.
+
+        Units in the most choices stay, among equals those with the largest sum of importance; at least one stays."""
         if len(choices) == 1:
             return choices[0]
         rows = len(choices[0].units)
@@ -51,12 +52,12 @@ class Choice:
             records = np.concatenate([
                 np.ones_like(choice.units[row]) if choice.records is None else choice.records[row] for choice in choices
             ])  # fmt: skip
-            there = units >= 0
-            weight = np.nan_to_num(weight[there], posinf=1e9, neginf=-1e9)
+            present = units >= 0
+            weight = np.nan_to_num(weight[present], posinf=1e9, neginf=-1e9)
             named, at, which, votes = np.unique(
-                units[there], return_index=True, return_inverse=True, return_counts=True
+                units[present], return_index=True, return_inverse=True, return_counts=True
             )
-            each = records[there][at]
+            each = records[present][at]
             if each.sum() > most:
                 order = np.lexsort((-np.bincount(which, weight, len(named)), -votes))
                 fits = np.cumsum(each[order]) <= most
@@ -72,22 +73,22 @@ class Choice:
 
 @dataclass(frozen=True)
 class Extents:
-    """Where units lie: extent e of a row is a run of entries in one record. Arrays of the host, not to be changed."""
+    """The places of units: extent e of a row is a run of entries in one record. Host arrays, not to be changed."""
 
     records: np.ndarray
-    """(rows, E) int64 ids in the history's store; -1: none."""
+    """(rows, E) int64 ids in the history's store; -1: no record."""
     first: np.ndarray | None = None
-    """(rows, E): the first entry of the run in its record; None: the record's first."""
+    """(rows, E): index of the run's first entry in its record; None: 0."""
     count: np.ndarray | None = None
-    """(rows, E): entries in the run; None: as many as a record holds."""
+    """(rows, E): number of entries in the run; None: the complete record."""
     unit: np.ndarray | None = None
-    """(rows, E): which of the units that were asked for the run belongs to, ascending; None: one extent a unit."""
+    """(rows, E): index of the run's unit among those given to `extents`, ascending; None: one extent a unit."""
 
 
-# What a fetcher needs of a history, and what it gives
+# A fetcher's input from a history, and its output
 
 class Source(Protocol):
-    """What a fetcher needs of a history: where units lie, and how entries lie in a record."""
+    """The part of a history that a fetcher uses: the extents of units, and the layout of records."""
 
     store: Store
     form: Any
@@ -108,43 +109,42 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Fetched:
-    """Entries of a choice, and behind them the latest ones. Valid until the next gather of any fetcher of the cache."""
+    """A choice's entries followed by the latest ones. Valid until the next gather of any fetcher of the cache."""
 
     entries: torch.Tensor
-    """(rows, N + t, entry width) on the history's device, as the store has them."""
+    """(rows, N + t, entry width) on the history's device, as stored."""
     chosen: int
-    """N: entries a row that come of the choice: as many as the records of its units hold, or where it keeps some
-    alone, as many as the row that keeps most."""
+    """N: entries a row from the choice. That is the number in its units' records, or, with `Choice.keep`, the largest
+    number that a row keeps."""
     valid: np.ndarray | None
-    """(rows, N) bool: entries to attend to; None: all. The others are undefined, and finite where they were stored, or
-    zeros where there is no record."""
+    """(rows, N) bool: entries to attend to; None: all. The others are undefined, but finite if they were stored, and
+    zeros if there is no record."""
     kept: np.ndarray | None = None
-    """(rows, N) int64: which entry each is of those that the units' records hold, one after the other; None: these are
-    they. Anything where it is not valid."""
+    """(rows, N) int64: each kept entry's index in its units' records; None if all are kept. Undefined where invalid."""
 
     records: torch.Tensor | None = None
-    """(rows, E, entries a record, entry width): what the records of the choice's extents hold, whatever is attended to
-    of it; valid as `entries` are."""
+    """(rows, E, entries a record, entry width): complete contents of the records in the choice's extents; valid as long
+    as `entries`."""
 
     def of_chosen(self, entries: np.ndarray) -> np.ndarray:
-        """What is said of all entries of the units, (rows, entries), as (rows, N)."""
+        """Values for all entries of the units, (rows, entries), reduced to those of this result, (rows, N)."""
         return entries if self.kept is None else np.take_along_axis(entries, self.kept, 1)
 
 
 def kept_entries(valid: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Which of the entries `valid` (rows, n) bool are to be attended to: their places (rows, N), N being the most that
-    a row has, and which of these are some (rows, N) bool; None: all."""
+    """The entries to attend to among `valid` (rows, n) bool: their indices (rows, N), N being the largest number in a
+    row, and which of these exist, (rows, N) bool; None: all."""
     counts = valid.sum(1)
     most = int(counts.max(initial=0))
     if (counts == most).all():
         return valid.nonzero()[1].reshape(len(valid), most), None
-    places, there = np.zeros((len(valid), most), dtype=np.int64), np.arange(most) < counts[:, None]
-    places[there] = valid.nonzero()[1]
-    return places, there
+    places, present = np.zeros((len(valid), most), dtype=np.int64), np.arange(most) < counts[:, None]
+    places[present] = valid.nonzero()[1]
+    return places, present
 
 
 def valid_entries(choice: Choice, extents: Extents, group_size: int, there: int) -> np.ndarray | None:
-    """Which entries of the units are there, and are to be attended; `there`: extents that are a record."""
+    """Mask of the units' existing, kept entries, (rows, N) bool; `there`: number of extents that have a record."""
     rows, width = extents.records.shape
     valid: np.ndarray | None = None
     offset = np.arange(group_size)
@@ -157,7 +157,7 @@ def valid_entries(choice: Choice, extents: Extents, group_size: int, there: int)
         keep = choice.keep
         if extents.unit is not None or extents.first is not None:
             unit = np.broadcast_to(np.arange(width), (rows, width)) if extents.unit is None else extents.unit
-            before = np.cumsum(count, 1) - count  # entries of the row in earlier runs, and so of the unit, by its first
+            before = np.cumsum(count, 1) - count  # entries in the row's earlier runs, soon in the unit's
             begins = np.diff(unit, axis=1, prepend=-1) != 0
             before -= np.maximum.accumulate(np.where(begins, before, 0), 1)
             entry = (before - first)[..., None] + offset

@@ -1,4 +1,4 @@
-"""A choice in, entries out, for the records of one history: from tiers, from reads ahead, and from the store."""
+"""A choice in, entries out, for one history's records: from tiers, from prefetches, and from the store."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .tier import Tier, distinct, importance_of, keep, keep_in, kept_of, take_re
 
 
 class Fetcher:
-    """Brings the records of one history to its device. Knows records alone: no layer, budget or padding.
+    """Fetches one history's records to its device. Knows only records: no layer, budget or padding.
 
-    Tiers are asked in order, the nearest first; what none of them has is read, and kept in all of them. A gather that
-    raises has changed nothing, except that tiers keep what was read before it. For the thread that runs the model.
+    Asks the tiers in order, the fastest first. It reads records that no tier has, and keeps them in all tiers. A gather
+    that raises has changed nothing, except that tiers keep what was read before. For the thread that runs the model.
 
     Args:
-        tiers: nearest first; closed by the fetcher.
-        most_records: records a row that a step wants at most: what areas are made for at once; a gather may want more.
-        layer_idx: on which line of the timeline waits are shown; None: on none.
+        tiers: fastest first; closed by the fetcher.
+        most_records: maximum records a row that a usual step needs, which areas are allocated for; a gather may need
+            more.
+        layer_idx: line of the timeline that shows waits; None: none does.
         looks: areas for `begin_look`; None: it does nothing.
-        link: which records travel as replicas; None: none do.
+        link: the link that reads some records as replicas; None: none are.
     """
-
     def __init__(
         self, storage: Storage, areas: Areas, tiers: Sequence[Tier], most_records: int, layer_idx: int | None = None,
         looks: Areas | None = None, link: Link | None = None,
@@ -38,28 +38,28 @@ class Fetcher:
         self._storage, self._areas, self.tiers = storage, areas, list(tiers)
         self.most_records = most_records
         self.read_at_once = most_records
-        """Records a row that a gather reads at a time, if more are missing: what its area is made for."""
+        """Records a row that a gather reads at a time; its area is this large, and more are read in parts."""
         self._several = len(self.tiers) > 1
         self._missing, self._reads = Missing(storage, areas, layer_idx, link), AreaReads(storage, areas, layer_idx)
         self._weighs, self.layer_idx = link is not None, layer_idx
         self._early = None if looks is None else EarlyLook(storage, looks, layer_idx)
         self.latest: Choice | None = None
-        """What was gathered last; None after a change of the rows."""
+        """The latest gathered choice; None after a change of the rows."""
         self.closed = self._at_work = False
         storage.account.spare(self)
 
-    # --- ahead -------------------------------------------------------------------------------------------------
+    # --- prefetching -------------------------------------------------------------------------------------------
 
     @property
     def guess(self) -> Choice | None:
-        """The choice that is being read ahead, if one is."""
+        """The choice that is being prefetched, if any."""
         return None if self._missing.ahead is None else self._missing.ahead.choice
 
     def ahead(self, history: Source, choice: Choice, others: Choice | None = None) -> None:
-        """Start reading what of `choice` no tier holds, and of `others` as far as there is room.
+        """Prefetch the records of `choice` that no tier has, and those of `others` while there is room.
 
-        Does nothing where no area is free. What it raises has changed nothing; a read that fails is dropped when the
-        gather comes to it. May outlive the step.
+        Does nothing if no area is free. If it raises, nothing has changed; a failed read is dropped by the gather. May
+        outlive the step.
         """
         if self._missing.ahead is not None:
             self.drop_ahead()
@@ -68,7 +68,7 @@ class Fetcher:
         self._missing.begin_ahead(history, choice, room, *self._absent(history, choice), more)
 
     def _absent(self, history: Source, choice: Choice) -> tuple[np.ndarray, np.ndarray | None]:
-        """The records of a choice that no tier holds, ascending, and how much each matters."""
+        """The records of a choice that no tier has, ascending, and their importance."""
         records = history.extents(choice.units).records.reshape(-1)
         absent = records >= 0
         for tier in self.tiers:
@@ -77,18 +77,18 @@ class Fetcher:
         return missing, importance_of(choice.importance, absent, missing.size, which) if self._weighs else None
 
     def not_held(self, records: np.ndarray) -> np.ndarray:
-        """Which of `records` (n,), -1: none, no tier holds: (n,) bool."""
+        """Mask of `records` (n,) that are in no tier, (n,) bool; a record of -1 is none."""
         absent = records >= 0
         for tier in self.tiers:
             absent &= tier.locate(records) < 0
         return absent
 
     def drop_ahead(self) -> None:
-        """Nobody comes for what is read ahead: wait until it is done, and forget it, and its error if it had one."""
+        """Wait for the prefetch and drop it, with its error if it failed."""
         self._missing.drop_ahead()
 
     def drop_reads(self) -> None:
-        """As `drop_ahead`, of everything that is under way."""
+        """As `drop_ahead`, for all reads in flight."""
         self.drop_ahead()
         if self._early is not None:
             self._early.drop()
@@ -96,10 +96,10 @@ class Fetcher:
     # --- gather ------------------------------------------------------------------------------------------------
 
     def gather(self, history: Source, choice: Choice) -> Fetched:
-        """The entries of `choice`, row by row and unit by unit, and behind them `history.recent`.
+        """The entries of `choice`, row by row and unit by unit, followed by `history.recent`.
 
-        Waits for what was read ahead, reads what is still missing, and keeps what was read. A choice that is gathered
-        again is counted once. Raises `StoreError`, `BudgetError`; nothing has changed then.
+        Waits for the prefetch, reads missing records, and keeps what was read. A choice that is gathered again counts
+        once. Raises `StoreError` or `BudgetError` with nothing changed.
         """
         self._at_work = True
         try:
@@ -114,16 +114,16 @@ class Fetcher:
                     behind = latest if beside is None else latest + beside[1].shape[1]
                     filled = self._fill_view(history, extents, choice, behind)
             width = extents.records.shape[1]
-            there = int(np.count_nonzero(extents.records >= 0))
+            present = int(np.count_nonzero(extents.records >= 0))
             runs = extents.count is not None or extents.first is not None
             if choice is not self.latest:
                 counters = self._storage.counters
-                counters.units_selected += there
+                counters.units_selected += present
                 counters.units_resident += filled.resident
                 counters.units_ready += filled.resident + filled.ready
             chosen = width * form.group_size
-            plain = there == extents.records.size and choice.keep is None and not runs
-            valid = None if plain else valid_entries(choice, extents, form.group_size, there)
+            plain = present == extents.records.size and choice.keep is None and not runs
+            valid = None if plain else valid_entries(choice, extents, form.group_size, present)
             if beside is not None:
                 filled.view.entries[:, chosen : chosen + beside[1].shape[1]] = beside[0]
                 valid = np.ones((history.rows, chosen), dtype=bool) if valid is None else valid
@@ -142,9 +142,10 @@ class Fetcher:
             self._at_work = False
 
     def bring(self, history: Source, choice: Choice) -> torch.Tensor:
-        """The entries (rows, M, entries a record, entry width) of the units of `choice`, for who decides by them which
-        are attended to: valid until the next gather of any fetcher of the cache, and what a gather of the same units
-        finds there. -1: zeros. Waits, reads, keeps and raises as `gather`."""
+        """The entries (rows, M, entries a record, entry width) of the units of `choice`, for a predictor; -1: zeros.
+
+        Valid until the next gather of any fetcher of the cache; a gather of the same units uses them. Waits, reads,
+        keeps and raises as `gather` does."""
         extents, beside = history.extents(choice.units), history.beside
         behind = history.recent.shape[1] + (0 if beside is None else beside[1].shape[1])
         self._at_work = True
@@ -156,67 +157,67 @@ class Fetcher:
         return filled.view.entries[:, : width * group].unflatten(1, (width, group))
 
     def _fill_view(self, history: Source, extents: Extents, choice: Choice, latest: int) -> Filled:
-        """The view with the records of `extents` in it, those of `choice`, and room for `latest` entries a row behind
-        them: from tiers, from what was read ahead, and from the store."""
+        """The view filled with the records of `extents`, which are those of `choice`, and room for `latest` entries a
+        row behind them. The records come from tiers, from the prefetch, and from the store."""
         form, records, (rows, width) = history.form, extents.records.reshape(-1), extents.records.shape
         behind, room = -(-latest // form.group_size), rows * min(records_soon(history.records), self.most_records)
         at_once = min(room, rows * self.read_at_once)
         view = self._areas.view(rows, width, behind, form, history.device, room + rows * behind)
-        there = records >= 0
-        count = there.nonzero()[0].size
+        present = records >= 0
+        count = present.nonzero()[0].size
         if count < records.size:
-            view.payloads.tensor[torch.from_numpy(view.target[~there])] = 0
-        found, absent = [], there
+            view.payloads.tensor[torch.from_numpy(view.target[~present])] = 0
+        hits, absent = [], present
         for tier in self.tiers:
             lies_in = tier.locate(records)
-            found.append((tier, lies_in))
+            hits.append((tier, lies_in))
             absent = absent & (lies_in < 0)
         places, ready = absent.nonzero()[0], 0
         if places.size:
             missing, which = distinct(records[places])
             matter = importance_of(choice.importance, absent, missing.size, which) if self._weighs else None
             target = view.target[places]
-            ready = self._missing.bring(history, view, target, missing, which, matter, at_once, found)
+            ready = self._missing.bring(history, view, target, missing, which, matter, at_once, hits)
             if not self._several:
-                for tier, lies_in in found:
+                for tier, lies_in in hits:
                     keep_in(tier, lies_in, places, missing, which, view)
         else:
             if self._missing.ahead is not None:
                 self.drop_ahead()
-            take_resident(found, view)
-        if self._several:  # what came from a farther one is to be nearer
-            keep(found, records, view)
+            take_resident(hits, view)
+        if self._several:  # faster tiers also keep what a slower one had
+            keep(hits, records, view)
         return Filled(self, choice.units, extents, view, count - places.size, ready)
 
     def look(self, history: Source, extents: Extents, *, again: bool = False) -> torch.Tensor:
-        """The entries (rows, E, entries a record, entry width) of the records of `extents`, for who decides by them:
-        valid until the next call. -1: zeros. Tiers and what is read ahead stay as they are; what was begun for a look
-        is kept for the next one that will look at it `again`. Raises as `gather`."""
+        """The entries (rows, E, entries a record, entry width) of the records of `extents`, for a predictor; -1: zeros.
+
+        Valid until the next call. Tiers and the prefetch stay as they are. With `again`, a look that was begun early is
+        kept for the next look. Raises as `gather` does."""
         room = history.rows * min(records_soon(history.records), self.most_records)
         return self._reads.look(history, extents, room, self._early, again=again)
 
     def begin_look(self, history: Source, extents: Extents) -> None:
-        """Start to read what the next `look` will probably ask for, where there are areas for that. What it raises has
-        changed nothing; a read that fails is made anew by the look. May outlive the step."""
+        """Prefetch for the probable next `look`, if an area is free. If it raises, nothing has changed; the look
+        repeats a failed read. May outlive the step."""
         if self._early is not None:
             self._early.begin(history, extents)
 
     # --- changes -----------------------------------------------------------------------------------------------
 
     def rows_changed(self) -> None:
-        """Rows of the history are no longer what they were: what was chosen for them is void. Tiers stay valid."""
+        """Drop what was selected for the history's former rows. Tiers stay valid."""
         self.latest = self._areas.filled = None
         self.drop_reads()
 
     def stale(self, records: np.ndarray) -> None:
-        """These records are about to be written anew: no read is under way, and what attention was given is not to be
-        had again. What tiers have is valid until `renew`."""
+        """Prepare for `records` being rewritten: ends reads in flight, and drops the latest view. The tiers' copies are
+        valid until `renew`."""
         self._areas.filled = None
         self.drop_reads()
 
     def renew(self, records: np.ndarray, payloads: torch.Tensor, gone: np.ndarray) -> None:
-        """Distinct `records` (n,) were written anew and hold `payloads` (n, payload width); those `gone` hold nothing.
-        """
+        """Update distinct `records` (n,), rewritten to `payloads` (n, payload width); those in `gone` are empty now."""
         for tier in self.tiers:
             if gone.size:
                 tier.forget(gone)
@@ -229,7 +230,7 @@ class Fetcher:
             raise
 
     def forget(self, records: np.ndarray) -> None:
-        """These records are free: nothing read of them is valid."""
+        """Drop all copies of `records`, which were freed."""
         self.rows_changed()
         for tier in self.tiers:
             tier.forget(records)
@@ -239,12 +240,12 @@ class Fetcher:
         return sum([tier.tables_nbytes for tier in self.tiers])
 
     def free_memory(self) -> None:
-        """As `Spare.free_memory`: all that it has, unless it gathers or reads ahead; it is closed then."""
+        """As `Spare.free_memory`: frees everything and closes, unless it is gathering or prefetching."""
         if not self._at_work and self._missing.ahead is None:
             self.close()
 
     def close(self) -> None:
-        """Give the tiers back; what is read ahead is waited for. Idempotent."""
+        """Close the tiers, after waiting for prefetches. Idempotent."""
         self.closed = True
         self.rows_changed()
         for tier in self.tiers:

@@ -1,4 +1,4 @@
-"""Which slots a tier gives up for what comes in: replacement policies."""
+"""Replacement policies: the slots that a tier evicts to make room."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ import numpy as np
 
 
 class Policy(Protocol):
-    """Which of a tier's slots are filled anew, and with what. Made with the number of slots; used by one thread."""
+    """Decides which of a tier's slots are filled again, and with what. Made for a number of slots; for one thread."""
 
     def place(
         self, records: np.ndarray, in_use: np.ndarray, *, wanted: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Where records (int64 ids), distinct and in no slot, lie from now on: the positions in `records` of those
-        that get a slot, and distinct slots (int32) for them, none of those `in_use`. They are `wanted` by a step, which
-        takes from the slots in use, or were written anew after it."""
+        """Choose slots for `records` (int64 ids), which are distinct and in no slot.
+
+        Returns the positions in `records` of those that get a slot, and as many distinct slots (int32), none of them
+        `in_use`. `wanted`: a step selected the records, and reads the slots in use; otherwise they were rewritten after
+        it."""
 
     def used(self, slots: np.ndarray) -> None:
-        """What lies in these slots was wanted again; several times in a step where several rows want it."""
+        """Note that the records in these slots were used again; several times in a step if several rows use one."""
 
     def renewed(self, slots: np.ndarray) -> None:
-        """What lies in these slots was written anew, here and in the store."""
+        """Note that the records in these slots were rewritten, here and in the store."""
 
     def emptied(self, slots: np.ndarray) -> None:
-        """Nothing valid lies in these slots any more: they are the next to be filled."""
+        """Note that these slots are empty; they are the next to be filled."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the policy's own books."""
+        """Bytes of the policy's own tables."""
 
     def rehearse(self, records: int) -> None:
-        """Make the books as large as a store of `records` may make them: a quarter beyond what there is."""
+        """Make the tables as large as a store of `records` can make them: a quarter more than needed."""
 
 
 class FirstIn:
-    """First in, first out (KVSwap, section 3.4.3): the slot that was filled longest ago goes first. Of more records
-    than slots the last ones get one."""
+    """First in, first out (KVSwap, section 3.4.3): evicts the slot that was filled longest ago. If there are more
+    records than slots, the last ones get a slot."""
 
     def __init__(self, capacity: int) -> None:
         self._order = np.arange(capacity, dtype=np.int32)
@@ -47,7 +49,7 @@ class FirstIn:
         return self._order.nbytes
 
     def rehearse(self, records: int) -> None:
-        """Changes nothing: the books are by slot."""
+        """Do nothing: the tables depend on the number of slots."""
 
     def place(
         self, records: np.ndarray, in_use: np.ndarray, *, wanted: bool = True
@@ -61,10 +63,10 @@ class FirstIn:
         return np.arange(records.size - slots.size, records.size), slots
 
     def used(self, slots: np.ndarray) -> None:
-        """Changes nothing: what counts is when a slot was filled."""
+        """Do nothing: only the time of filling counts."""
 
     def renewed(self, slots: np.ndarray) -> None:
-        """Changes nothing."""
+        """Do nothing."""
 
     def emptied(self, slots: np.ndarray) -> None:
         chosen = np.zeros(len(self._order), dtype=bool)
@@ -72,30 +74,30 @@ class FirstIn:
         self._order = np.concatenate([slots, self._order[~chosen[self._order]]])
 
     def put_last(self, slots: np.ndarray) -> None:
-        """Let these slots be the last to be filled anew."""
+        """Make these slots the last to be evicted."""
         chosen = np.zeros(self._order.size, dtype=bool)
         chosen[slots] = True
         self._order = np.concatenate([self._order[~chosen[self._order]], slots])
 
 
 class MostUsed:
-    """The access-frequency table (LeoAM, section 4.3): what was wanted most often lately stays.
+    """The access-frequency table (LeoAM, section 4.3): the records used most often of late stay.
 
-    Each record's uses are counted, in a slot or not; with each step that brings something older ones count less. What
-    comes takes the place of what was wanted less often, or else finds none: a thing that is wanted once does not push
-    out what is wanted in every other step. What a nearer tier has and gives is not counted by a farther one that has it
-    too: that one need not keep it. (With those counted, two tiers hit as often: at 8K tokens of text .594 instead
-    of .593, with slots for a third and two thirds of a selection; .929 of .926, for a third and four thirds.)
+    Counts each record's uses, in a slot or not; older uses count less after each step that reads something. A new
+    record replaces one that was used less often, or gets no slot, so a single use does not evict a record that is used
+    every other step. A slower tier does not count uses that a faster tier serves, because it need not keep such
+    records. (Counting them changes the hit rates of two tiers little: at 8K tokens of text .594 instead of .593, with
+    slots for a third and two thirds of a selection; .929 instead of .926, for a third and four thirds.)
     """
 
     _KEEPS = 0.8
-    """What a use counts after a step. At 8K tokens of text, with slots for an eighth to one selection, .8 and .9 hit a
-    fifth to a quarter more often than first in, first out, .97 as often up to half a selection and less beyond."""
+    """Weight of a use after one more step. At 8K tokens of text, with slots for an eighth to one selection, .8 and .9
+    have a fifth to a quarter more hits than first in, first out; .97 has as many up to half a selection, then fewer."""
 
     def __init__(self, capacity: int) -> None:
         self._record_in = np.full(capacity, -1, dtype=np.int64)
         self._uses = np.zeros(64, dtype=np.float32)
-        self._one = 1.0  # what a use counts now: later ones count more, which is the same as that older ones count less
+        self._one = 1.0  # weight of a use now: later uses weigh more, which equals earlier ones weighing less
 
     @property
     def nbytes(self) -> int:
@@ -121,30 +123,30 @@ class MostUsed:
                 self._uses /= self._one
                 self._one = 1.0
         worth, size = self._worth(np.concatenate([self._record_in, records])), self._record_in.size
-        lie, come = np.where(self._record_in < 0, -1, worth[:size]), worth[size:]
+        lie, arriving = np.where(self._record_in < 0, -1, worth[:size]), worth[size:]
         lie[in_use] = np.inf
         if self._reserved is not None:
             lie[self._reserved()] = np.inf
         count = min(records.size, lie.size)
-        best = np.argsort(-come, kind="stable")[:count]
+        best = np.argsort(-arriving, kind="stable")[:count]
         least = np.argsort(lie, kind="stable")[:count]
-        better = come[best] > lie[least]  # the first ones, since one falls and the other rises
+        better = arriving[best] > lie[least]  # a prefix, because one side falls and the other rises
         taken, slots = best[better], least[better].astype(np.int32)
         self._record_in[slots] = records[taken]
         return taken, slots
 
     def _worth(self, records: np.ndarray) -> np.ndarray:
-        """What decides which of records stay; -1: anything."""
+        """The values by which records stay or are evicted; undefined for -1."""
         return self._uses[records]
 
     _reserved: Callable[[], np.ndarray] | None = None
-    """Gives the slots that are not given up in this step; None: there are none."""
+    """Returns the slots that are not evicted in this step; None: there are no such slots."""
 
     def renewed(self, slots: np.ndarray) -> None:
-        """Changes nothing."""
+        """Do nothing."""
 
     def used(self, slots: np.ndarray) -> None:
-        """Without steps that bring something nothing gets older: no count goes beyond what being wanted for ever gives.
+        """Count a use, up to the limit of a record used in every step: without steps that read, counts do not decay.
         """
         records, most = self._record_in[slots], self._one / (1 - self._KEEPS)
         self._uses[records] = np.minimum(self._uses[records] + self._one, most)
@@ -161,21 +163,21 @@ class MostUsed:
 
 
 class ClusterAligned(MostUsed):
-    """Aligned with clusters (DynaKV, section 6.2): small ones first, and what was lately written anew stays.
+    """Cluster-aligned replacement (DynaKV, section 6.2): small clusters and recently rewritten pages stay.
 
-    A page stays by how often it was wanted lately, and less, the more pages its cluster has: those of a large one come
-    in one read. Pages written anew in the latest steps, for their cluster was joined or split, are not given up, as far
-    as they take an eighth of the slots.
+    A page stays by how often it was used of late, divided by a power of its cluster's number of pages, because one read
+    fetches all pages of a large cluster. Pages rewritten in the latest steps, when their cluster was merged or split,
+    are not evicted, up to an eighth of the slots.
 
     Args:
-        sizes: pages of the cluster that each of records (n,) int64 belongs to, (n,).
+        sizes: returns the number of pages, (n,), of the cluster of each of records (n,) int64.
     """
 
     _BY_SIZE = 0.25
-    """Over 500 steps after 2K tokens of text, slots for a half of a selection: of the pages that were wanted .406 were
-    there with the least recently used going first, .457 by uses alone, .456, .448 and .432 with this at a quarter, a
-    half and 1; of the clusters that were wanted as a whole .423, .448, .467, .478, .491. With slots for one selection
-    .780, .788, .784, .780, .765 and .767, .771, .778, .783, .785."""
+    """Exponent of the number of pages. Hit rates over 500 steps after 2K tokens of text, for least recently used, uses
+    only, and this with exponents 1/4, 1/2 and 1. Slots for half a selection: .406, .457, .456, .448, .432 of pages;
+    .423, .448, .467, .478, .491 of complete clusters. Slots for one selection: .780, .788, .784, .780, .765 of pages;
+    .767, .771, .778, .783, .785 of complete clusters."""
     _LATELY, _SHARE = 16, 8
 
     def __init__(self, capacity: int, sizes: Callable[[np.ndarray], np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""Reads ahead and writes behind, for the stores of one cache."""
+"""Prefetches and queued writes for one cache's stores."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from ..stores.base import Deadline, Process, Store, Transfer, check_batch
 from .reader_pool import ReaderPool, join_before_exit
 from .write_queue import WriteQueue
 
-# Reads under way: what their caller waits with, and the log of those that have not ended
+# Reads in flight: a ticket for the caller to wait with, and the log of unfinished reads
 
 class Ticket:
-    """A read under way. Until `wait` returns or raises, `ids` and `out` belong to the prefetcher; then to the caller.
+    """A read in flight. Until `wait` returns or raises, `ids` and `out` belong to the prefetcher; then to the caller.
 
-    For the thread that started the read. Its caller needs `wait` and `done`; the rest is the prefetcher's.
+    For the thread that started the read. The caller uses `wait` and `done`; the rest is for the prefetcher.
 
     Attributes:
-        transfers: what is under way, each for a part of the records; none once all has ended.
-        records: how many of them are read.
-        error: what `wait` raises.
-        stalled: a wait for it took too long.
-        out: the memory that is read into, as long as there are transfers.
-        started: `time.perf_counter()` when the read was asked for.
+        transfers: transfers in flight, each for a part of the records; empty when all have ended.
+        records: number of records that are read.
+        error: the error that `wait` raises.
+        stalled: a wait for it timed out.
+        out: the memory that is read into, while there are transfers.
+        started: `time.perf_counter()` at the request.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Ticket:
         self._store = weakref.ref(store)
 
     def wait(self) -> float:
-        """Block until all records are in `out`; the seconds spent here (a mapped gather included).
+        """Block until all records are in `out`; returns the seconds spent here (a mapped gather included).
 
-        Raises the first error of the read, or else (but not of a guess) of an earlier write to this store that failed
-        and was not reported yet. Before it raises, all of it has finished or was given up. Waiting again is cheap, and
-        raises the same. A signal's exception (Ctrl-C) leaves the read under way: wait again.
+        Raises the read's first error. If it has none and is not a guess, raises the error of an earlier failed write to
+        this store that was not reported yet. Before it raises, the complete read has finished or was cancelled. Waiting
+        again is cheap and raises the same. A signal's exception (Ctrl-C) leaves the read in flight: wait again.
 
-        `StalledError`: it did not end in time, and may still write to `out`, which the ring or the thread that is stuck
-        holds until it has. See `Prefetcher.interrupted_by` for what can be done then.
+        Raises `StalledError` if the read does not end in time. It may then still write to `out`, which the ring or the
+        stuck thread keeps until the read ends. `Prefetcher.interrupted_by` says what can be done then.
         """
         if self._log.process.id != os.getpid():
             self._log.process.check("this read")
@@ -88,33 +88,33 @@ class Ticket:
     def done(self) -> bool:
         """Whether `wait` would return or raise without reading or blocking."""
         ended = True
-        for transfer in self.transfers:  # each is looked at
+        for transfer in self.transfers:  # polls every one
             ended = transfer.done() and ended
         return ended
 
     def fail(self, error: BaseException | None) -> None:
-        """`wait` raises `error`, if it is the first."""
+        """Let `wait` raise `error`, if it is the first."""
         if self.error is None and error is not None:
             self._traceback = error.__traceback__
             self.error = error
 
     def drop(self) -> None:
-        """Give up what has not begun. Does not block."""
+        """Cancel what has not begun. Does not block."""
         for transfer in self.transfers:
             transfer.drop()
 
     def cancel(self) -> None:
-        """Nothing touches the store or `out` from then on. Raises `StalledError` where something still may."""
+        """Cancel the read: nothing touches the store or `out` afterwards. Raises `StalledError` if something may."""
         self.drop()
         for transfer in self.transfers:
             transfer.wait()
 
     def release_all(self) -> None:
-        """Nothing is under way any more: hold neither transfers nor memory."""
+        """Drop transfers and memory when nothing is in flight any more."""
         self.transfers, self.out = [], None
 
     def _give_up(self, error: Exception) -> None:
-        """The read has failed: nothing of it goes on, or the device is stalled."""
+        """Cancel a failed read; if that fails, the device is stalled."""
         self.fail(error)
         try:
             if isinstance(error, StalledError):
@@ -122,17 +122,17 @@ class Ticket:
             self.cancel()
         except StalledError as stalled:
             self.stalled, self._log.interrupted_by = True, stalled
-            return  # still under way: the log looks after it
+            return  # still in flight: the log keeps it
         self._log.end(self)
         self.transfers, self.out = [], None
 
 
 class ReadLog:
-    """The reads that have not ended, and how long those that have took; and what went wrong with the waiting.
+    """The unfinished reads, the total time of the finished ones, and the error that makes the state uncertain.
 
     Attributes:
         seconds: sum over the reads that were seen to end, from submission to the last byte.
-        process: whose reads they are.
+        process: the process that started the reads.
         interrupted_by: see `Prefetcher.interrupted_by`.
     """
 
@@ -141,14 +141,14 @@ class ReadLog:
         self.process = Process()
         self.interrupted_by: BaseException | None = None
         self._timeline = timeline
-        # Held here: what goes on by itself, so that it can be waited for when its caller has forgotten it. What is only
-        # advised goes when its caller lets go of it.
+        # Reads that run by themselves are kept here, so that they can be waited for after their caller dropped them.
+        # Reads that are only advised are dropped with their caller's reference.
         self.under_way: dict[Ticket, weakref.ref[Store]] = {}
         self._advised: weakref.WeakKeyDictionary[Ticket, weakref.ref[Store]] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
     def noting_stalls(self) -> Iterator[None]:
-        """A `StalledError` in here is noted in `interrupted_by`."""
+        """Inside, store a `StalledError` in `interrupted_by`."""
         try:
             yield
         except StalledError as error:
@@ -156,7 +156,7 @@ class ReadLog:
             raise
 
     def begin(self, store: Store, ticket: Ticket) -> None:
-        """What there was to start for `ticket` was started."""
+        """Add `ticket`, whose transfers were started."""
         if ticket.transfers:
             tickets = self.under_way if ticket.transfers[0].runs else self._advised
             tickets[ticket] = weakref.ref(store)
@@ -164,13 +164,13 @@ class ReadLog:
             ticket.release_all()
 
     def poll(self) -> None:
-        """Note what has come to an end."""
+        """Note which reads have ended."""
         for ticket in list(self.under_way):
             if ticket.done():
                 self.end(ticket)
 
     def end(self, ticket: Ticket) -> None:
-        """No part of `ticket` is under way any more."""
+        """Remove `ticket`, no part of which is in flight any more, and count its time."""
         known = self.under_way.pop(ticket, None) or self._advised.pop(ticket, None)
         stop: float | None = None
         for transfer in ticket.transfers:
@@ -185,10 +185,10 @@ class ReadLog:
             self._timeline.add("reads", ticket.name, ticket.started, stop, **details)
 
     def end_all(self, tickets: Iterable[Ticket]) -> None:
-        """Give up `tickets`, and wait for what has begun. Raises the first `StalledError`, when all were tried."""
+        """Cancel `tickets`, and wait for what has begun. Raises the first `StalledError` after all were tried."""
         stalled = None
         for ticket in tickets:
-            ticket.drop()  # all before the first wait: what is dropped behind a stalled one never begins
+            ticket.drop()  # all before the first wait, so that those queued behind a stalled one never begin
         for ticket in tickets:
             try:
                 ticket.cancel()
@@ -197,51 +197,51 @@ class ReadLog:
             else:
                 self.end(ticket)
                 if ticket.error is not None:
-                    ticket.release_all()  # nobody asks it any more
+                    ticket.release_all()  # nothing waits for it any more
         if stalled is not None:
             raise stalled
 
     def running(self) -> list[Ticket]:
-        """What goes on by itself."""
+        """The reads that run by themselves."""
         return list(self.under_way)
 
     def of(self, store: Store) -> list[Ticket]:
-        """What was begun for `store`, what was only advised included."""
+        """The reads begun for `store`, those only advised included."""
         return [t for tickets in (self.under_way, self._advised) for t, of in list(tickets.items()) if of() is store]
 
     @property
     def stuck(self) -> bool:
-        """A read that did not end in time is still under way, unless `look` has seen it end."""
+        """Whether a read that timed out is still in flight, as far as `poll` has seen."""
         return any(ticket.stalled for ticket in self.under_way)
 
     @property
     def held_bytes(self) -> int:
-        """Memory that reads under way may still write to."""
+        """Bytes of memory that reads in flight may still write to."""
         storages = [ticket.out.untyped_storage() for ticket in self.under_way if ticket.out is not None]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 STALLED_READS = "stalled reads"
-"""The owner under which the account keeps memory that a read may still write to after `Prefetcher.close`."""
+"""The account's owner of memory that a read may still write to after `Prefetcher.close`."""
 
 
 class Prefetcher:
     """Starts reads and queues writes for one cache's stores. All methods are for one thread.
 
-    Reads run as their store starts them (see `Store.start`): by the kernel; on the thread that waits, after advice; or,
-    if a store can only block, shared by up to `threads` reader threads. Writes go to one writer thread in their order
-    of arrival. Threads start when first needed and end with `close`, or soon after this object is deleted. After
-    `close`, `read`, `write`, `limit_writes` and `flush` raise `CacheClosedError`. In a forked child they, and `cancel`,
-    raise `ForkedProcessError`, and `close` does nothing.
+    Each store decides how its reads run (see `Store.start`): by the kernel; on the waiting thread, after advice; or, if
+    a store can only block, shared by up to `threads` reader threads. Writes go to one writer thread in their order of
+    arrival. Threads start when first needed and end with `close`, or soon after this object is deleted. After `close`,
+    `read`, `write`, `limit_writes` and `flush` raise `CacheClosedError`. In a forked child they, and `cancel`, raise
+    `ForkedProcessError`, and `close` does nothing.
 
     An operation that does not end within `timeout` seconds (None: no limit) raises `StalledError` in the waiting
-    caller: `Ticket.wait`, `write`, `limit_writes`, `flush`, `cancel`, `close`. A stuck operation goes on by itself: a
+    caller: `Ticket.wait`, `write`, `limit_writes`, `flush`, `cancel`, `close`. A stuck operation keeps running: a
     daemon thread, or the store's ring, keeps the store and the memory until it ends. A read on the waiting thread
     (`LateRead`: a map) has no such limit. A thread that dies is also an error in its waiting caller. If no thread can
     be started, and in `atexit` handlers, `read` and `write` do the work themselves.
 
-    A failed write is reported once, by the next `read`, `write`, `flush` or `Ticket.wait` of that store; reading one of
-    its records raises until it is written again.
+    A failed write is reported once, by the next `read`, `write`, `flush` or `Ticket.wait` of that store. Reading one of
+    its records raises until the record is written again.
 
     `timeline` gets a span "reads" for each read, from its submission until its last completion was seen, and a span
     "writes" for each batch while it is being written.
@@ -268,15 +268,15 @@ class Prefetcher:
         atexit.register(at_exit)
 
     interrupted_by: BaseException | None = property(attrgetter("_log.interrupted_by"))  # type: ignore[assignment]
-    """Why it is not certain what is under way: a device that stalled, or a signal's exception within `read`.
+    """The error that makes the operations in flight uncertain: a stalled device, or a signal's exception in `read`.
 
-    None: all is as it should be. Else nothing but `recover` and `close` is of use.
+    None: no such error. After one, only `recover` and `close` are useful.
     """
 
     def recover(self) -> None:
-        """Set `interrupted_by` back to None; for when all stores are about to be cancelled and closed.
+        """Set `interrupted_by` back to None, before all stores are cancelled and closed.
 
-        Raises `StalledError` while something that did not end in time is still under way.
+        Raises `StalledError` while an operation that timed out is still in flight.
         """
         self._log.process.check("this prefetcher")
         self.poll()
@@ -286,19 +286,19 @@ class Prefetcher:
         self._log.interrupted_by = None
 
     seconds_in_flight: float = property(attrgetter("_log.seconds"))  # type: ignore[assignment]
-    """Sum over all reads that were seen to end: seconds from submission until the last byte was there.
+    """Sum over all reads that were seen to end: seconds from submission until the last byte arrived.
 
-    A reader thread notes the end when it comes. What the kernel does by itself is looked at whenever this object or a
-    ticket is called, so the end is noted late when nobody calls: the figure is an upper bound there. A read that is
-    only advised ends with its gather, in `wait`. Records copied from the write queue take no time.
+    Reader threads note the end at once. Reads by the kernel are polled when this object or a ticket is called, so their
+    end may be noted late, and the figure is an upper bound. A read that is only advised ends with its gather, in
+    `wait`. Records copied from the write queue take no time.
     """
 
     def read(self, store: Store, ids: np.ndarray, out: torch.Tensor, *, guess: bool = False) -> Ticket:
-        """Start reading `ids` (int64; ascending is fastest) into the rows of `out`; both stay as they are until `wait`.
+        """Start reading `ids` (int64; ascending is fastest) into the rows of `out`; change neither before `wait`.
 
         A record whose write is still queued is copied from the queue, now. Raises `StoreError` for a failed write of
-        this store (see above), and for records that do not exist where the store can tell at once. `guess`: the caller
-        drops what this raises; a failed write is then told to the next who asks.
+        this store (see above), and for records that do not exist if the store can tell at once. `guess`: the caller
+        drops what this raises, so a failed write is reported to the next caller.
         """
         check_batch(ids, out, store.record_bytes, aligned=True)
         if self._log.process.id != os.getpid():
@@ -316,7 +316,7 @@ class Prefetcher:
                 part, rows = (ids, out) if stop - start == ids.size else (ids[start:stop], out[start:stop])
                 ticket.transfers.append(store.start(part, rows) or self._readers.start(store, part, rows))
         except BaseException as error:
-            if not isinstance(error, Exception):  # a signal's: a part may have begun that nobody knows of
+            if not isinstance(error, Exception):  # a signal's: an unknown part may have begun
                 self._log.interrupted_by = error
             self._log.begin(store, ticket)
             with self._log.noting_stalls():
@@ -326,15 +326,14 @@ class Prefetcher:
         return ticket
 
     def poll(self) -> None:
-        """Note which reads have ended, and submit those that wait for a place in a queue. Does not block; cheap."""
+        """Note which reads have ended, and submit those that wait for a queue slot. Does not block; cheap."""
         self._log.poll()
 
     def write(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
-        """Queue `records` (uint8, (n, record_bytes), host memory) to be written to `ids`; takes both over.
+        """Queue `records` (uint8, (n, record_bytes), host memory) to be written to `ids`; takes ownership of both.
 
-        Blocks while the queue would hold more than `write_queue_bytes`, or than `limit_writes` said; a larger batch
-        waits for an empty queue. Queued bytes are in the memory account as "write queue". When it raises, nothing was
-        queued.
+        Blocks while the queue would exceed `write_queue_bytes`, or the limit of `limit_writes`; a larger batch waits
+        for an empty queue. Queued bytes are booked in the account as "write queue". If it raises, nothing was queued.
         """
         check_batch(ids, records, store.record_bytes)
         self._log.process.check("this prefetcher")
@@ -343,8 +342,8 @@ class Prefetcher:
             self._writes.add(store, ids, records)
 
     def limit_writes(self, most_bytes: int) -> None:
-        """From now on the queue holds at most `most_bytes`; blocks until it does. A write that failed is told to who
-        asks for its store."""
+        """Limit the queue to `most_bytes` from now on; blocks until it is that small. A failed write is reported to the
+        next caller that uses its store."""
         self._log.process.check("this prefetcher")
         with self._log.noting_stalls():
             self._writes.limit(most_bytes)
@@ -357,19 +356,19 @@ class Prefetcher:
             self._writes.flush(store)
 
     def check_written(self, store: Store, ids: np.ndarray) -> None:
-        """Raises `StoreError` where one of the records `ids` could not be written, however often it was told."""
+        """Raise `StoreError` if one of the records `ids` could not be written, even if that was reported before."""
         self._log.process.check("this prefetcher")
         self._writes.check_written(store, ids)
 
     def cancel(self, store: Store) -> None:
-        """Drop what is queued for `store` and wait for what is running: nothing touches it from then on.
+        """Drop what is queued for `store` and wait for what is running: nothing touches it afterwards.
 
-        For before `Store.close` and before its records are given up: their data, and errors about it, are forgotten.
-        Waiting on a read that had not finished raises `CacheClosedError`. The store may be used again afterwards. After
-        `close` there is nothing to do.
+        For use before `Store.close` and before its records are freed: their data, and errors about it, are dropped.
+        Waiting on a read that had not finished raises `CacheClosedError`. The store may be used again afterwards. Does
+        nothing after `close`.
 
-        Raises `StalledError` where something of it does not end in time: the store is not to be closed then, but let go
-        of; whatever is stuck holds it, and its file goes with it.
+        Raises `StalledError` if an operation does not end in time. Then drop the store without closing it: the stuck
+        operation keeps it, and its file is removed with it.
         """
         self._log.process.check("this prefetcher")
         with self._log.noting_stalls():
@@ -384,7 +383,8 @@ class Prefetcher:
     def close(self) -> None:
         """Drop queued writes and reads that have not started, wait for what is running, end the threads. Idempotent.
 
-        Raises `StalledError`, once all is done that can be, for what does not end in time and was not reported before.
+        Raises `StalledError`, after everything else is done, for an operation that does not end in time and was not
+        reported before.
         """
         if not self._log.process.is_here:
             return
@@ -406,18 +406,18 @@ class Prefetcher:
                 self._account.observe(STALLED_READS, held)
 
 
-# In a forked child, which has none of the threads, the two find nothing to wait for.
+# In a forked child, which has none of the threads, these two find nothing to wait for.
 
 
 def _stop(readers: ReaderPool, writes: WriteQueue, at_exit: functools.partial) -> None:
-    """What a prefetcher that is closed or gone leaves to do; takes no lock."""
+    """Stop the workers of a prefetcher that was closed or collected; takes no lock."""
     atexit.unregister(at_exit)
     readers.stop()
     writes.stop()
 
 
 def _end(readers: ReaderPool, writes: WriteQueue) -> None:
-    """Before the interpreter ends. Other exit handlers may still use the cache, without threads."""
+    """End the threads before the interpreter ends. Other exit handlers may still use the cache, without threads."""
     for each in (readers, writes):
         each.deadline.shorten_for_exit()
         each.end()

@@ -1,4 +1,4 @@
-"""Reads of stores that can only block, by threads."""
+"""Reader threads for stores that can only block."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ import torch
 from ..errors import CacheClosedError, StoreError
 from ..stores.base import EXIT_SECONDS, Deadline, Store, Transfer, describe, has_passed, runs, seconds_left
 
-# Threads that run jobs from a queue until it is told to end
+# Threads that run jobs from a queue until they are told to end
 
 Jobs: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
-"""What a thread runs, in order; None ends every thread of the queue. A job that raises ends its thread."""
+"""A thread's jobs, in order; None ends every thread of the queue. A job that raises ends its thread."""
 
 ALIVE_CHECK_SECONDS = 0.5
-"""Who waits for a thread looks this often whether it is still alive."""
+"""Interval at which a waiting caller checks that the thread is still alive."""
 
 
 class Worker(threading.Thread):
-    """A daemon thread that runs jobs. It holds nothing of a job that is done.
+    """A daemon thread that runs jobs. It keeps nothing of a finished job.
 
-    Daemon: one that is stuck in a call does not keep the process from ending. What it works on is held by its frame, so
-    memory that a stuck call may still write to stays where it is until the call returns.
+    As a daemon, a thread stuck in a call does not keep the process from ending. The thread's frame keeps its job, so
+    memory that a stuck call may still write to exists until the call returns.
 
     Attributes:
-        error: what a job let out, which ended the thread; the interpreter's hook for threads was given it as well.
+        error: the exception of a job, which ended the thread; the interpreter's hook for threads was given it as well.
     """
 
     def __init__(self, role: str, jobs: Jobs) -> None:
@@ -47,7 +47,7 @@ class Worker(threading.Thread):
         try:
             while (job := jobs.get()) is not None:
                 job()
-                del job  # it holds a store and memory, and the next may be long in coming
+                del job  # it keeps a store and memory, and the next job may be far off
         except BaseException as error:
             self.error = error
             raise
@@ -55,12 +55,12 @@ class Worker(threading.Thread):
 
     @property
     def ended_by(self) -> str:
-        """For a message about a thread that is not alive."""
+        """The reason why a thread has ended, for a message."""
         return "it ended" if self.error is None else f"it was ended by {self.error!r}"
 
 
 def start_worker(role: str, jobs: Jobs) -> Worker:
-    """A thread that runs `jobs`. Raises `RuntimeError` where the system gives no more threads."""
+    """Start a thread that runs `jobs`. Raises `RuntimeError` if the system provides no more threads."""
     worker = Worker(role, jobs)
     worker.start()
     return worker
@@ -81,7 +81,7 @@ def join_before_exit(threads: Iterable[threading.Thread]) -> list[threading.Thre
 
 
 def work_text(verb: str, store: Store, ids: np.ndarray) -> str:
-    """For a message: "layer 3: reading records 4..8 (5) in '/tmp'"."""
+    """Description of work, for a message: "layer 3: reading records 4..8 (5) in '/tmp'"."""
     place = "" if store.directory is None else f" in {store.directory!r}"
     return f"{store.name}: {verb} {describe(ids)}{place}"
 
@@ -126,13 +126,13 @@ class ReaderPool:
         return transfer
 
     def _hire(self, wanted: int) -> bool:
-        """Whether there is a thread; as many as wanted where the system gives them."""
+        """Start threads up to `wanted`, as far as the system provides them; returns whether there is any."""
         if self.deadline.at_exit:
             return False
         if len(self.threads) >= wanted and all(thread.is_alive() for thread in self.threads):
             return True
         self.threads[:] = [thread for thread in self.threads if thread.is_alive()]
-        with contextlib.suppress(RuntimeError):  # the system gives no more: fewer do it too
+        with contextlib.suppress(RuntimeError):  # the system provides no more: fewer threads do the work
             while len(self.threads) < wanted:
                 self.threads.append(start_worker(f"reader-{len(self.threads)}", self._jobs))
         return bool(self.threads)
@@ -147,15 +147,15 @@ class ReaderPool:
         self._jobs.put(None)
 
     def join(self) -> None:
-        """After `stop`: wait for the threads. Those that do not end in time are left to themselves."""
+        """After `stop`: wait for the threads. Those that do not end in time are abandoned."""
         join_all(self.threads, self.deadline.expires())
 
 
 class _SharedRead(Transfer):
     """The pieces of one read. `run` is for the reader threads, the rest for the thread that started it.
 
-    Whether it is over is always told from what has begun and what runs, so that an exception of a signal in the middle
-    of a call leaves nothing to wait for in vain.
+    Its end always follows from what has begun and what runs, so a signal's exception in the middle of a call never
+    leaves a caller waiting for ever.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class _SharedRead(Transfer):
         self._pieces = pieces
         self._begun = 0
         self._running = 0
-        self._changed = threading.Condition()  # guards the two, and what follows
+        self._changed = threading.Condition()  # guards the two counters and the attributes below
         self._error: BaseException | None = None
         self._traceback: TracebackType | None = None
         self._dropped = False
@@ -185,7 +185,7 @@ class _SharedRead(Transfer):
             error: BaseException | None = None
             try:
                 store.read(ids[start:stop], out[start:stop])
-            except BaseException as failure:  # whatever it is belongs to whoever waits
+            except BaseException as failure:  # any error belongs to the waiting caller
                 error = failure
             finally:
                 del store, ids, out
@@ -200,7 +200,7 @@ class _SharedRead(Transfer):
 
     @property
     def _ending(self) -> bool:
-        """No piece begins any more."""
+        """Whether no further piece will begin."""
         return self._dropped or self._pool.stopped or self._error is not None or self._begun == len(self._pieces)
 
     @property
@@ -216,7 +216,7 @@ class _SharedRead(Transfer):
             self._dropped = True
 
     def wait(self) -> None:
-        """As in `Transfer`. What is stuck is held by its thread: the store and `out` live until that has returned.
+        """As in `Transfer`. A stuck thread keeps its work: the store and `out` exist until the call has returned.
 
         Raises `StalledError` when it takes longer than the pool's deadline.
         """
@@ -248,7 +248,7 @@ class _SharedRead(Transfer):
 
 
 def split(ids: np.ndarray, record_bytes: int, most: int) -> list[tuple[int, int]]:
-    """Half-open ranges of `ids` for up to `most` threads to read: whole runs, or large pieces of long ones."""
+    """Half-open ranges of `ids` for up to `most` threads to read: complete runs, or large pieces of long ones."""
     edges = runs(ids)
     if len(edges) >= most:
         stops = np.array([stop for _, stop in edges])

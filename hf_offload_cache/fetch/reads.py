@@ -1,4 +1,4 @@
-"""Reads of records into areas that are borrowed for them, and from there to where they are wanted."""
+"""Reads of records into borrowed areas, and copies from there to their target."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ from .tier import Found, among, distinct, take_resident
 
 @dataclass
 class AreaRead:
-    """Under way: row i of what comes is `records[i]` (distinct, ascending), whole or as its replica.
+    """A read in flight: row i of the result is `records[i]` (distinct, ascending), the full record or its replica.
 
-    Those that come whole are the first in the area, in order, and replicas lie behind them.
+    Full records come first in the area, in order, followed by replicas.
     """
 
     records: np.ndarray
     area: Staging
     ahead: bool
     ticket: Ticket | None
-    """Of those that come whole; None: none do."""
+    """The read of full records; None: there are none."""
     replicas: Ticket | None = None
-    """Of those that come as replicas; None: none do."""
-    come: np.ndarray | None = None
-    """(n,) bool: which come as replicas; None: none do."""
-    lent: bool = True
-    """The area is not given back yet."""
+    """The read of replicas; None: there are none."""
+    replicated: np.ndarray | None = None
+    """(n,) bool: which records are read as replicas; None: none are."""
+    borrowed: bool = True
+    """The area has not been given back yet."""
 
     @property
     def tickets(self) -> list[Ticket]:
-        """In the order in which they are waited for."""
+        """The tickets in the order in which they are waited for."""
         return [ticket for ticket in (self.replicas, self.ticket) if ticket is not None]
 
     @property
     def stalled(self) -> bool:
-        """The device is stuck, and may still write to the area."""
+        """Whether the device is stalled and may still write to the area."""
         return any(ticket.stalled for ticket in self.tickets)
 
 
-# A read for a gather to come
+# A read for a future gather
 
 @dataclass
 class ReadAhead:
-    """Under way, for what `choice` wants."""
+    """A prefetch in flight, for the gather of `choice`."""
 
     choice: Choice
     read: AreaRead
 
 
 class AreaReads:
-    """Of one layer. Areas are given back when what was read has been copied from them, or a read has failed.
+    """One layer's reads. Areas are given back after the records were copied from them, or after a failed read.
 
     Args:
-        link: which records travel as replicas; None: none do.
+        link: the link that reads some records as replicas; None: none are.
     """
 
     def __init__(self, storage: Storage, areas: Areas, layer_idx: int | None, link: Link | None = None) -> None:
@@ -75,20 +75,20 @@ class AreaReads:
         self, history: Source, records: np.ndarray, area: Staging, *, ahead: bool = False,
         importance: np.ndarray | None = None,
     ) -> AreaRead:  # fmt: skip
-        """Start to read distinct `records`, ascending, into a borrowed area, which is given back where that raises.
-        `importance` (n,): how much each matters."""
-        link, come = self._link, None
+        """Start reading distinct `records`, ascending, into a borrowed area; gives the area back if it raises.
+        `importance` (n,): that of each record."""
+        link, replicated = self._link, None
         try:
             timeline = self._storage.timeline
             with timeline.span("read", self._layer_idx) if timeline.on else NOTHING:
                 if link is not None:
-                    come = link.split(history, records, importance, area, ahead)
-                if come is None:
+                    replicated = link.split(history, records, importance, area, ahead)
+                if replicated is None:
                     rows = area.host_rows(records.size, history.form.record_bytes)
                     ticket = self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
                     return AreaRead(records, area, ahead, ticket)
                 assert link is not None
-                return self._read_both(link, history, records, area, ahead, come)
+                return self._read_both(link, history, records, area, ahead, replicated)
         except StalledError:  # it may still write to the area
             raise
         except Exception:
@@ -100,18 +100,18 @@ class AreaReads:
         return self._storage.prefetcher.read(history.store, records, rows, guess=ahead)
 
     def _read_both(
-        self, link: Link, history: Source, records: np.ndarray, area: Staging, ahead: bool, come: np.ndarray
+        self, link: Link, history: Source, records: np.ndarray, area: Staging, ahead: bool, replicated: np.ndarray
     ) -> AreaRead:
-        """Replicas first: what is unpacked while the rest comes costs nothing."""
-        replicas, whole = link.replicas, records[~come]
-        ids = replicas.locate(records[come])
+        """Read replicas first, so that they are unpacked while full records are still being read."""
+        replicas, whole = link.replicas, records[~replicated]
+        ids = replicas.locate(records[replicated])
         rows = area.host_rows(ids.size, replicas.record_bytes, whole.size * history.form.record_bytes)
         try:
             first = self._storage.prefetcher.read(replicas.store, ids, rows, guess=ahead)
         except StalledError:
             raise
-        except OSError:  # they are lost: the records are there
-            replicas.forget(records[come])
+        except OSError:  # the replicas are lost, but the records exist
+            replicas.forget(records[replicated])
             return AreaRead(records, area, ahead, self._begin(history, records, area, ahead))
         try:
             ticket = self._begin(history, whole, area, ahead) if whole.size else None
@@ -124,19 +124,20 @@ class AreaReads:
             except (OSError, CacheClosedError):
                 pass
             raise
-        return AreaRead(records, area, ahead, ticket, first, come)
+        return AreaRead(records, area, ahead, ticket, first, replicated)
 
     def finish(
         self, history: Source, read: AreaRead, into: ByteRows, target: np.ndarray, rows: np.ndarray | slice,
         *, keep: bool = False,
     ) -> None:  # fmt: skip
-        """Wait for a read, and bring its record `rows[i]` to row `target[i]` of `into`. Its area is given back, unless
-        it is to be kept and all went well, or the device is stalled and may write to it. After a signal's exception it
-        is still under way. Raises what the read failed with."""
+        """Wait for a read, and copy its record `rows[i]` to row `target[i]` of `into`. Raises the read's error.
+
+        The area is given back, unless `keep` is set and the read succeeded, or a stalled device may still write to it.
+        After a signal's exception the read is still in flight."""
         if read.ahead and self._link is not None:
             self._link.hid(time.perf_counter() - read.tickets[0].started)
         try:
-            if read.come is None:
+            if read.replicated is None:
                 assert read.ticket is not None
                 if self._storage.timeline.on:
                     self._storage.wait_for(read.ticket, self._layer_idx)
@@ -144,20 +145,20 @@ class AreaReads:
                     self._storage.counters.stall_seconds += read.ticket.wait()
                 into.put(target, read.area.payloads(read.records.size, history.form), rows)
             else:
-                self._finish_both(history, read, read.come, into, target, np.arange(read.records.size)[rows])
+                self._finish_both(history, read, read.replicated, into, target, np.arange(read.records.size)[rows])
         except Exception:
             self.drop(read)
             raise
-        if not keep and read.lent:
-            read.lent = False
+        if not keep and read.borrowed:
+            read.borrowed = False
             self._areas.give_back(read.area, ahead=read.ahead)
 
     def finish_guess(
         self, history: Source, read: AreaRead, into: ByteRows, target: np.ndarray, rows: np.ndarray | slice,
         *, keep: bool = False,
     ) -> bool:  # fmt: skip
-        """As `finish`; False: the read failed, and a guess that failed is no guess. Raises `StalledError`,
-        `CacheClosedError`, `BudgetError`."""
+        """As `finish` for a guess; False: the read failed, which is as if there had been no guess. Raises
+        `StalledError`, `CacheClosedError`, `BudgetError`."""
         try:
             self.finish(history, read, into, target, rows, keep=keep)
         except OSError:
@@ -167,37 +168,38 @@ class AreaReads:
         return True
 
     def _finish_both(
-        self, history: Source, read: AreaRead, come: np.ndarray, into: ByteRows, target: np.ndarray, rows: np.ndarray
-    ) -> None:
+        self, history: Source, read: AreaRead, replicated: np.ndarray, into: ByteRows, target: np.ndarray,
+        rows: np.ndarray,
+    ) -> None:  # fmt: skip
         link, form, area, replicas, lost = self._link, history.form, read.area, read.replicas, False
         assert link is not None and replicas is not None
-        lies = np.where(come, come.cumsum(), (~come).cumsum()) - 1  # in which row of its part of the area
-        whole, packed = int((~come).sum()), come[rows]
+        lies = np.where(replicated, replicated.cumsum(), (~replicated).cumsum()) - 1  # row within its part of the area
+        whole, packed = int((~replicated).sum()), replicated[rows]
         to_packed, to_whole = lies[rows[packed]], lies[rows[~packed]]
         try:
             self._storage.wait_for(replicas, self._layer_idx)
         except OSError:
             if replicas.stalled:
                 raise
-            lost = True  # the records are there
+            lost = True  # the records exist
         if to_packed.size and not lost:
             started = time.perf_counter()
-            there = area.upload(come.size - whole, link.replicas.record_bytes, whole * form.record_bytes)
-            link.replicas.unpack(there, to_packed, into, target[packed])
+            wire = area.upload(replicated.size - whole, link.replicas.record_bytes, whole * form.record_bytes)
+            link.replicas.unpack(wire, to_packed, into, target[packed])
             self._storage.counters.unpack_seconds += time.perf_counter() - started
         if read.ticket is not None:
             self._storage.wait_for(read.ticket, self._layer_idx)
             into.put(target[~packed], area.payloads(whole, form), to_whole)
         if lost:
-            again = read.records[come]
+            again = read.records[replicated]
             link.replicas.forget(again)
             read.ticket = self._begin(history, again, area, read.ahead)
             self._storage.wait_for(read.ticket, self._layer_idx)
             into.put(target[packed], area.payloads(again.size, form), to_packed)
 
     def drop(self, read: AreaRead) -> None:
-        """Nobody wants it: wait until it is done, and forget it, and its error if it has one. Its area is given back,
-        unless the device is stalled."""
+        """Wait for an unwanted read and drop it, with its error if it failed. Its area is given back, unless the device
+        is stalled."""
         for ticket in read.tickets:
             with contextlib.suppress(OSError, CacheClosedError):
                 self._storage.wait_for(ticket, self._layer_idx)
@@ -205,17 +207,17 @@ class AreaReads:
             self._give_back(read)
 
     def _give_back(self, read: AreaRead) -> None:
-        """Once, whatever comes in between."""
-        if read.lent:
-            read.lent = False
+        """Give the area back, once."""
+        if read.borrowed:
+            read.borrowed = False
             self._areas.give_back(read.area, ahead=read.ahead)
 
     def fill(
         self, history: Source, into: ByteRows, target: np.ndarray, records: np.ndarray, which: np.ndarray | slice,
         first: AreaRead, importance: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Bring record `which[i]` of `records` to row `target[i]` of `into`, and give the area back. `first` reads the
-        first of them; more than that, which a union of choices may be, come in parts as large, one after the other."""
+        """Copy record `which[i]` of `records` to row `target[i]` of `into`, and give the area back. `first` reads the
+        first of them. If there are more, as in a union of choices, they are read in parts of the same size."""
         count, room, read = records.size, first.records.size, first
         rows = np.arange(count)[which] if room < count else np.empty(0)
         for start in range(0, count, room):
@@ -226,13 +228,13 @@ class AreaReads:
             if room >= count:
                 self.finish(history, read, into, target, which)
             else:
-                here = ((rows >= start) & (rows < start + room)).nonzero()[0]
-                self.finish(history, read, into, target[here], rows[here] - start, keep=start + room < count)
+                in_part = ((rows >= start) & (rows < start + room)).nonzero()[0]
+                self.finish(history, read, into, target[in_part], rows[in_part] - start, keep=start + room < count)
 
     def look(
         self, history: Source, extents: Extents, room: int, early: EarlyLook | None = None, *, again: bool = False
     ) -> torch.Tensor:
-        """As `Fetcher.look`, at most `room` records at a time; of what was begun `early`, if it is that."""
+        """As `Fetcher.look`, at most `room` records at a time; uses the `early` look if it has these records."""
         form = history.form
         (rows, width), records = extents.records.shape, extents.records.reshape(-1)
         places = (records >= 0).nonzero()[0]
@@ -240,28 +242,28 @@ class AreaReads:
         if places.size:
             wanted, which = distinct(records[places])
             each = np.arange(wanted.size) if which is None else which
-            came = early is not None and early.come(history, wanted, ByteRows(out), places, each, again=again)
-            if not (came and again):  # else the next look counts it, which reads nothing
+            early_hit = early is not None and early.come(history, wanted, ByteRows(out), places, each, again=again)
+            if not (early_hit and again):  # otherwise the next look counts them, without a read
                 self._storage.counters.look_bytes += wanted.size * form.record_bytes
-            if not came:
+            if not early_hit:
                 area = self._areas.borrow(room * form.record_bytes, history.device)
                 first = self.read(history, wanted[:room], area)
                 self.fill(history, ByteRows(out), places, wanted, each, first)
         return out.view(rows, width, form.group_size, form.entry_width)
 
 
-# What a predictor will want to look at, read before it asks
+# A predictor's probable look, read before it asks
 
 class EarlyLook:
-    """One read of one layer at a time, into areas of its own; for the thread that runs the model."""
+    """One layer's early looks, one read at a time, into its own areas; for the thread that runs the model."""
 
     def __init__(self, storage: Storage, areas: Areas, layer_idx: int | None) -> None:
         self._areas, self._reads = areas, AreaReads(storage, areas, layer_idx)
         self._begun: AreaRead | None = None
 
     def begin(self, history: Source, extents: Extents) -> None:
-        """Start to read the records of `extents`. Does nothing where no area is free. What it raises has changed
-        nothing."""
+        """Start reading the records of `extents`. Does nothing if no area is free. If it raises, nothing has changed.
+        """
         self.drop()
         records = distinct(extents.records[extents.records >= 0])[0]
         if not records.size:
@@ -274,9 +276,10 @@ class EarlyLook:
         self, history: Source, records: np.ndarray, into: ByteRows, target: np.ndarray, which: np.ndarray,
         *, again: bool,
     ) -> bool:  # fmt: skip
-        """Bring record `which[i]` of `records` (distinct, ascending) to row `target[i]` of `into`, if these are what
-        was begun; they can come `again`, without a read, if that is said. False: nothing of the sort was, or the read
-        failed. Raises `StalledError`, `CacheClosedError`."""
+        """Copy record `which[i]` of `records` (distinct, ascending) to row `target[i]` of `into`, if `begin` read them.
+
+        With `again`, the next call can copy them once more without a read. False: other records or none were begun, or
+        the read failed. Raises `StalledError`, `CacheClosedError`."""
         read = self._begun
         if read is None:
             return False
@@ -284,28 +287,28 @@ class EarlyLook:
             self.drop()
             return False
         try:
-            came = self._reads.finish_guess(history, read, into, target, which, keep=again)
+            landed = self._reads.finish_guess(history, read, into, target, which, keep=again)
         except Exception:
             self._begun = None
             raise
-        self._begun = read if came and again else None  # but not after a signal's exception: then it is still under way
-        return came
+        self._begun = read if landed and again else None  # after a signal's exception it is still in flight
+        return landed
 
     def drop(self) -> None:
-        """Nobody comes for it: wait until it is done, and forget it, and its error if it had one."""
+        """Wait for the unwanted read and drop it, with its error if it failed."""
         if self._begun is not None:
             self._reads.drop(self._begun)
             self._begun = None
 
 
-# Records that no tier holds: read ahead of a gather, and for it
+# Records that no tier has: prefetched, and read for a gather
 
 Importance = np.ndarray | None
-"""(n,) float32: how much each of so many records matters; None: nothing hangs on it."""
+"""(n,) float32: importance of each record; None: not used."""
 
 
 class Missing:
-    """Of one layer; at most one read ahead at a time. For the thread that runs the model."""
+    """One layer's records that no tier has; at most one prefetch at a time. For the thread that runs the model."""
 
     def __init__(self, storage: Storage, areas: Areas, layer_idx: int | None, link: Link | None) -> None:
         self._areas, self._reads = areas, AreaReads(storage, areas, layer_idx, link)
@@ -315,8 +318,8 @@ class Missing:
         self, history: Source, choice: Choice, room: int, records: np.ndarray, importance: Importance,
         others: Callable[[], tuple[np.ndarray, Importance]] | None,
     ) -> None:  # fmt: skip
-        """Start to read at most `room` distinct `records`, ascending, for a `choice`, and of `others` as far as there
-        is room. Does nothing where no area is free. What it raises has changed nothing."""
+        """Prefetch at most `room` distinct `records`, ascending, for a `choice`, and `others` while there is room. Does
+        nothing if no area is free. If it raises, nothing has changed."""
         if not records.size and others is None:
             return
         area = self._areas.borrow_ahead(room * history.form.record_bytes, history.device)
@@ -335,7 +338,7 @@ class Missing:
         self.ahead = ReadAhead(choice, self._reads.read(history, records, area, ahead=True, importance=importance))
 
     def drop_ahead(self) -> None:
-        """Nobody comes for what is read ahead: wait until it is done, and forget it, and its error if it had one."""
+        """Wait for the unwanted prefetch and drop it, with its error if it failed."""
         if self.ahead is not None:
             self._reads.drop(self.ahead.read)
             self.ahead = None
@@ -344,9 +347,10 @@ class Missing:
         self, history: Source, view: View, target: np.ndarray, records: np.ndarray, which: np.ndarray | None,
         importance: Importance, room: int, resident: Found,
     ) -> int:  # fmt: skip
-        """Bring record `which[i]` (None: i) of `records`, distinct and ascending, to row `target[i]` of the view; what
-        was not read ahead is read at most `room` at a time. What is `resident` is copied while reads run. Returns how
-        many of the rows came of a read ahead."""
+        """Copy record `which[i]` (None: i) of `records`, distinct and ascending, to row `target[i]` of the view.
+
+        Reads what was not prefetched, at most `room` records at a time, and copies `resident` payloads meanwhile.
+        Returns the number of rows that were prefetched."""
         ahead, ready, row = self.ahead, None, None
         if ahead is not None and ahead.read.records.size:
             ready, row = among(records, ahead.read.records)
@@ -362,19 +366,19 @@ class Missing:
                 self._reads.fill(history, view.payloads, target, records, each, read, importance)
             return 0
         each = np.arange(records.size) if which is None else which
-        here = ready[each]
+        prefetched = ready[each]
 
-        def fill(read: AreaRead, some: np.ndarray) -> None:
-            places, matter = some[each], None if importance is None else importance[some]
-            which = some.cumsum()[each[places]] - 1
-            self._reads.fill(history, view.payloads, target[places], records[some], which, read, matter)
+        def fill(read: AreaRead, mask: np.ndarray) -> None:
+            places, matter = mask[each], None if importance is None else importance[mask]
+            which = mask.cumsum()[each[places]] - 1
+            self._reads.fill(history, view.payloads, target[places], records[mask], which, read, matter)
 
         read_now = None
         if not ready.all():
             read_now = self._begin(history, records[~ready], None if importance is None else importance[~ready], room)
         take_resident(resident, view)
         try:
-            landed = self._land(history, view, target[here], row[each[here]])
+            landed = self._land(history, view, target[prefetched], row[each[prefetched]])
         except Exception:
             if read_now is not None:
                 self._reads.drop(read_now)
@@ -384,10 +388,10 @@ class Missing:
         if not landed:
             matter = None if importance is None else importance[ready]
             fill(self._begin(history, records[ready], matter, room), ready)
-        return int(np.count_nonzero(here)) if landed else 0
+        return int(np.count_nonzero(prefetched)) if landed else 0
 
     def _begin(self, history: Source, records: np.ndarray, importance: Importance, room: int) -> AreaRead:
-        """Start to read the first `room` of `records`. What is read ahead is dropped where that raises."""
+        """Start reading the first `room` of `records`. If it raises, the prefetch is dropped."""
         importance = None if importance is None else importance[:room]
         try:
             area = self._areas.borrow(room * history.form.record_bytes, history.device)
@@ -397,12 +401,12 @@ class Missing:
             raise
 
     def _land(self, history: Source, view: View, target: np.ndarray, rows: np.ndarray) -> bool:
-        """Bring row `rows[i]` of what was read ahead to row `target[i]` of the view: see `AreaReads.finish_guess`."""
+        """Copy row `rows[i]` of the prefetch to row `target[i]` of the view: see `AreaReads.finish_guess`."""
         assert self.ahead is not None
         try:
             landed = self._reads.finish_guess(history, self.ahead.read, view.payloads, target, rows)
         except Exception:
             self.ahead = None
             raise
-        self.ahead = None  # but not after a signal's exception: then it is still under way
+        self.ahead = None  # after a signal's exception it is still in flight
         return landed

@@ -1,4 +1,4 @@
-"""Which of the records that a layer reads travel as replicas (LeoAM, section 4.4)."""
+"""The split of a layer's reads into full records and smaller replicas (LeoAM, section 4.4)."""
 
 from __future__ import annotations
 
@@ -17,56 +17,57 @@ from .areas import ByteRows, Staging
 from .choice import Source
 from .storage import Storage
 
-# What a fetcher needs of records' smaller replicas
+# The smaller replicas of records, as a fetcher uses them
 
 class Replicas(Protocol):
-    """Some records of a history once more, in fewer bytes and less exact."""
+    """Copies of some of a history's records, in fewer bytes and less exact."""
 
     store: Store
     record_bytes: int
 
     def locate(self, records: np.ndarray) -> np.ndarray:
-        """The replica (int64 ids in `store`) of each record, -1: it has none."""
+        """The replica (int64 ids in `store`) of each record; -1: it has none."""
 
     @property
     def records(self) -> np.ndarray:
-        """The records that have one, ascending."""
+        """The records that have a replica, ascending."""
 
     def unpack(self, replicas: torch.Tensor, rows: np.ndarray, into: ByteRows, target: np.ndarray) -> None:
-        """Payloads of replica `rows[i]` of `replicas` (n, record_bytes) uint8 into row `target[i]` of `into`, on the
-        device of both."""
+        """Write the payload of replica `rows[i]` of `replicas` (n, record_bytes) uint8 to row `target[i]` of `into`, on
+        the device of both."""
 
     def forget(self, records: np.ndarray) -> None:
-        """These records have none any more."""
+        """Drop these records' replicas."""
 
 
-# What a link takes for records and for their replicas, measured once, and which share should travel as replicas
+# A link's times for records and replicas, measured once, and the best share of replicas
 
 _RECORDS = 24
-"""Read at a time where a link is measured, as far as there is room."""
+"""Records read at a time when a link is measured, as far as there is room."""
 _TIMES = 3
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Seconds. A link that is bound by requests takes as long for a replica as for a record."""
+    """Times in seconds. A link bound by its rate of requests takes as long for a replica as for a record."""
 
     latency: float
-    """Of a read, beside what its records take: T0."""
+    """Time of a read besides that of its records: T0."""
     record: float
-    """A record more: its bytes over B."""
+    """Time of one more record: its bytes over B."""
     replica: float
-    """A replica more: the record's by delta, as this link has it."""
+    """Time of one more replica: the record's times delta, as measured on this link."""
     unpack: float
-    """A replica unpacked: t of a record."""
+    """Time to unpack one replica: t of a record."""
 
     def share(self, records: int, hidden: float) -> float:
-        """The theta (LeoAM, section 4.4) by which a read of so many `records` is there soonest, where the model
-        computes for `hidden` seconds meanwhile (Tc).
+        """The share theta of replicas (LeoAM, section 4.4) with which a read of `records` records ends soonest, while
+        the model computes for `hidden` seconds (Tc).
 
-        T0 + (D (1 - theta) + D theta delta) / B = Tc + t(D theta): what comes whole arrives as the last replica has
-        been unpacked; T0 is that of two reads. Replicas come first; where these arrive after Tc, unpacking begins with
-        them, and theta is where it lasts as long as the rest. All or nothing, where one read is there sooner than two.
+        T0 + (D (1 - theta) + D theta delta) / B = Tc + t(D theta): the full records arrive when the last replica has
+        been unpacked. T0 is that of two reads. Replicas are read first. If they arrive after Tc, unpacking begins then,
+        and theta is the share with which it lasts as long as the remaining reads. The result is 0 or 1 if one read ends
+        sooner than two.
         """
         saved = self.record - self.replica
         if saved <= 0 or not records:
@@ -78,19 +79,20 @@ class LinkRates:
         return min(shares, key=lambda share: self.late(records, hidden, share))
 
     def late(self, records: int, hidden: float, share: float) -> float:
-        """How long after `hidden` seconds the last of `records` is there, where a `share` of them are replicas."""
+        """Seconds after `hidden` at which the last of `records` arrives, if a `share` of them are replicas."""
         packed = share * records
         reads = (packed > 0) + (packed < records)
-        rest = reads * self.latency + packed * self.replica + (records - packed) * self.record
+        read = reads * self.latency + packed * self.replica + (records - packed) * self.record
         unpacked = max(hidden, self.latency + packed * self.replica) + packed * self.unpack
-        return max(unpacked, rest if packed < records else 0.0) - hidden if packed else max(0.0, rest - hidden)
+        return max(unpacked, read if packed < records else 0.0) - hidden if packed else max(0.0, read - hidden)
 
 
 def measure(storage: Storage, history: Source, replicas: Replicas, area: Staging, seed: int) -> LinkRates | None:
-    """Read records of `history` and replicas at random into `area`, which the caller has borrowed, and unpack some.
+    """Time random reads of `history`'s records and of replicas into `area`, which the caller has borrowed, and unpack
+    some.
 
-    None: not now. There are too few, or no room for more; some are not on the disk yet; or some cannot be read, and
-    these replicas are forgotten. Raises `StalledError`, `BudgetError`.
+    None if it cannot measure now: there are too few replicas, or no room for more; some are not on the disk yet; or
+    some cannot be read, and these replicas are dropped. Raises `StalledError`, `BudgetError`.
     """
     form, known = history.form, replicas.records
     count = min(_RECORDS, known.size, area.nbytes // (form.record_bytes + replicas.record_bytes))
@@ -102,17 +104,17 @@ def measure(storage: Storage, history: Source, replicas: Replicas, area: Staging
         ticket = storage.prefetcher.read(store, ids, area.host_rows(ids.size, record_bytes), guess=True)
         ticket.wait()
         if ticket.records < ids.size:
-            raise _NotNow  # the others came from the write queue
+            raise _NotNow  # the others were copied from the write queue
         area.upload(ids.size, record_bytes)
 
-    def pick(some: int) -> np.ndarray:
-        return np.sort(generator.choice(known, some, replace=False)).astype(np.int64)
+    def pick(number: int) -> np.ndarray:
+        return np.sort(generator.choice(known, number, replace=False)).astype(np.int64)
 
-    def whole(some: int) -> None:
-        read(history.store, pick(some), form.record_bytes)
+    def whole(number: int) -> None:
+        read(history.store, pick(number), form.record_bytes)
 
-    def packed(some: int) -> None:
-        records = pick(some)
+    def packed(number: int) -> None:
+        records = pick(number)
         try:
             read(replicas.store, replicas.locate(records), replicas.record_bytes)
         except StalledError:
@@ -126,9 +128,9 @@ def measure(storage: Storage, history: Source, replicas: Replicas, area: Staging
     rows = np.arange(count)
     wire = area.upload(count, replicas.record_bytes)
     try:
-        one, all_of_them = _seconds(history.device, lambda: whole(1)), _seconds(history.device, lambda: whole(count))
-        record = max(0.0, all_of_them - one) / (count - 1)
-        latency = max(0.0, one - record)
+        single, many = _seconds(history.device, lambda: whole(1)), _seconds(history.device, lambda: whole(count))
+        record = max(0.0, many - single) / (count - 1)
+        latency = max(0.0, single - record)
         replica = max(0.0, _seconds(history.device, lambda: packed(count)) - latency) / count
     except StalledError:
         raise
@@ -139,11 +141,11 @@ def measure(storage: Storage, history: Source, replicas: Replicas, area: Staging
 
 
 class _NotNow(Exception):
-    """What is to be read is not on the disk yet."""
+    """Some records to read are not on the disk yet."""
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """The median of a few times, after the first."""
+    """The median time of some runs, after a first one that does not count."""
     taken = []
     for _ in range(1 + _TIMES):
         start = time.perf_counter()
@@ -155,19 +157,19 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 Rates = dict[Any, LinkRates]
-"""By the sizes of what is read, and the device it goes to; of one cache, whose layers share them."""
+"""Measured rates by record sizes and device, shared by a cache's layers."""
 
 
 class Link:
-    """Of one layer; for the thread that runs the model.
+    """One layer's split of its reads; for the thread that runs the model.
 
     Args:
-        share: of what is read, the part that travels as replicas; None: solved for each read.
-        rates: where what is measured goes.
+        share: share of records that are read as replicas; None: solved for each read.
+        rates: stores the measured rates.
     """
 
     _LATEST = 0.25
-    """How much the latest time counts in the mean of what was hidden."""
+    """Weight of the latest time in the mean of hidden times."""
 
     def __init__(self, storage: Storage, replicas: Replicas, share: float | None, rates: Rates) -> None:
         self.replicas = replicas
@@ -179,19 +181,21 @@ class Link:
     def split(
         self, history: Source, records: np.ndarray, importance: np.ndarray | None, area: Staging, ahead: bool
     ) -> np.ndarray | None:
-        """Which of distinct `records` come as replicas, (n,) bool: those that matter least; None: none do. `area`, into
-        which they will be read, is free for measuring meanwhile. Raises what that raises."""
+        """Mask of the distinct `records` to read as replicas, (n,) bool: the least important ones; None: none.
+
+        Measures in `area`, which the records will be read into and which is free until then. Raises as `measure` does.
+        """
         if not records.size:
             return None
         counters = self._storage.counters
         counters.records_read += records.size
-        wanted = self._owed + (self._share or 0.0) * records.size  # what is rounded is made up for by the next read
+        wanted = self._owed + (self._share or 0.0) * records.size  # the next read makes up for rounding
         if self._share is None:
             rates = self._measured(history, area)
             hidden = (self._hidden or 0.0) if ahead else 0.0
             wanted = 0.0 if rates is None else rates.share(records.size, hidden) * records.size
-        there = (self.replicas.locate(records) >= 0).nonzero()[0]
-        count = max(0, min(there.size, round(wanted)))
+        candidates = (self.replicas.locate(records) >= 0).nonzero()[0]
+        count = max(0, min(candidates.size, round(wanted)))
         if self._share is not None:
             self._owed = max(-1.0, min(1.0, wanted - count))
         if self._storage.timeline.on:
@@ -200,23 +204,23 @@ class Link:
             return None
         counters.records_compressed += count
         if importance is not None:
-            there = there[np.argsort(importance[there], kind="stable")]
-        come = np.zeros(records.size, dtype=bool)
-        come[there[:count]] = True
-        return come
+            candidates = candidates[np.argsort(importance[candidates], kind="stable")]
+        replicated = np.zeros(records.size, dtype=bool)
+        replicated[candidates[:count]] = True
+        return replicated
 
     def _measured(self, history: Source, area: Staging) -> LinkRates | None:
-        """None: it is not known yet."""
+        """The rates of this link; None: not known yet."""
         sizes = history.form.record_bytes, self.replicas.record_bytes, history.device
         if sizes not in self._rates:
             self._tried += 1
-            found = measure(self._storage, history, self.replicas, area, self._tried)
-            if found is None:
+            rates = measure(self._storage, history, self.replicas, area, self._tried)
+            if rates is None:
                 return None
-            self._rates[sizes] = found
+            self._rates[sizes] = rates
         return self._rates[sizes]
 
     def hid(self, seconds: float) -> None:
-        """So long after a read ahead was begun it was asked for."""
+        """Record the seconds between the start of a prefetch and its use."""
         before = seconds if self._hidden is None else self._hidden
         self._hidden = before + self._LATEST * (seconds - before)

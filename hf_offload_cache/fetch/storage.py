@@ -1,4 +1,4 @@
-"""Where the records of one cache lie, and what brings them: folder, engine, stores, background work, and the books."""
+"""One cache's storage: folder, engine, stores, background reads and writes, account and counters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DryStorage:
 
     @property
     def plan(self) -> LayerPlan:
-        """What was made and declared on this storage."""
+        """The plan of all that was made and declared on this storage."""
         records = sum(store.records * store.record_bytes for store in self.stores)
         return self.account.plan(records + self.table_bytes)
 
@@ -60,18 +60,18 @@ class DryStorage:
 class Storage:
     """Made and closed by the cache; used by the thread that runs the model. A forked child can only close it.
 
-    Raises `StoreError` when `path` cannot hold the stores, `ConfigError` when `trace` cannot be written and
-    `EncryptionKeyError`, before anything is left behind.
+    Raises `StoreError` if `path` cannot contain the stores, `ConfigError` if `trace` cannot be written, and
+    `EncryptionKeyError`; nothing is left behind then.
 
     Attributes:
-        directory, engine, description: the folder, how records are read, and why so.
-        account, counters, timeline: the books that all parts of the cache write in.
-        prefetcher: reads ahead and writes behind.
-        write_queue, widest_queue: the most bytes that wait to be written, now and in a prefill.
-        stores: those that are open, one a layer.
-        tables: those that lie on the disk beside them.
-        torn: a signal's exception came while something was changed: what is held cannot be told, until `reset`.
-        pinned: stores in host memory that are made from now on are where a GPU reads by itself.
+        directory, engine, description: the folder, how records are read, and the reason.
+        account, counters, timeline: memory, figures and trace that all parts of the cache write to.
+        prefetcher: prefetches and queued writes.
+        write_queue, widest_queue: maximum bytes of queued writes, now and in a prefill.
+        stores: the open stores, one a layer.
+        tables: the tables on the disk.
+        torn: a signal's exception interrupted a change: the contents are uncertain until `reset`.
+        pinned: new stores in host memory are pinned, so that a GPU reads them by itself.
     """
 
     pinned = False
@@ -94,7 +94,7 @@ class Storage:
         self.prefetcher = Prefetcher(self.account, self.write_queue, timeline=timeline, timeout=config.io_timeout)
         self.stores: list[Store] = []
         self.tables: weakref.WeakSet[MappedTable] = weakref.WeakSet()
-        self._units_seen = (0, 0, 0)  # selected, resident, ready: what the timeline was told of
+        self._units_seen = (0, 0, 0)  # selected, resident, ready: already on the timeline
         self.closed = False
         self.torn = False
         self._verify = config.verify
@@ -114,7 +114,7 @@ class Storage:
         return open_store(self.engine, self.directory, record_bytes, name, self.ring, guard, pinned=self.pinned)
 
     def layer_store(self, parts: Sequence[FreezableStore], record_bytes: int, name: str) -> Store:
-        """A store over the frozen `parts`, which it owns; what is added goes to a store of its own."""
+        """A store over the frozen `parts`, which it owns; new records go to a store of its own."""
         if not parts:
             return self.open_store(record_bytes, name)
         store = LayeredStore(parts, functools.partial(self._new_store, record_bytes, name))
@@ -129,13 +129,13 @@ class Storage:
                 store.on_damage(told)
 
     def close_store(self, store: Store) -> None:
-        """Drop what is under way for `store`, and give its file back."""
+        """Drop the reads and writes of `store`, and free its file."""
         if self.closed and store not in self.stores:
-            return  # `close` has dealt with it
+            return  # `close` has closed it
         try:
             self.prefetcher.cancel(store)
         except StalledError:
-            if not self.closed:  # else `close` has said so; whatever is stuck holds the store, and its file with it
+            if not self.closed:  # `close` reports it itself; the stuck operation keeps the store and its file
                 raise
         else:
             store.close()
@@ -143,7 +143,7 @@ class Storage:
             self.stores.remove(store)
 
     def open_table(self, name: str, array: np.ndarray) -> MappedTable:
-        """A copy of `array` on the disk, which goes when nobody has it any more; errors call it `name`."""
+        """A copy of `array` on the disk, removed with its last reference; errors call it `name`."""
         table = MappedTable(self.directory, name, array)
         self.tables.add(table)
         return table
@@ -151,7 +151,7 @@ class Storage:
     # --- reading -----------------------------------------------------------------------------------------------
 
     def wait_for(self, ticket: Ticket, layer_idx: int | None = None) -> None:
-        """Wait for a read: in the counters as stalled, on the timeline as "wait". Raises as `Ticket.wait`."""
+        """Wait for a read; counted as stalled, on the timeline as "wait". Raises as `Ticket.wait` does."""
         if not self.timeline.on:
             self.counters.stall_seconds += ticket.wait()
             return
@@ -186,12 +186,12 @@ class Storage:
                 yield buffer.upload(len(part), size)
         finally:
             for ticket in tickets:
-                with contextlib.suppress(OSError):  # the first error is on its way to the caller
+                with contextlib.suppress(OSError):  # the caller gets the first error
                     ticket.wait()
 
     @contextlib.contextmanager
     def audited(self) -> Iterator[None]:
-        """Within it `stream` checks every record, even with `verify=False`, for callers that write the streamed records
+        """Inside, `stream` checks every record, even with `verify=False`, for callers that write the streamed records
         elsewhere. `stream` then raises `CorruptRecordError`."""
         before, self._audits = self._audits, True
         try:
@@ -200,7 +200,7 @@ class Storage:
             self._audits = before
 
     def _buffers(self, count: int, nbytes: int, device: torch.device) -> list[Staging]:
-        """At least `count` buffers of at least `nbytes`. A history of one part needs one."""
+        """At least `count` buffers of at least `nbytes`. A history of one part needs only one."""
         if not all(buffer.fits(nbytes, device) for buffer in self.stream_buffers):
             self.release_stream_buffers()
         while len(self.stream_buffers) < count:
@@ -208,14 +208,14 @@ class Storage:
         return self.stream_buffers
 
     def release_stream_buffers(self) -> None:
-        """Give the memory back until the next `stream`."""
+        """Free the buffers until the next `stream`."""
         for buffer in self.stream_buffers:
             buffer.release()
         self.stream_buffers = []
 
     def limit_writes(self, most_bytes: int | None) -> None:
-        """Let at most so many bytes wait to be written, None: as many as the configuration says; blocks until no more
-        do, in the counters as stalled. Raises `StalledError`, with all as it was."""
+        """Limit queued writes to `most_bytes`, None: to the configured number. Blocks, counted as stalled, until the
+        queue is that small. Raises `StalledError` with nothing changed."""
         limit = self.widest_queue if most_bytes is None else most_bytes
         if limit != self.write_queue:
             started = time.perf_counter()
@@ -223,10 +223,10 @@ class Storage:
             self.counters.stall_seconds += time.perf_counter() - started
             self.write_queue = limit
 
-    # --- the books ---------------------------------------------------------------------------------------------
+    # --- counters ----------------------------------------------------------------------------------------------
 
     def reset_counters(self) -> None:
-        """All figures of the report begin anew."""
+        """Restart all figures of the report."""
         self.counters = Counters(flight_seen=self.prefetcher.seconds_in_flight)
         self._units_seen = (0, 0, 0)
         self.account.peak = self.account.current
@@ -234,7 +234,7 @@ class Storage:
             store.bytes_read = store.bytes_written = store.reads = 0
 
     def show_counters(self) -> None:
-        """On the timeline: what of the units selected since the last call was resident and ready, and what is held."""
+        """Add to the timeline: resident and ready shares of the units selected since the last call, memory in use."""
         if not self.timeline.on:
             return
         counters = self.counters
@@ -246,22 +246,22 @@ class Storage:
         self.timeline.count("memory, bytes", held=self.account.current)
 
     def check_process(self) -> None:
-        """Raises `ForkedProcessError` in a child that was forked."""
+        """Raise `ForkedProcessError` in a forked child."""
         self.process.check("this cache")
 
     def close(self) -> None:
-        """Stop the workers and give back files and buffers. Idempotent.
+        """Stop the workers and free files and buffers. Idempotent.
 
-        Raises `StalledError`, once all is done that can be, for what does not end in time and was not reported before.
-        In a forked child nothing is done: what is the parent's goes on, and the child's copies of its descriptors go
-        with the objects.
+        Raises `StalledError`, after everything else is done, for an operation that does not end in time and was not
+        reported before. In a forked child it does nothing: the parent's work continues, and the child's copies of its
+        descriptors are closed with the objects.
         """
         if self.closed:
             return
         self.closed = True
         if not self.process.is_here:
             return
-        with contextlib.ExitStack() as last_first:  # each runs, whatever another raises
+        with contextlib.ExitStack() as last_first:  # each callback runs, even if another raises
             last_first.callback(self._close_timeline)
             last_first.callback(self.release_stream_buffers)
             if self.ring is not None:

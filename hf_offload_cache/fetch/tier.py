@@ -1,4 +1,4 @@
-"""Memory nearer than the store, which keeps what was read before: device slots, host memory."""
+"""Memory faster than the store, which keeps what was read before: device slots, host memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .areas import Areas, ByteRows, View
 from .choice import Fetched, kept_entries
 from .policy import FirstIn, Policy
 
-# The books of a tier: which record lies in which slot (KVSwap, section 3.4.3)
+# A tier's table: which record is in which slot (KVSwap, section 3.4.3)
 
 ABSENT = -1
 
 
 class SlotTable:
-    """Maps record ids to slots, replaced by a policy. Holds no data; used by one thread.
+    """Maps record ids to slots, replaced by a policy. Contains no data; for one thread.
 
     Records, not positions, are the keys: rows of a batch that share a record share its slot, and reordering beams
     changes nothing here.
 
     Attributes:
-        used: to be called with slots (int32) whose content was wanted again.
-        renewed: with those whose content was written anew.
+        used: call it with slots (int32) whose records were used again.
+        renewed: call it with slots whose records were rewritten.
     """
 
     def __init__(self, capacity: int, policy: Callable[[int], Policy] = FirstIn) -> None:
@@ -38,27 +38,27 @@ class SlotTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the books."""
+        """Bytes of the tables."""
         return self._slot_of.nbytes + self._record_in.nbytes + self._policy.nbytes
 
     def rehearse(self, records: int) -> None:
-        """Make the books as large as a store of `records` may make them: a quarter beyond what there is."""
+        """Make the tables as large as a store of `records` can make them: a quarter more than needed."""
         if self.capacity:
             self._slot_of = np.empty(max(64, records * 5 // 4), dtype=np.int32)
         self._policy.rehearse(records)
 
     def locate(self, records: np.ndarray) -> np.ndarray:
-        """The slot (int32) of each record, `ABSENT` for those that lie in none and for -1."""
+        """The slot (int32) of each record; `ABSENT` for -1 and for records in no slot."""
         if not self.capacity:
             return np.full(records.size, ABSENT, dtype=np.int32)
         try:
-            return self._slot_of[records]  # the last entry stays absent: it is that of -1
+            return self._slot_of[records]  # the last entry stays absent: -1 indexes it
         except IndexError:
             self._grow(int(np.maximum.reduce(records)))
             return self._slot_of[records]
 
     def _grow(self, last: int) -> None:
-        """Make room in the books for records up to `last`, and one behind them."""
+        """Grow the table for records up to `last`, and one entry behind them."""
         size = self._slot_of.size
         grown = np.full(max(last + 2, size * 5 // 4), ABSENT, dtype=np.int32)
         grown[:size] = self._slot_of
@@ -67,11 +67,11 @@ class SlotTable:
     def insert(
         self, records: np.ndarray, in_use: np.ndarray, *, wanted: bool = True
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Give slots to distinct records that lie in none, as the policy says, none of those `in_use`: the next step
-        will probably want again what this one does, and where all are in use nothing is copied. They are `wanted` by a
-        step, or were written anew.
+        """Give slots to distinct records that are in none, as the policy decides, but no slot `in_use`: the next step
+        will probably need this step's records again. If all slots are in use, nothing is copied. `wanted`: a step
+        selected the records; otherwise they were rewritten.
 
-        Returns the positions in `records` that got a slot, and their slots. What lay there before is evicted.
+        Returns the positions in `records` that got a slot, and their slots, whose former records are evicted.
         """
         taken, slots = self._policy.place(records, in_use, wanted=wanted)
         if not taken.size:
@@ -87,7 +87,7 @@ class SlotTable:
         return taken, slots
 
     def forget(self, records: np.ndarray) -> None:
-        """The content of these records is no longer valid; their slots are empty, and next to be filled."""
+        """Empty the slots of these records, whose contents are no longer valid; they are filled next."""
         slots = self.locate(records)
         slots = slots[slots != ABSENT]
         if len(slots):
@@ -97,43 +97,43 @@ class SlotTable:
 
 
 class Tier(Protocol):
-    """Keeps payloads of a history's records. Everything has its replica in the store: evicting writes nothing.
+    """Keeps payloads of a history's records. The store has all of them too, so evicting writes nothing.
 
     For the thread that runs the model.
     """
 
     def locate(self, records: np.ndarray) -> np.ndarray:
-        """The slot of each record (int64 ids), -1 for those that are not resident."""
+        """The slot of each record (int64 ids); -1 if it is not resident."""
 
     def take(self, slots: np.ndarray, out: ByteRows, target: np.ndarray) -> None:
         """Copy the payloads in `slots` to rows `target` of `out`."""
 
     def keep(self, records: np.ndarray, in_use: np.ndarray, source: ByteRows, rows: np.ndarray) -> None:
-        """Make `records`, distinct and not resident, resident as far as there are slots: the payload of `records[i]` is
-        `source[rows[i]]`. `in_use`: slots that this step takes from."""
+        """Make `records`, distinct and not resident, resident while there are slots. The payload of `records[i]` is
+        `source[rows[i]]`. `in_use`: slots that this step reads."""
 
     def renew(self, records: np.ndarray, source: ByteRows) -> None:
-        """Distinct `records` hold the rows of `source` from now on: those that are resident here too, and others may
-        become so."""
+        """Update distinct, rewritten `records` to the rows of `source`, if they are resident; others may become
+        resident."""
 
     def forget(self, records: np.ndarray) -> None:
-        """These records are free: nothing kept of them is valid."""
+        """Drop the payloads of these records, which were freed."""
 
     @property
     def tables_nbytes(self) -> int:
-        """Bytes of host memory for the books."""
+        """Bytes of host memory for the tables."""
 
     def rehearse(self, records: int) -> None:
-        """Make the books as large as a store of `records` may make them; in a dry run."""
+        """Make the tables as large as a store of `records` can make them; in a dry run."""
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory. Idempotent."""
 
 
 class SlotTier:
-    """`capacity` payloads of `width` elements in one tensor on `device`, held in the account as `owner`.
+    """`capacity` payloads of `width` elements in one tensor on `device`, booked in the account as `owner`.
 
-    Raises `BudgetError`, with nothing held.
+    Raises `BudgetError`, with nothing booked.
     """
 
     def __init__(
@@ -172,10 +172,10 @@ class SlotTier:
         if absent.size:
             self._table.insert(records[absent], slots[slots >= 0], wanted=False)
             slots = self.locate(records)
-        here = (slots >= 0).nonzero()[0]
-        if here.size:
-            self._rows.put(slots[here], source, here)
-            self._table.renewed(slots[here])
+        resident = (slots >= 0).nonzero()[0]
+        if resident.size:
+            self._rows.put(slots[resident], source, resident)
+            self._table.renewed(slots[resident])
 
     @property
     def tables_nbytes(self) -> int:
@@ -189,27 +189,27 @@ class SlotTier:
         self.locate, self.forget = self._table.locate, self._table.forget
 
 
-# Payloads on their way between tiers and the view that attention gets
+# Payloads copied between tiers and attention's view
 
 Found = list[tuple[Tier, np.ndarray]]
-"""The tiers, nearest first, and in which slot of each the records lie (-1: in none)."""
+"""The tiers, fastest first, each with the records' slots (-1: not resident)."""
 
 
 def take_resident(found: Found, view: View) -> None:
-    """Copy what is resident, each from the nearest tier that has it."""
+    """Copy resident payloads to the view, each from the fastest tier that has it."""
     taken: np.ndarray | None = None
     for tier, lies_in in found:
-        here = lies_in >= 0 if taken is None else (lies_in >= 0) & ~taken
-        held = here.nonzero()[0]
-        if held.size == here.size:
+        hits = lies_in >= 0 if taken is None else (lies_in >= 0) & ~taken
+        held = hits.nonzero()[0]
+        if held.size == hits.size:
             tier.take(lies_in, view.payloads, view.target)
         elif held.size:
             tier.take(lies_in[held], view.payloads, view.target[held])
-        taken = here if taken is None else taken | here
+        taken = hits if taken is None else taken | hits
 
 
 def keep(found: Found, records: np.ndarray, view: View) -> None:
-    """Let each tier keep what it did not have. Nothing in here can fail."""
+    """Let each tier keep the records it did not have. Cannot fail."""
     for tier, lies_in in found:
         places = ((lies_in < 0) & (records >= 0)).nonzero()[0]
         if places.size:
@@ -219,29 +219,30 @@ def keep(found: Found, records: np.ndarray, view: View) -> None:
 def keep_in(
     tier: Tier, lies_in: np.ndarray, places: np.ndarray, fresh: np.ndarray, which: np.ndarray | None, view: View
 ) -> None:
-    """Let one tier keep the records `fresh`, which it does not have: those at `places`, as `distinct` says."""
+    """Let one tier keep the records `fresh`, which it does not have: those at `places`, mapped by `which` (see
+    `distinct`)."""
     first = places if which is None else places[np.unique(which, return_index=True)[1]]
     tier.keep(fresh, lies_in[lies_in >= 0], view.payloads, view.target[first])
 
 
 def distinct(records: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """The distinct records, ascending, and for each that was given which of them it is; None: these are they."""
+    """The distinct records, ascending, and the index among them of each given one; None if nothing changed."""
     if np.logical_and.reduce(records[1:] > records[:-1]):
         return records, None
     return np.unique(records, return_inverse=True)
 
 
 def among(records: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whether each of `records` is one of `others`, and which; both are distinct and ascending, and `others` not none.
-    """
+    """Whether each of `records` is one of `others`, and its index there. Both are distinct and ascending, and `others`
+    is not empty."""
     which = others.searchsorted(records)
-    which[which == others.size] = 0  # it is above all of them, and not the first
+    which[which == others.size] = 0  # above all of them, so not equal to the first
     return others[which] == records, which
 
 
 def kept_of(form: Any, recent: torch.Tensor, view: View, valid: np.ndarray, areas: Areas) -> Fetched:
-    """The `valid` entries of a view alone, and the `recent` ones behind them."""
-    places, there = kept_entries(valid)
+    """Only the `valid` entries of a view, followed by the `recent` ones."""
+    places, present = kept_entries(valid)
     (rows, chosen), whole = places.shape, view.entries.shape[1]
     entries = areas.kept(rows, chosen, recent.shape[1], form, recent.device)
     entries[:, chosen:] = recent
@@ -250,21 +251,22 @@ def kept_of(form: Any, recent: torch.Tensor, view: View, valid: np.ndarray, area
     if (source := view.entry_rows) is None:
         source = view.entry_rows = ByteRows(view.entries.view(-1, form.entry_width))
     ByteRows(entries.view(-1, form.entry_width)).put(into_rows, source, from_rows)
-    if there is not None:
-        entries[:, :chosen][torch.from_numpy(~there).to(entries.device)] = 0
-    return Fetched(entries, chosen, there, places)
+    if present is not None:
+        entries[:, :chosen][torch.from_numpy(~present).to(entries.device)] = 0
+    return Fetched(entries, chosen, present, places)
 
 
 def importance_of(
     importance: np.ndarray | None, places: np.ndarray, count: int, which: np.ndarray | None
 ) -> np.ndarray | None:
-    """How much each of `count` distinct records matters, (count,) float32: the most that `importance` has at those of
-    the `places` (bool) where it is wanted, as `distinct` says. None: nobody says."""
+    """Importance of each of `count` distinct records, (count,) float32, or None without `importance`.
+
+    It is the maximum of `importance` over the `places` (bool) that need the record; `which` is `distinct`'s index."""
     if importance is None:
         return None
     wanted = importance.reshape(-1)[places]
     if which is None:
         return wanted
-    found = np.full(count, -np.inf, dtype=np.float32)
-    np.maximum.at(found, which, wanted)
-    return found
+    largest = np.full(count, -np.inf, dtype=np.float32)
+    np.maximum.at(largest, which, wanted)
+    return largest

@@ -1,4 +1,4 @@
-"""Writes behind: a bounded queue, and the thread that empties it."""
+"""The bounded queue of writes, and the thread that empties it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..report.trace import Timeline
 from ..stores.base import Deadline, Store, describe, has_passed, runs, seconds_left
 from .reader_pool import ALIVE_CHECK_SECONDS, Jobs, Worker, join_all, start_worker, work_text
 
-# What waits to be written: batches, and those of one store
+# Queued writes: a batch, and the batches of one store
 
 class WriteBatch:
-    """What was given to one `WriteQueue.add`.
+    """The arguments of one `WriteQueue.add`.
 
     Attributes:
         started: the thread has begun to write it.
-        lowest, highest: of the ids; 0 and -1 for none.
+        lowest, highest: smallest and largest id; 0 and -1 without ids.
     """
 
     def __init__(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
@@ -41,9 +41,9 @@ class StoreWrites:
     """The writes of one store.
 
     Attributes:
-        batches: those that are queued, oldest first; the one that is being written is in it.
-        lost: records whose write failed, and with what, until they are written again.
-        failure: what a write failed with, until it was reported.
+        batches: queued batches, oldest first, including the one that is being written.
+        lost: records whose write failed, each with its error, until they are written again.
+        failure: the error of a failed write, until it was reported.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class StoreWrites:
 def copy_rows(
     queued: list[tuple[WriteBatch, torch.Tensor]], ids: np.ndarray, out: torch.Tensor
 ) -> list[tuple[int, int]]:
-    """Fill the rows of `out` whose records are in `queued` (oldest first); the ranges of rows that remain."""
+    """Fill the rows of `out` whose records are in `queued` (oldest first); returns the ranges of the other rows."""
     absent = np.ones(len(ids), dtype=bool)
     if len(ids):
         lowest, highest = int(ids.min()), int(ids.max())
@@ -63,17 +63,17 @@ def copy_rows(
         for batch, records in queued:
             if batch.lowest > highest or batch.highest < lowest:
                 continue
-            found = np.isin(ids, batch.ids)
-            if found.any():
+            hits = np.isin(ids, batch.ids)
+            if hits.any():
                 order = np.argsort(batch.ids)
-                rows[found] = records.numpy()[order[np.searchsorted(batch.ids, ids[found], sorter=order)]]
-                absent[found] = False
+                rows[hits] = records.numpy()[order[np.searchsorted(batch.ids, ids[hits], sorter=order)]]
+                absent[hits] = False
     positions = np.flatnonzero(absent)
     return [(int(positions[first]), int(positions[stop - 1]) + 1) for first, stop in runs(positions)]
 
 
 WRITE_QUEUE = "write queue"
-"""The owner under which queued writes are in the memory account."""
+"""The account's owner of queued writes."""
 
 
 class WriteQueue:
@@ -82,10 +82,10 @@ class WriteQueue:
 
     All methods are for one thread; `stop` takes no lock, so a garbage collection may call it. After it the methods
     raise `CacheClosedError`, except `cancel` and `take_failure`. For failed writes see `Prefetcher`; if the thread
-    dies, the writes queued then have failed too.
+    dies, the queued writes have failed too.
 
-    A wait during which no write ends for as long as `deadline` says raises `StalledError`. The thread keeps a stuck
-    write's records and store, and its bytes stay in the account until it ends.
+    A wait raises `StalledError` if no write ends for as long as `deadline` allows. The thread keeps a stuck write's
+    records and store, and its bytes stay in the account until it ends.
 
     Attributes:
         threads: the thread, once it was started.
@@ -102,30 +102,30 @@ class WriteQueue:
         self._account = account
         self._most_bytes = most_bytes
         self._timeline = timeline
-        self._changed = threading.Condition()  # guards what follows, and the batches
+        self._changed = threading.Condition()  # guards the attributes below, and the batches
         self.unsettled: dict[Store, StoreWrites] = {}
         self._jobs: Jobs = queue.SimpleQueue()
-        self._ended = 0  # batches that came to an end
+        self._ended = 0  # number of finished batches
 
     @staticmethod
     def planned(most_bytes: int, largest_batch: int) -> int:
-        """The most bytes that are queued at once: `most_bytes`, or one batch that is larger."""
+        """Maximum queued bytes: `most_bytes`, or one batch that is larger."""
         return max(most_bytes, largest_batch)
 
     def limit(self, most_bytes: int) -> None:
-        """See `Prefetcher.limit_writes`."""
+        """As `Prefetcher.limit_writes`."""
         with self._changed:
             self._check_open()
             self._wait(lambda: self._bytes <= most_bytes)
             self._most_bytes = most_bytes
 
     def add(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
-        """See `Prefetcher.write`."""
+        """As `Prefetcher.write`."""
         batch = WriteBatch(store, ids, records)
         with self._changed:
             self._check_open()
             if not self._alive:
-                self._fail_all()  # before there is another thread, which would not know of what this one had begun
+                self._fail_all()  # before there is another thread, which would not know what this one had begun
             self._raise_failure(store)
             if batch.nbytes == 0:
                 return
@@ -138,19 +138,19 @@ class WriteQueue:
             self._account.hold(WRITE_QUEUE, batch.nbytes)  # may raise
             try:
                 if hired:
-                    self._jobs.put(functools.partial(self._run, batch))  # does nothing where the next line fails
+                    self._jobs.put(functools.partial(self._run, batch))  # does nothing if the next line fails
                 writes.batches.append(batch)
             except BaseException:
                 if batch not in writes.batches:
                     self._account.release(WRITE_QUEUE, batch.nbytes)
                 raise
-            writes.lost = [(rest, error) for lost, error in writes.lost if len(rest := np.setdiff1d(lost, ids))]
+            writes.lost = [(left, error) for lost, error in writes.lost if len(left := np.setdiff1d(lost, ids))]
         if not hired:
             self._run(batch)
 
     @property
     def _bytes(self) -> int:
-        """Queued and being written. Counted anew each time: an exception of a signal cannot leave it wrong."""
+        """Bytes queued and being written. Summed each time, so that a signal's exception cannot leave it wrong."""
         return sum(batch.nbytes for writes in list(self.unsettled.values()) for batch in writes.batches)
 
     @property
@@ -158,24 +158,24 @@ class WriteQueue:
         return bool(self.threads) and self.threads[0].is_alive()
 
     def _hire(self) -> bool:
-        """Whether there is a thread."""
+        """Start the thread if necessary; returns whether there is one."""
         if self.deadline.at_exit:
-            self._wait(lambda: not self._bytes)  # what it has is written before what comes now
+            self._wait(lambda: not self._bytes)  # the thread's batches are written before the next one
             return False
         if not self._alive:
             try:
                 self.threads[:] = [start_worker("writer", self._jobs)]
-            except RuntimeError:  # the system gives none
+            except RuntimeError:  # the system provides no thread
                 return False
         return True
 
     def copy_queued(
         self, store: Store, ids: np.ndarray, out: torch.Tensor, *, guess: bool = False
     ) -> list[tuple[int, int]]:
-        """Fill the rows of `out` whose records wait to be written to `store`; the ranges of rows that remain.
+        """Fill the rows of `out` whose records wait to be written to `store`; returns the ranges of the other rows.
 
-        Raises what a write of this store failed with, when that was not reported yet or hit one of `ids`. `guess`: who
-        asks drops errors, so that the failure counts as not reported.
+        Raises the error of a failed write of this store that was not reported yet or that wrote one of `ids`. `guess`:
+        the caller drops errors, so the failure counts as not reported.
         """
         whole = [(0, ids.size)] if ids.size else []
         if store not in self.unsettled and not self.closed:
@@ -190,11 +190,11 @@ class WriteQueue:
                 self._raise_failure(store, ids)
             finally:
                 writes.failure = failure if guess else None
-            queued = [(batch, batch.records) for batch in writes.batches]  # one that is done lets go of its records
+            queued = [(batch, batch.records) for batch in writes.batches]  # a finished batch drops its records
         return copy_rows(queued, ids, out) if queued else whole
 
     def flush(self, store: Store | None) -> None:
-        """See `Prefetcher.flush`."""
+        """As `Prefetcher.flush`."""
         with self._changed:
             self._check_open()
             stores = list(self.unsettled) if store is None else [store]
@@ -205,13 +205,13 @@ class WriteQueue:
                 self._raise_failure(each)
 
     def check_written(self, store: Store, ids: np.ndarray) -> None:
-        """Raises what a write of `store` failed with that was not reported yet, or that hit one of `ids`."""
+        """Raise the error of a failed write of `store` that was not reported yet, or that wrote one of `ids`."""
         with self._changed:
             self._check_open()
             self._raise_failure(store, ids)
 
     def drop(self, store: Store) -> None:
-        """Forget what is queued for `store` and has not begun. Does not block on a write."""
+        """Drop queued batches of `store` that have not begun. Does not block on a write."""
         with self._changed:
             writes = self.unsettled.get(store)
             if writes is not None:
@@ -219,12 +219,12 @@ class WriteQueue:
                     self._finish(store, batch, writes)
 
     def drop_all(self) -> None:
-        """`drop` for every store."""
+        """Apply `drop` to every store."""
         for store in list(self.unsettled):
             self.drop(store)
 
     def cancel(self, store: Store) -> None:
-        """`drop`, wait for the write that has begun, and forget failures."""
+        """Apply `drop`, wait for the write that has begun, and drop failures."""
         self.drop(store)
         with self._changed:
             writes = self.unsettled.get(store)
@@ -233,7 +233,7 @@ class WriteQueue:
                 self.unsettled.pop(store, None)
 
     def take_failure(self, store: Store) -> BaseException | None:
-        """What a write of `store` failed with, when that was not reported yet."""
+        """The error of a failed write of `store`, if it was not reported yet; it then counts as reported."""
         writes = self.unsettled.get(store)
         if writes is None or writes.failure is None:
             return None
@@ -243,7 +243,7 @@ class WriteQueue:
 
     @property
     def stuck(self) -> bool:
-        """A write that did not end in time is still under way."""
+        """Whether a write that timed out is still running."""
         return self._alive and self.deadline.stalled
 
     def end(self) -> None:
@@ -261,10 +261,10 @@ class WriteQueue:
         with self._changed:
             if alive:
                 raise self.deadline.missed(self._work_text())
-            self._fail_all()  # what a thread that died has left
+            self._fail_all()  # batches left by a thread that died
 
     def _wait(self, over: Callable[[], bool]) -> None:
-        """Block until `over()`, which a write that ends may bring about. With `_changed` held, which is let go."""
+        """Block until `over()`, which is checked after each write. Call with `_changed` held; releases it meanwhile."""
         expires, ended = None, -1
         while not over():
             if ended != self._ended:
@@ -283,7 +283,8 @@ class WriteQueue:
         return work_text("writing", batches[-1].store, batches[-1].ids)
 
     def _fail_all(self) -> None:
-        """No thread is left: what was queued is lost, and whoever asks for it is told. With `_changed` held."""
+        """Fail all queued writes after the thread died; the next users of their stores get the error. With `_changed`
+        held."""
         self.deadline.answered()  # nothing is waited for any more
         why = self.threads[0].ended_by if self.threads else "it was not started"
         for store, writes in list(self.unsettled.items()):
@@ -299,7 +300,7 @@ class WriteQueue:
             raise CacheClosedError("the cache was closed; make a new one")
 
     def _raise_failure(self, store: Store, ids: np.ndarray | None = None) -> None:
-        """Raise for a failed write that was not reported yet, or that one of `ids` was part of."""
+        """Raise the error of a failed write that was not reported yet, or that wrote one of `ids`."""
         writes = self.unsettled.get(store)
         if writes is None:
             return
@@ -311,7 +312,7 @@ class WriteQueue:
         for lost, error in writes.lost:
             if len(touched := np.intersect1d(lost, ids)):
                 number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
-                advice = "what they held is lost: reset() the cache, or open what was saved"
+                advice = "their contents are lost: reset() the cache, or open what was saved"
                 raise StoreError(number, f"{describe(touched)} could not be written: {error}; {advice}") from error
 
     def _run(self, batch: WriteBatch) -> None:
@@ -326,7 +327,7 @@ class WriteQueue:
             started = time.perf_counter()
             try:
                 store.write(batch.ids, batch.records)
-            except BaseException as failure:  # kept for whoever uses this store next
+            except BaseException as failure:  # kept for the next user of this store
                 error = failure
             if self._timeline is not None:
                 details = {"records": len(batch.ids), "bytes": batch.nbytes}
@@ -339,7 +340,7 @@ class WriteQueue:
             self._finish(store, batch, writes)
 
     def _finish(self, store: Store, batch: WriteBatch, writes: StoreWrites) -> None:
-        """`batch` is done with, however it went. With `_changed` held."""
+        """Remove a finished `batch`, whether it succeeded or not. With `_changed` held."""
         writes.batches.remove(batch)
         if not writes.batches and not writes.lost and writes.failure is None:
             self.unsettled.pop(store, None)

@@ -1,4 +1,4 @@
-"""What a layer holds: entries in records, the latest ones in memory, in an order of its own."""
+"""A layer's stored tokens: entries in records, the latest ones in memory, in the order that a method chooses."""
 
 from .base import Block as Block
 from .base import History as History

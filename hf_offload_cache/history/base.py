@@ -1,4 +1,4 @@
-"""What a layer holds, as its layer, its predictor and its fetcher see it, whatever order it is kept in."""
+"""The contract of histories, which hold a layer's tokens in any order, for its layer, predictor and fetcher."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .records import RecordFormat
 def frozen(
     storage: Storage, store: Store, name: str, named: Callable[[int], np.ndarray], moved: Callable[[Store], None]
 ) -> LayeredStore:
-    """`store` with all its records frozen and its latest parts merged, in a layered store that takes its place: `moved`
-    is told where that is new. `named(count)`: which of the first `count` records are held, (count,) bool.
+    """Freeze all records of `store` and merge its latest parts; returns the layered store that replaces it.
 
-    Blocks until all writes are done; raises what one failed with, with nothing changed, as long as a record that was
-    lost so is held; and as `LayeredStore.merge`, with all frozen and readable as before. Raises `TypeError` for a store
-    that cannot be frozen.
+    `moved` is called with that store if it is new. `named(count)`: which of the first `count` records are in use,
+    (count,) bool. Blocks until all writes are done. Raises the error of a failed write, with nothing changed, while a
+    record lost that way is in use. Raises as `LayeredStore.merge` does, with all records frozen and readable as before.
+    Raises `TypeError` for a store that cannot be frozen.
     """
     freezable = require_freezable(store)
     storage.prefetcher.flush(freezable)
@@ -44,46 +44,46 @@ def frozen(
 
 @dataclass(frozen=True)
 class Block:
-    """Entries of a history as attention takes them. Valid until the next block; the history's memory."""
+    """A history's entries in the form that attention takes. The history owns the memory; valid until the next block."""
 
     keys: torch.Tensor
     """(rows, Hk, t, Dk)"""
     values: torch.Tensor
     """(rows, Hv, t, Dv)"""
     positions: np.ndarray | None = None
-    """(rows, t) int64 places in the sequence, -1 where there is no entry; None: those that follow the block before."""
+    """(rows, t) int64 positions in the sequence, -1 for no entry; None: they continue the block before."""
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """Units that left the tail, in a call of `append`. Tensors are valid as long as the arguments of that call."""
+    """Units that left the tail in a call of `append`. Tensors are valid as long as that call's arguments."""
 
     units: int
-    """How many units are sealed now, these included."""
+    """Number of sealed units now, these included."""
     tokens: int
-    """How many tokens a row are in sealed units now."""
+    """Number of tokens a row in sealed units now."""
     parts: list[tuple[torch.Tensor, torch.Tensor]]
-    """Keys (rows, Hk, ·, Dk) and values (rows, Hv, ·, Dv) of the new ones, in order, none of them empty."""
+    """Keys (rows, Hk, ·, Dk) and values (rows, Hv, ·, Dv) of the new units, in order, each part non-empty."""
     stored: Callable[[], Iterator[torch.Tensor]]
-    """Keys (rows, Hk, ·, Dk) of everything sealed, in order, part by part, each valid until the next: read back when
-    called. So a predictor that has to begin anew never reads by itself."""
+    """Reads the keys (rows, Hk, ·, Dk) of all sealed units, in order, in parts that are valid until the next. A
+    predictor that has to start again calls it, so that it never reads by itself."""
 
     @property
     def keys(self) -> list[torch.Tensor]:
-        """Those of `parts`; empty: nothing is new."""
+        """The keys in `parts`; empty if no unit is new."""
         return [keys for keys, _ in self.parts]
 
     @property
     def fresh(self) -> int:
-        """Tokens a row that are new."""
+        """Number of new tokens a row."""
         return sum(keys.shape[2] for keys, _ in self.parts)
 
 
 class History(Protocol):
     """Tokens in, entries out, for `rows` rows of one layer: sequences, or sequences times key heads.
 
-    Owns its store and the latest entries, the tail. What comes in is copied. For the thread that runs the model; the
-    store is written and read in the background. Whatever raises has changed nothing, but what a signal interrupts.
+    Owns its store and the tail of the latest entries. Copies its input. For the thread that runs the model; the store
+    is written and read in the background. A method that raises has changed nothing, unless a signal interrupted it.
     """
 
     form: RecordFormat
@@ -95,11 +95,11 @@ class History(Protocol):
 
     @property
     def units(self) -> int:
-        """Units sealed: those that a choice can name are below it."""
+        """Number of sealed units; a choice names units below it."""
 
     @property
     def records(self) -> int:
-        """Records that the units of a row lie in, of the row that has most: what budgets and slots are counted in."""
+        """Number of records that the units of the longest row lie in: budgets and slots count in records."""
 
     @property
     def recent(self) -> torch.Tensor:
@@ -107,79 +107,82 @@ class History(Protocol):
 
     @property
     def beside(self) -> tuple[torch.Tensor, np.ndarray] | None:
-        """What has left the tail and lies in no unit's records: entries (rows, t, entry width), and which token of
-        its row each is, (rows, t) int64, -1: none. It comes with every gather, behind the units. None: there never is
-        any."""
+        """Entries that have left the tail but lie in no unit's record; None if the history never has any.
+
+        Entries (rows, t, entry width), and each one's token index in its row, (rows, t) int64, -1: no entry. Every
+        gather has them behind the units."""
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
-        """Put keys (rows, Hk, t, Dk) and values (rows, Hv, t, Dv) behind the tail; old units beyond `num_recent` tokens
+        """Add keys (rows, Hk, t, Dk) and values (rows, Hv, t, Dv) behind the tail; old units beyond `num_recent` tokens
         leave it. Raises `StoreFullError`, or an earlier write's `StoreError`."""
 
     def extents(self, units: np.ndarray) -> Extents:
-        """Where units (rows, M) lie; -1: none."""
+        """The extents of units (rows, M); -1: no unit."""
 
     def positions(self, units: np.ndarray) -> np.ndarray:
-        """Places in the sequence, (rows, N) int64, of the entries that a gather of `units` gives, -1: no entry; those
-        `beside` them included."""
+        """Positions in the sequence, (rows, N) int64, of the entries that a gather of `units` returns, -1: no entry.
+        The entries of `beside` are included."""
 
     def blocks(self, stop: int | None = None) -> Iterator[Block]:
-        """Everything before token `stop` (None: all), block by block; the next is read meanwhile."""
+        """Everything before token `stop` (None: all), block by block; the next block is read meanwhile."""
 
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything before token `stop` as new contiguous keys (rows, Hk, T, Dk) and values, in the order of the
-        sequence: bitwise what came in."""
+        sequence, bitwise equal to what was added."""
 
     def truncate(self, length: int) -> np.ndarray | None:
-        """Keep the first `length` tokens. Returns the records freed, or None where no unit was touched."""
+        """Keep the first `length` tokens. Returns the freed records, or None if no unit was cut."""
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now."""
+        """Replace row i by the present row `rows[i]`."""
 
     def sweep(self, always: bool = False) -> np.ndarray | None:
-        """Give back records that nothing names, where that pays or `always`; returns them."""
+        """Free the records that no row uses, if that pays or `always`; returns them."""
 
     def freeze(self) -> Sequence[FreezableStore]:
-        """All that is stored is immutable from now on; returns the frozen stores. Ids stay what they are."""
+        """Make all that is stored immutable; returns the frozen stores. Ids do not change."""
 
     def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
-        """Of each of the frozen `parts` which records some row names: (capacity,), bool."""
+        """For each of the frozen `parts`, a mask of records that some row uses: (capacity,), bool."""
 
     def capture(self) -> dict[str, Any]:
-        """What is held beside the records, as a tree of values and tensors for `restore`."""
+        """The state besides the records, as a tree of values and tensors for `restore`."""
 
     @property
     def tables_nbytes(self) -> int:
-        """Bytes of host memory for the books."""
+        """Bytes of host memory for block tables and other indexes."""
 
     def rehearse(self, run: DryRun, context: int) -> None:
-        """Be as large as `context` tokens a row may make it, and declare what is held for a while. Only on a dry run's
+        """Become as large as `context` tokens a row can make it, and declare the temporary memory. Only on a dry run's
         storage, right after construction."""
 
     def close(self) -> None:
-        """Give back the store and the buffers."""
+        """Free the store and the buffers."""
 
 
 def in_units(parts: Iterable[torch.Tensor], unit_size: int) -> Iterator[torch.Tensor]:
-    """Keys (rows, Hk, ·, Dk) given part by part, as whole units (rows, Hk, n, unit_size, Dk), in order: views, but for
-    units that two parts have in common. What is no whole unit at the end is left out."""
-    rest: torch.Tensor | None = None
+    """Keys (rows, Hk, ·, Dk), given in parts, as complete units (rows, Hk, n, unit_size, Dk), in order.
+
+    They are views, except units that span two parts. Drops an incomplete unit at the end."""
+    partial: torch.Tensor | None = None
     for part in parts:
-        if rest is not None:
-            missing = unit_size - rest.shape[2]
-            rest, part = torch.cat([rest, part[:, :, :missing]], 2), part[:, :, missing:]
-            if rest.shape[2] < unit_size:
+        if partial is not None:
+            missing = unit_size - partial.shape[2]
+            partial, part = torch.cat([partial, part[:, :, :missing]], 2), part[:, :, missing:]
+            if partial.shape[2] < unit_size:
                 continue
-            yield rest.unflatten(2, (-1, unit_size))
+            yield partial.unflatten(2, (-1, unit_size))
         count = part.shape[2] // unit_size * unit_size
         if count:
             yield part[:, :, :count].unflatten(2, (-1, unit_size))
-        rest = part[:, :, count:] if count < part.shape[2] else None
+        partial = part[:, :, count:] if count < part.shape[2] else None
 
 
 def equal_parts(count: int, most: int) -> int:
-    """Size of the parts when `count` things are divided into the fewest parts of at most `most`, all but the last
-    equal, up to a sixteenth of `most`, so that a history that grows seldom needs larger ones. The two buffers of a
-    short history then hold little more than it does."""
+    """Part size that divides `count` items into the fewest parts of at most `most`, all but the last equal.
+
+    It is rounded up to a multiple of `most` / 16, so that a growing history seldom needs larger parts. A short
+    history's two buffers are then little larger than the history."""
     if not count:
         return most
     size, step = -(-count // -(-count // most)), max(1, most // 16)
@@ -187,7 +190,7 @@ def equal_parts(count: int, most: int) -> int:
 
 
 def joined(history: History, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Everything before token `stop`, made of a history's blocks: as `History.whole`."""
+    """Everything before token `stop`, joined from a history's blocks: as `History.whole`."""
     form, like = history.form, history.recent
     keys = like.new_empty(history.rows, form.num_key_heads, stop, form.key_dim)
     values = like.new_empty(history.rows, form.num_value_heads, stop, form.value_dim)
@@ -199,9 +202,9 @@ def joined(history: History, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
             values[:, :, start:end] = block.values
             start = end
             continue
-        places = torch.from_numpy(block.positions).to(like.device)
-        for row, own in enumerate(places):
-            there = (own >= 0).nonzero().reshape(-1)
-            keys[row, :, own[there]] = block.keys[row][:, there]
-            values[row, :, own[there]] = block.values[row][:, there]
+        positions = torch.from_numpy(block.positions).to(like.device)
+        for row, places in enumerate(positions):
+            entries = (places >= 0).nonzero().reshape(-1)
+            keys[row, :, places[entries]] = block.keys[row][:, entries]
+            values[row, :, places[entries]] = block.values[row][:, entries]
     return keys, values

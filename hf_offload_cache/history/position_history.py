@@ -1,4 +1,4 @@
-"""All tokens of one layer: whole groups in the store, the latest ones in the tail."""
+"""All tokens of one layer: complete groups in the store, the latest tokens in the tail."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .records import RecordFormat, latest_tokens, leaving, packing_bytes, piece_
 from .state import DTYPES, Number, State, Table
 from .tail import BlockTable, RollingTail
 
-# Whether what was captured of a history holds together
+# Checks that a captured history is consistent
 
 def check_form(form: RecordFormat, name: str) -> None:
-    """Raise `ContextError` unless a captured form is a form of keys and values."""
+    """Raise `ContextError` unless a captured form describes keys and values."""
     sizes = [form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim, form.group_size]
     if not all(type(size) is int and 0 < size < 2**20 for size in sizes) or form.dtype not in DTYPES:
         raise not_whole(name, f"its entries have the form {shown(form, 200)}")
@@ -34,8 +34,9 @@ def check_form(form: RecordFormat, name: str) -> None:
 def check_captured(
     state: State, tree: dict[str, Any], parts: Sequence[Store], name: str, group_size: int | None
 ) -> tuple[RecordFormat, dict[str, int]]:
-    """The form of a captured history, and the sizes of its tail and of its `state`. Raises `ContextError` unless they
-    hold together with the records, in `parts`. `group_size`: the configuration's."""
+    """The form of a captured history, and the sizes of its tail and of its `state`. `group_size`: the configuration's.
+
+    Raises `ContextError` unless they are consistent with the records, which are in `parts`."""
     form, tail = RecordFormat(**tree["form"]), RollingTail.STATE
     check_form(form, name)
     sizes = tail.check(tail.own(tree), name, form.dtype, width=form.entry_width)
@@ -43,8 +44,8 @@ def check_captured(
     wrong = None
     if group_size not in (None, form.group_size):
         wrong = f"a record holds {form.group_size} tokens, group_size is {group_size}"
-    elif (found := {part.record_bytes for part in parts} - {form.record_bytes}):
-        wrong = f"its records have {form.record_bytes} bytes, there are some of {found}"
+    elif (sizes_of_others := {part.record_bytes for part in parts} - {form.record_bytes}):
+        wrong = f"its records need {form.record_bytes} bytes, its stores have records of {sizes_of_others}"
     elif tree["length"] < sizes["recent"] or not sizes["rows"]:
         wrong = f"its length is {tree['length']}, its tail is {shown(tree['tail'])}"
     if wrong:
@@ -52,16 +53,16 @@ def check_captured(
     return form, sizes
 
 
-# A method without its object
+# A bound method that does not keep its object alive
 
 def weak_call(method: Callable[[], Iterator[torch.Tensor]]) -> Callable[[], Iterator[torch.Tensor]]:
-    """Calls a method of an object that it does not keep: one that the object itself holds makes no cycle."""
-    held = weakref.WeakMethod(method)
+    """Call a method through a weak reference, so that an object that holds the result is not in a cycle."""
+    reference = weakref.WeakMethod(method)
 
     def call() -> Iterator[torch.Tensor]:
-        found = held()
-        assert found is not None, "the history is gone"
-        return found()
+        bound = reference()
+        assert bound is not None, "the history is gone"
+        return bound()
 
     return call
 
@@ -69,7 +70,7 @@ def weak_call(method: Callable[[], Iterator[torch.Tensor]]) -> Callable[[], Iter
 class PositionHistory:
     """A history in the order of the sequence: unit u is the group of tokens [u G, (u + 1) G), one record a row.
 
-    See `History` for what is promised.
+    `History` has the contract.
     """
 
     STATE: ClassVar[State] = State(
@@ -93,7 +94,7 @@ class PositionHistory:
         self._storage = storage
         self._name = name
         self._num_recent, self._together = config.num_recent, together(form, config)
-        self._latest = self._leaves_at = latest_tokens(form, config)  # tokens of a tail that groups leave
+        self._latest = self._leaves_at = latest_tokens(form, config)  # tail length at which groups leave
         self._step = max(1, config.block_tokens // form.group_size)
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         self.table = BlockTable(self.store, rows)
@@ -142,11 +143,11 @@ class PositionHistory:
         return frozen(self._storage, self.store, self._name, self.named, self.move).parts
 
     def named(self, count: int) -> np.ndarray:
-        """Which of the first `count` records of the store hold something of some row: (count,), bool."""
+        """Mask of the store's first `count` records that some row uses: (count,), bool."""
         return self.table.named(count)
 
     def move(self, store: Store) -> None:
-        """The same records are found in `store` from now on, by the same ids."""
+        """Find the same records in `store` from now on, by the same ids."""
         self.store = store
         self.table.move(store)
 
@@ -156,8 +157,8 @@ class PositionHistory:
 
     def capture(self) -> dict[str, Any]:
         """As `History.capture`: views, valid until the next change."""
-        own = {**self.STATE.capture(self), **self.tail.STATE.capture(self.tail)}
-        return {"form": dataclasses.asdict(self.form), **own}
+        arrays = {**self.STATE.capture(self), **self.tail.STATE.capture(self.tail)}
+        return {"form": dataclasses.asdict(self.form), **arrays}
 
     @classmethod
     def restore(
@@ -169,9 +170,9 @@ class PositionHistory:
         config: OffloadConfig,
         name: str,
     ) -> PositionHistory:
-        """The history that `tree` was captured of, over the frozen stores `parts`, which it owns then. Reads nothing.
+        """The history that `tree` was captured from, over the frozen stores `parts`, which it then owns. Reads nothing.
 
-        Raises `ContextError` where the tree does not hold together; `parts` are the caller's then.
+        Raises `ContextError` if the tree is not consistent; the caller still owns `parts` then.
         """
         form, sizes = check_captured(cls.STATE, tree, parts, name, config.group_size)
         if tree["length"] != (stored := sizes["groups"] * form.group_size + sizes["recent"]):
@@ -187,12 +188,12 @@ class PositionHistory:
 
     @classmethod
     def check(cls, tree: dict[str, Any], form: RecordFormat, ids: np.ndarray, records: int, name: str) -> None:
-        """Raises `ContextError` unless what a subclass has added to what was captured holds together with the rest."""
+        """Raise `ContextError` unless a subclass's captured arrays are consistent with the rest."""
 
     # --- in ----------------------------------------------------------------------------------------------------
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
-        """As `History.append`. After a signal's exception (Ctrl-C), which can come anywhere, the storage is `torn`."""
+        """As `History.append`. After a signal's exception (Ctrl-C), possible anywhere, the storage is `torn`."""
         groups, held = self.table.num_groups, self.tail.length
         if held + keys.shape[2] < self._leaves_at:
             self.tail.append(keys, values)
@@ -209,7 +210,7 @@ class PositionHistory:
             self.length += keys.shape[2]
         except BaseException as error:
             if self._moved or not isinstance(error, Exception):
-                self._storage.torn = True  # what was half done cannot be told from what was not begun
+                self._storage.torn = True  # half done cannot be told from not begun
                 raise
             self.table.drop_last(self.units - groups)
             self.tail.length = held
@@ -220,7 +221,7 @@ class PositionHistory:
         return (block.keys for block in self.blocks(self.units * self.form.group_size))
 
     def _leaving(self, held: int) -> int:
-        """Groups that leave a tail of so many tokens."""
+        """Number of groups that leave a tail of `held` tokens."""
         return max(0, held - self._num_recent) // (self._together * self.form.group_size) * self._together
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -239,27 +240,27 @@ class PositionHistory:
             for start in range(0, count, piece):
                 stop = min(start + piece, count)
                 self._write(ids[:, start:stop], self._join(old, keys, values, start * group, stop * group))
-            rest = self._join(old, keys, values, count * group, total)
+            tail = self._join(old, keys, values, count * group, total)
             self._moved = True
-            self.tail.replace(rest)
+            self.tail.replace(tail)
         return sealed
 
     def _join(
         self, old: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int
     ) -> torch.Tensor:
-        """Entries [start, stop) of old entries followed by new keys and values, as a new tensor."""
+        """Entries [start, stop) of the old entries followed by the new keys and values, as a new tensor."""
         held = old.shape[1]
         joined = torch.empty(self.rows, stop - start, self.form.entry_width, dtype=self.form.dtype, device=self.device)
         split = min(max(held - start, 0), stop - start)
         joined[:, :split] = old[:, start : start + split]
-        rest = slice(max(start - held, 0), max(stop - held, 0))
-        self.form.entries(keys[:, :, rest], values[:, :, rest], joined[:, split:])
+        new = slice(max(start - held, 0), max(stop - held, 0))
+        self.form.entries(keys[:, :, new], values[:, :, new], joined[:, split:])
         return joined
 
     def _write(self, ids: np.ndarray, entries: torch.Tensor) -> torch.Tensor:
-        """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n); the padding is zeros. Returns
-        the payloads, (rows * n, payload_width) in host memory, which are the writer's: not to be changed."""
-        pins = self._storage.pinned and self.store.in_memory  # elsewhere records are to be aligned
+        """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n), padded with zeros. Returns
+        the payloads, (rows * n, payload_width) in host memory, which the writer owns: do not change them."""
+        pins = self._storage.pinned and self.store.in_memory  # other stores need aligned records
         records = (pinned_empty if pins else aligned_empty)(ids.size, self.form.record_bytes)
         typed = records.view(self.form.dtype)
         typed[:, self.form.payload_width :] = 0
@@ -286,7 +287,7 @@ class PositionHistory:
             yield Block(*self.form.split(self.tail.entries[:, : stop - done]))
 
     def _entries(self, records: torch.Tensor) -> torch.Tensor:
-        """Entries (rows, n G, entry_width) of raw records that lie row after row."""
+        """Entries (rows, n G, entry_width) of raw records, which lie row after row."""
         return self.form.payload(records).reshape(self.rows, -1, self.form.entry_width)
 
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,7 +296,7 @@ class PositionHistory:
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, length: int) -> np.ndarray | None:
-        """As `History.truncate`. Where groups are cut, some are read back until the tail holds `num_recent` tokens
+        """As `History.truncate`. If groups are cut, the last are read back until the tail has `num_recent` tokens
         again, or all that remain. Raises `StoreError` with nothing changed."""
         group = self.form.group_size
         if length >= self.units * group:
@@ -313,11 +314,11 @@ class PositionHistory:
         return self.table.truncate(keep)
 
     def sweep(self, always: bool = False) -> np.ndarray | None:
-        """As `History.sweep`: it pays when such records may be more than those that are named."""
+        """As `History.sweep`: it pays if the unused records can outnumber the used ones."""
         return self.table.sweep() if always or (self.table.moved and self.table.garbage > self.table.ids.size) else None
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """As `History.select_rows`. Moves no stored data: rows share records."""
+        """As `History.select_rows`. Moves no stored data, because rows share records."""
         self.table.select_rows(rows.cpu().numpy())
         self.tail.select_rows(rows)
         self.rows = len(rows)

@@ -1,4 +1,4 @@
-"""How keys and values lie in a record: one entry a token, all key heads and then all value heads, no gaps."""
+"""The layout of keys and values in a record: one entry a token, all key heads and then all value heads, no gaps."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 from ..config import OffloadConfig
 from ..stores.base import DEVICE_BLOCK
 
-# A model under `torch.autocast`: its own attention runs under it, what is stored and chosen is computed without
+# `torch.autocast`: the model's own attention runs under it; storing and selecting run without it
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What `torch.autocast` casts to in this thread on `device`; None: it is off."""
+    """The type that `torch.autocast` casts to in this thread on `device`; None if it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """In it, operations of this thread have the type of their arguments: on `device`, and on the processor, where some
-    of what a device attends to is chosen. What runs in every layer of a step asks before whether it is on, which it
-    seldom is."""
+    """Switch autocast off for this thread, on `device` and on the processor, where part of the selection runs.
+
+    Operations then keep their arguments' type. Every layer of a step calls it, so it first checks whether autocast is
+    on, which it seldom is."""
     on = [kind for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)]
     return _off(on) if on else nullcontext()
 
@@ -37,12 +38,12 @@ def _off(kinds: list[str]) -> Iterator[None]:
 
 
 TARGET_RECORD_BYTES = 16 * 1024
-"""Reads of this size are near the best rate an operation that small devices give (bandwidth over block size)."""
+"""Reads of this size come close to the best rate for small devices (bandwidth over operations a second)."""
 
 
 def stored_dtype(keys: torch.Tensor, values: torch.Tensor) -> torch.dtype:
-    """The type that both are kept in: their own; of two types under `torch.autocast` the one that attention casts both
-    to; else the one that holds both."""
+    """The type that both are stored in: their own. If they differ, the type that attention casts both to under
+    `torch.autocast`; without it, the type that can represent both."""
     if keys.dtype == values.dtype:
         return keys.dtype
     return autocast_dtype(keys.device) or torch.promote_types(keys.dtype, values.dtype)
@@ -52,7 +53,7 @@ def stored_dtype(keys: torch.Tensor, values: torch.Tensor) -> torch.dtype:
 class RecordFormat:
     """Geometry of one layer's records. A record holds `group_size` consecutive tokens of one sequence.
 
-    Entries lie token after token, so that gathered records are attention's keys and values as strided views.
+    Entries lie token after token, so gathered records are attention's keys and values as strided views.
     """
 
     num_key_heads: int
@@ -66,7 +67,7 @@ class RecordFormat:
     def of(cls, keys: torch.Tensor, values: torch.Tensor, group_size: int | None) -> RecordFormat:
         """The format for keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) in `stored_dtype`.
 
-        Without `group_size`: the power of two from 4 to 16 whose record comes nearest to 16 KiB from below.
+        Without `group_size`: the largest power of two from 4 to 16 whose record is at most 16 KiB, or 4.
         """
         sizes = (keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
         return cls.of_sizes(sizes, stored_dtype(keys, values), group_size)
@@ -96,7 +97,7 @@ class RecordFormat:
 
     @cached_property
     def payload_width(self) -> int:
-        """Elements of one record, padding left out."""
+        """Elements of one record without padding."""
         return self.group_size * self.entry_width
 
     @cached_property
@@ -127,10 +128,10 @@ class RecordFormat:
         return records.view(self.dtype)[:, : self.payload_width]
 
 
-# How many groups leave a tail, how they are packed for the writer, and what that takes
+# The number of groups that leave a tail, their packing for the writer, and its memory
 
 PIECE_BYTES = 1 << 20
-"""Bytes that are packed and handed to the writer at a time: no more than this, nor than half the write queue."""
+"""Maximum bytes that are packed and handed to the writer at a time; half the write queue if that is less."""
 
 
 def places_within(counts: np.ndarray) -> np.ndarray:
@@ -141,35 +142,35 @@ def places_within(counts: np.ndarray) -> np.ndarray:
 def leaving(
     form: RecordFormat, tail: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of the first `count` tokens of a tail (rows, t, entry width), followed by these new ones (rows,
-    heads, n, D): views, in parts of which none is empty."""
+    """Keys and values of the first `count` tokens of a tail (rows, t, entry width) followed by the new keys and values
+    (rows, heads, n, D): views, in non-empty parts."""
     new = max(0, count - tail.shape[1])
     parts = [form.split(tail[:, :count]), (keys[:, :, :new], values[:, :, :new])]
     return [part for part in parts if part[0].shape[2]]
 
 
 def piece_groups(form: RecordFormat, rows: int, write_queue: int) -> int:
-    """Groups a row that `append` packs at a time."""
+    """Number of groups a row that `append` packs at a time."""
     return max(1, min(PIECE_BYTES, write_queue // 2) // (rows * form.record_bytes))
 
 
 def together(form: RecordFormat, config: OffloadConfig) -> int:
-    """Groups that leave a tail together."""
+    """Number of groups that leave a tail at once."""
     return -(-config.leave_together // form.group_size)
 
 
 def latest_tokens(form: RecordFormat, config: OffloadConfig) -> int:
-    """Tokens a row that a tail holds at most when an `append` has ended, and one group."""
+    """Maximum tokens a row in a tail after an `append`, plus one group."""
     return config.num_recent + together(form, config) * form.group_size
 
 
 def packing_bytes(form: RecordFormat, rows: int, latest: int, groups: int) -> int:
-    """What `append` holds while it packs `groups` groups a row: entries, their records, and a new tail of `latest`
+    """Memory of `append` while it packs `groups` groups a row: entries, their records, and a new tail of `latest`
     tokens."""
     group_bytes = form.payload_width * form.dtype.itemsize + form.record_bytes
     return rows * (groups * group_bytes + latest * form.entry_bytes)
 
 
 def sealed_groups(form: RecordFormat, config: OffloadConfig, context: int) -> int:
-    """Groups a row that are sealed when `context` tokens are held."""
+    """Number of groups a row that are sealed at a length of `context` tokens."""
     return max(0, context - config.num_recent) // form.group_size

@@ -16,16 +16,16 @@ from ..memory.account import lasting_empty
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Types that keys and values may have."""
 LARGEST = 3e38
-"""What lies beyond is no number, or is none in some of these types."""
+"""Largest magnitude that is a finite number in all of these types, except float16."""
 _AT_ONCE = 256 << 10
-"""Bytes of an array that change rows at a time where they lie."""
+"""Bytes of an array whose rows are changed in place at a time."""
 
 
 def is_tensor(
     value: Any, shape: tuple[int | None, ...], *dtypes: torch.dtype, low: float | None = None, high: float | None = None
 ) -> bool:
     """Whether a captured object is a tensor of this shape (None: any size in that dimension) and one of these types,
-    with all values from `low` to `high`, so without NaN."""
+    with all values from `low` to `high`, which excludes NaN."""
     if not isinstance(value, torch.Tensor) or value.ndim != len(shape) or value.dtype not in dtypes:
         return False
     if any(wanted not in (None, size) for wanted, size in zip(shape, value.shape, strict=True)):
@@ -35,14 +35,14 @@ def is_tensor(
 
 
 class Array:
-    """A tensor of a state. `shape` names its sizes, such as "rows tokens width"; "*each" stands for several at the end.
+    """A tensor of a state. `shape` names its sizes, such as "rows tokens width"; a last "*each" stands for several.
 
     Args:
-        dtypes: its types; none: the keys'.
-        at: the holder's attribute; None: that of its name. "tail.entries" is another object's, which moves by itself.
-        low, high: limits of its values, NaN excluded; `below`: the size that they are below.
+        dtypes: allowed types; none given: the keys' type.
+        at: the holder's attribute; None: the array's name. "tail.entries" belongs to another object, which moves it.
+        low, high: limits of its values, NaN excluded; `below`: name of a size that its values are below.
         optional: it may be None.
-        booked: how many arrays of its size the account has for it.
+        booked: number of arrays of its size that the account counts for it.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Array:
         self.low, self.high, self.below, self.optional = low, high, below, optional
 
     def check(self, value: Any, dtype: torch.dtype | None, sizes: dict[str, Any]) -> str | None:
-        """What is expected, where `value` is not that; else None, and `sizes` has those of `value`."""
+        """A description of what is expected if `value` is not that; else None, after adding its sizes to `sizes`."""
         shape: list[int | None] = []
         for size in self.sizes:
             shape += sizes[size[1:]] if size[0] == "*" else [sizes.get(size)]
@@ -67,11 +67,11 @@ class Array:
 
 
 class Table(Array):
-    """An array of numpy's, in host memory: its bytes are among the holder's `tables_nbytes`, and not booked."""
+    """A numpy array in host memory: its bytes count in the holder's `tables_nbytes` and are not booked."""
 
 
 class Number:
-    """A whole number from 0, below `below`."""
+    """An integer from 0, below `below`."""
 
     sizes: tuple[str, ...] = ()
     optional = False
@@ -85,12 +85,12 @@ class Number:
 
 
 class State:
-    """What a class holds, by name. All functions get the holder, an object of that class.
+    """The arrays and numbers of a class, by name. All methods get the holder, an object of that class.
 
     Args:
-        part: what errors call it, such as "clusters".
-        owner: who the tensors are in the holder's `_account`.
-        used: sizes of which only the first ones are in use, and the holder's attributes that say how many.
+        part: the name in errors, such as "clusters".
+        owner: the tensors' owner in the holder's `_account`.
+        used: sizes that are only partly in use, each with the holder's attribute that counts the elements in use.
     """
 
     def __init__(
@@ -102,19 +102,19 @@ class State:
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def capture(self, holder: Any) -> dict[str, Any]:
-        """What is in use: views, valid until the next change; tables as tensors."""
+        """The arrays' part in use: views, valid until the next change; tables as tensors."""
         values = ((name, entry, attrgetter(self._at[name])(holder)) for name, entry in self.entries.items())
         return {name: self._in_use(holder, entry, value) for name, entry, value in values}
 
     def own(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Of a tree that has other entries too, these."""
+        """The entries of this state in a tree that also has others."""
         return {name: tree[name] for name in self.entries if name in tree}
 
     def check(self, tree: Any, name: str, dtype: torch.dtype | None = None, /, **sizes: Any) -> dict[str, Any]:
         """Raise `ContextError` unless `tree` has exactly these entries, each as declared.
 
-        Returns all sizes: those given, and of the others what the first array with that size has. `name`: the layer's.
-        `dtype`: the keys'.
+        Returns all sizes: the given ones, and for each other size that of the first array that has it. `name`: the
+        layer's. `dtype`: the keys'.
         """
         if not isinstance(tree, dict) or tree.keys() != self.entries.keys():
             entries = sorted(map(str, tree)) if isinstance(tree, dict) else type(tree).__name__
@@ -126,8 +126,8 @@ class State:
         return sizes
 
     def restore(self, holder: Any, tree: dict[str, Any]) -> None:
-        """Hold a tree that was checked. It is copied into the holder's tensors, which have room, and so many in use, as
-        it needs; where the holder has None, it gets the tree's own. Other objects' arrays are theirs to restore."""
+        """Take over a checked tree. It is copied into the holder's tensors, which need room for it and that many
+        elements in use; a None attribute gets the tree's own value. Other objects restore their own arrays."""
         for name, entry in self.entries.items():
             value, at = tree[name], self._at[name]
             if "." in at:
@@ -142,15 +142,15 @@ class State:
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, holder: Any, **sizes: int) -> None:
-        """Keep the first ones along these sizes: of what is in use, and of tables."""
+        """Keep the first elements along these sizes, of the part in use and of tables."""
         for size in sizes.keys() & self.used.keys():
             setattr(holder, self.used[size], min(sizes[size], getattr(holder, self.used[size])))
         for at, array, table in self._held(holder, tables=True):
             setattr(holder, at, table[tuple(slice(sizes.get(size)) for size in array.sizes)].copy())
 
     def select_rows(self, holder: Any, rows: torch.Tensor, *, in_place: bool = True) -> None:
-        """Make row i what row `rows[i]` is now: of tensors where they lie, if there are as many rows as before and they
-        are not to be new ones. Raises `BudgetError` with nothing changed."""
+        """Replace row i by the present row `rows[i]`. Tensors change in place if the number of rows stays the same and
+        `in_place` is set. Raises `BudgetError` with nothing changed."""
         held = list(self._held(holder))
         if not in_place or any(len(tensor) != len(rows) for _, _, tensor in held):
             self.remake(holder, rows)
@@ -164,9 +164,8 @@ class State:
             setattr(holder, at, table[rows.numpy(force=True)])
 
     def remake(self, holder: Any, rows: torch.Tensor | None = None, /, **sizes: int) -> None:
-        """Replace the tensors by new ones that have what is in use, room for so many along these sizes, and these
-        `rows` (None: all). The account has both meanwhile. Raises `BudgetError`, or what the device raises, with
-        nothing changed."""
+        """Replace the tensors by new ones with this much room along `sizes`, the old contents, and these `rows` (None:
+        all). The account counts both meanwhile. Raises `BudgetError`, or the device's error, with nothing changed."""
         held, before, wanted, nbytes = list(self._held(holder)), self.nbytes(holder), [], 0
         for _, array, old in held:
             room = [sizes.get(size, count) for size, count in zip(array.sizes, old.shape, strict=False)]
@@ -176,7 +175,7 @@ class State:
         holder._account.hold(self.owner, nbytes)
         try:
             made = [lasting_empty(*shape, dtype=dtype, device=device) for shape, dtype, device in wanted]
-        except BaseException:  # a device may have less than a budget allows
+        except BaseException:  # a device may have less memory than a budget allows
             holder._account.release(self.owner, nbytes)
             raise
         for (at, array, old), new in zip(held, made, strict=True):
@@ -190,17 +189,17 @@ class State:
         holder._account.release(self.owner, before)
 
     def nbytes(self, holder: Any) -> int:
-        """Bytes of the tensors as they are booked: a view keeps all of the memory behind it."""
+        """Bytes of the tensors as booked: a view counts with all of the memory behind it."""
         return sum(array.booked * tensor.untyped_storage().nbytes() for _, array, tensor in self._held(holder))
 
     def close(self, holder: Any) -> None:
-        """Give the tensors back: those that stay have no rows."""
+        """Free the tensors: the holder keeps tensors without rows."""
         holder._account.release(self.owner, self.nbytes(holder))
         for at, _, old in self._held(holder):
             setattr(holder, at, old.new_empty(0, *old.shape[1:]))
 
     def _held(self, holder: Any, *, tables: bool = False) -> Iterator[tuple[str, Array, Any]]:
-        """The holder's own tensors, or its tables, with their attributes; none that is None."""
+        """The holder's own tensors, or its tables, each with its attribute; without those that are None."""
         for name, entry in self.entries.items():
             at = self._at[name]
             if not isinstance(entry, Array) or isinstance(entry, Table) != tables or "." in at:
@@ -209,7 +208,7 @@ class State:
                 yield at, entry, value
 
     def _in_use(self, holder: Any, entry: Array | Number, value: Any) -> Any:
-        """The part of an array that is in use, a view; a number as it is."""
+        """A view of the part of an array that is in use; a number unchanged."""
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)
         for axis, size in enumerate(entry.sizes if value is not None else ()):

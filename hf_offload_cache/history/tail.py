@@ -1,4 +1,4 @@
-"""The rolling buffer: the latest tokens of a layer, in memory until they fill groups (KVSwap, section 3.4.1)."""
+"""The rolling buffer: a layer's latest tokens, in memory until they fill groups (KVSwap, section 3.4.1)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..stores.base import Store
 from .records import RecordFormat
 from .state import Array, State
 
-# Where each row's sealed groups lie in the store: rows may share records, so that batch operations copy no data
+# The records of each row's sealed groups: rows may share records, so that batch operations copy no data
 
 class BlockTable:
     """Record ids (B, num_groups), int32: group g of row b lies in record `ids[b, g]` of the layer's store.
 
-    Records are immutable; rows that come from one row share them. A record that no row names any more is given back
-    to the store by `sweep`, which the layer calls when it makes room.
+    Records are immutable; rows selected from the same row share them. `sweep`, which the layer calls when it needs
+    room, gives unused records back to the store.
     """
 
     def __init__(self, store: Store, batch: int) -> None:
@@ -29,11 +29,11 @@ class BlockTable:
         self._owned = np.empty(0, dtype=np.int32)
         self.num_groups = 0
         self.moved = False
-        """Rows were selected since the last `sweep`: else there is no garbage."""
+        """Rows were selected since the last `sweep`; otherwise there is no garbage."""
 
     @classmethod
     def of(cls, store: Store, ids: np.ndarray) -> BlockTable:
-        """A table whose rows name the records `ids` (B, num_groups) of `store`; copies them."""
+        """A table with the records `ids` (B, num_groups) of `store`; copies them."""
         table = cls(store, len(ids))
         table._ids = np.array(ids, dtype=np.int32, order="C")
         table._owned = np.unique(table._ids)
@@ -41,7 +41,7 @@ class BlockTable:
         return table
 
     def move(self, store: Store) -> None:
-        """The same records are found in `store` from now on, by the same ids."""
+        """Find the same records in `store` from now on, by the same ids."""
         self._store = store
 
     @property
@@ -50,7 +50,7 @@ class BlockTable:
         return self._ids[:, : self.num_groups]
 
     def named(self, count: int) -> np.ndarray:
-        """Which of the first `count` records of the store some row names: (count,), bool."""
+        """Mask of the store's first `count` records that some row uses: (count,), bool."""
         named = np.zeros(count, dtype=bool)
         named[self.ids.reshape(-1)] = True
         return named
@@ -60,7 +60,7 @@ class BlockTable:
         return self._ids.nbytes + self._owned.nbytes
 
     def append(self, count: int) -> np.ndarray:
-        """Allocate `count` groups behind the last of every row; returns their record ids (B, count), int64.
+        """Allocate `count` groups behind the last one of every row; returns their record ids (B, count), int64.
 
         Raises `StoreFullError` with nothing changed.
         """
@@ -77,15 +77,15 @@ class BlockTable:
         return records
 
     def rehearse(self, groups: int) -> None:
-        """Be as large as `groups` groups a row may make it: rows grow by a quarter, and beams leave records behind
-        until they are as many again."""
+        """Become as large as `groups` groups a row can make it. Rows grow by a quarter; beam search leaves up to as
+        many unused records as used ones."""
         rows = len(self._ids)
         self._ids = np.empty((rows, groups * 5 // 4 + 16), dtype=np.int32)
         self._owned = np.empty(rows * (2 * groups + 1) if rows > 1 else groups, dtype=np.int32)
         self.num_groups = groups
 
     def drop_last(self, count: int) -> None:
-        """Undo the last `append`, of `count` groups: their records are free, and were named by nobody else."""
+        """Undo the last `append`, of `count` groups: frees their records, which no other row uses."""
         if count:
             records = self.ids[:, self.num_groups - count :].reshape(-1).astype(np.int64)
             self._store.free(records)
@@ -99,17 +99,17 @@ class BlockTable:
         return self._ids[np.arange(len(groups))[:, None], groups].astype(np.int64)
 
     def truncate(self, num_groups: int) -> np.ndarray:
-        """Keep the first `num_groups` of every row; returns the records freed by that."""
+        """Keep the first `num_groups` of every row; returns the freed records."""
         self.num_groups = num_groups
         return self.sweep()
 
     def select_rows(self, rows: np.ndarray) -> None:
-        """Make row i what row `rows[i]` is now."""
+        """Replace row i by the present row `rows[i]`."""
         self._ids = np.ascontiguousarray(self._ids[rows])
         self.moved = True
 
     def sweep(self) -> np.ndarray:
-        """Give back the records that no row names; returns them."""
+        """Free the records that no row uses; returns them."""
         live = np.unique(self.ids)
         dead = np.setdiff1d(self._owned, live, assume_unique=True)
         if len(dead):
@@ -120,15 +120,15 @@ class BlockTable:
 
     @property
     def garbage(self) -> int:
-        """Records owned beyond what one table without sharing would hold: a bound on what `sweep` may free."""
+        """Owned records beyond the number without sharing: a bound on what `sweep` can free."""
         return max(0, len(self._owned) - self.ids.size)
 
 
 class RollingTail:
     """Entries (B, length, entry_width) of the latest tokens of one layer, on the layer's device.
 
-    Has room for `capacity` tokens a row: histories seal the oldest groups before it would overflow. The buffer is the
-    tail's own: views from `entries` are valid until the next change.
+    Has room for `capacity` tokens a row: histories seal the oldest groups before it overflows. The tail owns the
+    buffer: views from `entries` are valid until the next change.
     """
 
     STATE: ClassVar[State] = State(
@@ -152,19 +152,19 @@ class RollingTail:
         self._buffer = buffer
         self._keys, self._values = self.form.split(buffer)
         self.capacity = buffer.shape[1]
-        """Tokens a row that there is room for."""
+        """Maximum tokens a row."""
         self._set_length(length)
 
     def _set_length(self, length: int) -> None:
         self._length = length
         self.entries = self._buffer[:, :length]
-        """The tokens in the tail, oldest first, as a view; made once, because a step reads it many times."""
+        """The tail's tokens, oldest first: a view, made once because a step reads it many times."""
 
     length: int = property(attrgetter("_length"), _set_length)  # type: ignore[assignment]
     """Tokens a row."""
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) behind what is held."""
+        """Copy keys (B, Hk, t, Dk) and values (B, Hv, t, Dv) behind the present entries."""
         stop = self.length + keys.shape[2]
         assert stop <= self.capacity, f"tail of {self.capacity} asked to hold {stop}"
         self._keys[:, :, self.length : stop] = keys
@@ -172,32 +172,32 @@ class RollingTail:
         self.length = stop
 
     def replace(self, entries: torch.Tensor) -> None:
-        """Hold exactly `entries` (B, t, entry_width), which may be a view of this tail."""
+        """Replace all entries by `entries` (B, t, entry_width), which may be a view of this tail."""
         self._buffer[:, : entries.shape[1]] = entries.clone()
         self.length = entries.shape[1]
 
     def drop_first(self, count: int) -> None:
-        """Forget the oldest `count` tokens."""
+        """Drop the oldest `count` tokens."""
         self.replace(self.entries[:, count:])
 
     def drop_last(self, count: int) -> None:
-        """Forget the latest `count` tokens."""
+        """Drop the latest `count` tokens."""
         assert count <= self.length
         self.length -= count
 
     def rehearse(self, run: DryRun) -> None:
-        """Be full, and declare what a change of rows holds."""
+        """Become full, and declare the memory of a change of rows."""
         self.length = self.capacity
         if len(self._buffer) > 1:
             run.moves(self._buffer.nbytes)
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Make row i what row `rows[i]` is now."""
+        """Replace row i by the present row `rows[i]`."""
         self.STATE.select_rows(self, rows)
         self._hold(self._buffer, self.length)
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Hold what was captured; for a new tail, which gets more room if `num_recent` was larger then. Copies."""
+        """Take over a captured tail; for a new tail, which gets more room if `num_recent` was larger then. Copies."""
         rows, recent, _ = tree["tail"].shape
         if recent > self.capacity:
             self.STATE.close(self)

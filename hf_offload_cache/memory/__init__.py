@@ -1,4 +1,4 @@
-"""The account of what is held, and plans of what will be."""
+"""Memory in use by owner, and plans of the memory that a cache will need."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The account of what a cache holds: each owner of an allocation books it here."""
+"""The account of a cache's memory: each owner of an allocation books it here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..report.report import size_text
 # The memory behind tensors: a view keeps its complete storage alive
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a tree of dictionaries, lists and tuples, without those of no dimension, which are constants."""
+    """The tensors in a tree of dictionaries, lists and tuples. Skips constants, tensors without dimensions."""
     left = [tree]
     while left:
         part = left.pop()
@@ -32,14 +32,14 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def storage_bytes(tree: Any) -> int:
-    """Bytes that the tensors of `tree` keep in memory: each storage counts in full, and once."""
+    """Bytes of memory that the tensors of `tree` keep alive: each storage counts once, at its full size."""
     storages = [tensor.untyped_storage() for tensor in tensors_in(tree)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def without_views(tree: Any, spare: int) -> Any:
-    """`tree` with copies of the tensors whose storage holds more than they and `spare` entries; the same object if
-    nothing had to be copied.
+    """`tree` with copies of the tensors whose storage is larger than they and `spare` more entries need; the same
+    object if nothing was copied.
 
     An entry is one index along the second-last dimension, the token dimension of keys and values (B, H, T, D). Tensors
     that are the same view of a storage are the same tensor in the result.
@@ -59,11 +59,11 @@ def without_views(tree: Any, spare: int) -> Any:
                 copies[view] = part.clone(memory_format=torch.contiguous_format)
             return copies[view]
         if isinstance(part, dict):
-            items = {name: replaced(one) for name, one in part.items()}
-            return items if any(items[name] is not one for name, one in part.items()) else part
+            items = {name: replaced(child) for name, child in part.items()}
+            return items if any(items[name] is not child for name, child in part.items()) else part
         if isinstance(part, list | tuple):
-            parts = [replaced(one) for one in part]
-            return type(part)(parts) if any(new is not one for new, one in zip(parts, part, strict=True)) else part
+            parts = [replaced(child) for child in part]
+            return type(part)(parts) if any(new is not old for new, old in zip(parts, part, strict=True)) else part
         return part
 
     return replaced(tree)
@@ -75,31 +75,31 @@ def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 RECORDS = "records in memory"
-"""The owner of what stores keep in host memory."""
+"""Owner of the records that stores keep in host memory."""
 SLOTS = "reuse slots"
-"""The owner of the entries that stay after they were read."""
+"""Owner of the entries that stay resident after they were read."""
 
 
 class Spare(Protocol):
-    """Holds what can be had again: copies of what is stored."""
+    """An owner of memory that it can read again: copies of stored data."""
 
     def free_memory(self) -> None:
-        """Release what is not at work just now, if anything. On the thread that runs the model; does not block."""
+        """Release the memory that is not in use now, if any. On the thread that runs the model; does not block."""
 
 
 class MemoryAccount:
-    """Bytes that a cache holds, by owner, and the most it ever held at once; any thread may call, but for `hold` of
-    more, where there is something to `spare`: that is for the thread that runs the model.
+    """Bytes in use by owner, and their peak. Any thread may call it. If others `spare` memory, only the thread that
+    runs the model may book more.
 
     Each owner of an allocation calls `hold` *before* it allocates and `release` after it freed.
 
     Args:
-        limit: the most that may be held, in bytes; None: no limit.
+        limit: maximum bytes in use; None: no limit.
         apart: owners whose bytes the limit does not count.
 
     Attributes:
-        sparing: others are asked to give back before something is refused: see `not_sparing`.
-        pressed: how often something was given back so that something else could be held.
+        sparing: spare memory is freed before a booking fails: see `not_sparing`.
+        pressed: how often an owner freed spare memory so that a booking succeeded.
     """
 
     def __init__(self, limit: int | None = None, apart: Iterable[str] = ()) -> None:
@@ -113,13 +113,13 @@ class MemoryAccount:
         self.sparing = True
 
     def spare(self, one: Spare) -> None:
-        """`one` is asked to give back before something is refused, those that came last first. Not kept alive."""
-        self._spare = [each for each in self._spare if each() is not None]
+        """Ask `one` to free memory before a booking fails; the last added is asked first. Keeps a weak reference."""
+        self._spare = [reference for reference in self._spare if reference() is not None]
         self._spare.append(weakref.ref(one))
 
     @contextlib.contextmanager
     def not_sparing(self) -> Iterator[None]:
-        """Nothing is given back inside, for what is not needed."""
+        """Inside, bookings free no spare memory: for memory that is not needed."""
         before, self.sparing = self.sparing, False
         try:
             yield
@@ -127,7 +127,7 @@ class MemoryAccount:
             self.sparing = before
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` more are within the limit as it is."""
+        """Whether `nbytes` more are within the limit, with nothing freed."""
         return self.limit is None or self.current - self.apart + nbytes <= self.limit
 
     @property
@@ -136,8 +136,8 @@ class MemoryAccount:
         return sum(self.by_owner[owner] for owner in self._apart)
 
     def hold(self, owner: str, nbytes: int) -> None:
-        """Book `nbytes` more (or, negative, less). Above the limit what others `spare` is given back first, one after
-        the other until there is room. Raises `BudgetError`, with nothing booked, where there is none."""
+        """Book `nbytes` more (or less, if negative). Above the limit, owners that `spare` memory free it first, one
+        after the other until there is room. Raises `BudgetError`, with nothing booked, if there is none."""
         limited = nbytes > 0 and self.limit is not None
         if limited and not self.has_room(nbytes) and self.sparing:
             self._press(nbytes)
@@ -145,8 +145,8 @@ class MemoryAccount:
             if limited and not self.has_room(nbytes):
                 held = ", ".join(f"{name} {size_text(part)}" for name, part in self.by_owner.most_common(3) if part)
                 raise BudgetError(
-                    f"memory: {owner} would take {nbytes:,} bytes beside the {self.current:,} held ({held}), above the "
-                    f"{self.limit:,} allowed: give more memory, or let `for_budget` choose the fields"
+                    f"memory: {owner} needs {nbytes:,} bytes in addition to the {self.current:,} in use ({held}), "
+                    f"above the limit of {self.limit:,}: raise memory, or let `for_budget` choose the fields"
                 )
             self.by_owner[owner] += nbytes
             self.current += nbytes
@@ -154,11 +154,11 @@ class MemoryAccount:
                 self.peak = self.current
 
     def _press(self, nbytes: int) -> None:
-        """Let others give back until there is room for `nbytes`, unless there can be none."""
+        """Ask for spare memory until there is room for `nbytes`; not if they exceed the limit by themselves."""
         if self.limit is None or nbytes > self.limit:
             return
-        for one in reversed(self._spare):
-            spare, held = one(), self.current
+        for reference in reversed(self._spare):
+            spare, held = reference(), self.current
             if spare is not None:
                 spare.free_memory()
             self.pressed += self.current < held
@@ -174,25 +174,25 @@ class MemoryAccount:
     def empty(
         self, owner: str, *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """An uninitialised tensor that may be written to in any mode, booked under `owner` until `free`.
+        """An uninitialised tensor that can be written to in any mode, booked under `owner` until `free`.
 
-        Raises `BudgetError`, or what the device raises, with nothing booked.
+        Raises `BudgetError`, or the device's error, with nothing booked.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         self.hold(owner, nbytes)
         try:
             return lasting_empty(*shape, dtype=dtype, device=device)
-        except BaseException:  # a device may have less than a budget allows
+        except BaseException:  # a device may have less memory than a budget allows
             self.release(owner, nbytes)
             raise
 
     def free(self, owner: str, tensor: torch.Tensor) -> None:
-        """Book the memory behind `tensor` as given back; the caller drops it."""
+        """Book the memory behind `tensor` as freed; the caller drops it."""
         self.hold(owner, -tensor.untyped_storage().nbytes())
 
     @contextlib.contextmanager
     def holding(self, owner: str, nbytes: int) -> Iterator[None]:
-        """`nbytes` are held inside. Raises `BudgetError` as `hold` does, before anything runs."""
+        """Book `nbytes` while the block runs. Raises `BudgetError` as `hold` does, before the block runs."""
         self.hold(owner, nbytes)
         try:
             yield
@@ -200,28 +200,28 @@ class MemoryAccount:
             self.release(owner, nbytes)
 
     def observe(self, owner: str, nbytes: int) -> None:
-        """`owner` was seen to hold `nbytes` in all: what others allocate is booked as it is, and cannot be refused."""
+        """Book `nbytes` as all that `owner` has in use. Others allocated it, so it cannot raise."""
         with self._lock:
             self.current += nbytes - self.by_owner[owner]
             self.by_owner[owner] = nbytes
             self.peak = max(self.peak, self.current)
 
 
-# Allocation of what outlives a step
+# Allocation of memory that outlives a step
 
 def lasting_empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Uninitialised tensor that may be written to in any mode.
+    """Uninitialised tensor that can be written to in any mode.
 
-    One made under `torch.inference_mode` may not be written to after it.
+    A tensor made under `torch.inference_mode` cannot be written to outside it.
     """
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
 class Workspace:
-    """Memory for what one call computes and the next may overwrite, so that a step allocates nothing. One thread's.
+    """Scratch memory that a call's results may use and the next call overwrites, so that a step allocates nothing.
 
-    Its bytes are held in `account` under `owner` until `release`. It grows to the largest thing asked for.
+    For one thread. Its bytes are booked in `account` under `owner` until `release`. It grows to the largest request.
     """
 
     def __init__(self, account: MemoryAccount, owner: str) -> None:
@@ -234,18 +234,18 @@ class Workspace:
     def take(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor, valid until the next `take`."""
         asked = shape, dtype, device
-        if asked == self._asked:  # layer after layer takes the same
+        if asked == self._asked:  # all layers ask for the same
             return self._taken
         needed = math.prod(shape) * dtype.itemsize
         if self._bytes.numel() < needed or self._bytes.device != device:
-            self.release()  # the old memory goes before the new one comes
+            self.release()  # the old memory is freed before the new one is allocated
             self._bytes = self._account.empty(self._owner, needed, dtype=torch.uint8, device=device)
         self._taken = self._bytes[:needed].view(dtype).view(shape)
         self._asked = asked
         return self._taken
 
     def release(self) -> None:
-        """Give the memory back; `take` may follow."""
+        """Free the memory; `take` may follow."""
         self._account.release(self._owner, self._bytes.numel())
         self._bytes = self._taken = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._asked = None

@@ -1,4 +1,4 @@
-"""The best configuration that a budget allows, by what every cache has: streams, then what is selected and kept."""
+"""The best configuration within a budget, for any cache: first the streams, then selected tokens, then reuse slots."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from ..config import OffloadConfig
 from ..errors import BudgetError
 from ..report.report import least_size_text, size_text
 
-# Configurations of one cache under the user's fields, and whether they fit a budget: what every choice is made of
+# Configurations of one cache under the user's fields, and whether they fit a budget: every choice is made of these
 
 Config = TypeVar("Config", bound=OffloadConfig)
 
 _LEAST_QUEUE, _LARGEST_QUEUE = 2**16, 4 * 2**20
 _WIDE_BLOCK = 2048
 STREAM_SHARES = (10, 20, 40)
-"""The write queue, and the two buffers of a stream, take one part in so many of the budget each."""
+"""Divisors of the budget: the write queue gets one such share, the two buffers of a stream another."""
 LEAST_RECENT, SHORT_TAIL = 4, 16
 
 
 @dataclass
 class Search(Generic[Config]):
-    """Nothing is allocated. `fields` are the user's and stay as they are.
+    """A search for fields that fit a budget. It allocates nothing. `fields` are the user's and never change.
 
     Attributes:
-        peak_of: bytes that a configuration holds at most, by the plan of its cache.
-        records: (bytes, tokens) of a record, of each kind of layer.
-        full_kv_bytes: what `DynamicCache` would hold.
+        peak_of: maximum bytes in use with a configuration, from the cache's plan.
+        records: (bytes, tokens) of a record, for each kind of layer.
+        full_kv_bytes: size of the full KV (`DynamicCache`).
     """
 
     config_class: type[Config]
@@ -42,12 +42,12 @@ class Search(Generic[Config]):
     _peaks: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     def config(self, chosen: dict[str, Any]) -> Config:
-        """The configuration of `chosen` fields under the user's, with its limits. Raises `ConfigError`."""
+        """The configuration of the `chosen` fields, overridden by the user's, with its limits. Raises `ConfigError`."""
         limits = {"memory": self.memory, "max_context": self.max_context, "max_batch": self.max_batch}
         return self.config_class.load(None, {**chosen, **self.fields, **limits})
 
     def peak(self, chosen: dict[str, Any]) -> int:
-        """Bytes that `chosen` under the user's fields holds at most; planned once, whoever asks."""
+        """Maximum bytes in use with the `chosen` fields, overridden by the user's. Each choice is planned once."""
         key = repr(sorted({**chosen, **self.fields}.items()))
         if key not in self._peaks:
             self._peaks[key] = self.peak_of(self.config(chosen))
@@ -59,10 +59,10 @@ class Search(Generic[Config]):
     def first_fit(
         self, tried: Iterable[dict[str, Any]], smallest: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     ) -> dict[str, Any]:
-        """The first of `tried` that fits; if none does, the first that fits with the smallest streams.
+        """The first choice in `tried` that fits; if none does, the first that fits with the smallest streams.
 
-        `smallest` gives a choice with the smallest streams; None: `least_streams` does. These do not depend on the
-        memory, so the least that any choice takes is the minimum memory needed. Raises `BudgetError` with that minimum.
+        `smallest` gives a choice the smallest streams; the default is `least_streams`. These do not depend on the
+        budget, so the smallest peak is the minimum memory needed. Raises `BudgetError` with that minimum.
         """
         refused = []
         for chosen in tried:
@@ -80,10 +80,10 @@ class Search(Generic[Config]):
         return {**chosen, **self.least_streams(chosen.get("num_recent"))}
 
     def most(self, chosen: dict[str, Any], name: str, most: int) -> dict[str, Any]:
-        """`chosen`, which fits, with its number `name` as large as fits, up to `most`.
+        """`chosen`, which fits, with its number `name` raised as far as the budget allows, up to `most`.
 
-        Peaks grow almost evenly with most numbers, so that interpolation needs few plans; it alternates with halving.
-        Numbers of slots count in the units of records.
+        Peaks grow almost linearly with most numbers, so interpolation needs few plans. It alternates with bisection.
+        Reuse slots count in units of records.
         """
         step = max((tokens for _, tokens in self.records), default=1) if name == "reuse_capacity" else 1
         first = chosen[name] // step
@@ -107,7 +107,7 @@ class Search(Generic[Config]):
         return tried(least)
 
     def streams(self, share: int) -> dict[str, Any]:
-        """A write queue and blocks that take one part in `share` of the budget each, but what they need."""
+        """A write queue and blocks that take 1/`share` of the budget each, or their minimum if that is more."""
         block, least = 1024, self.least_block()
         record = max((nbytes / tokens for nbytes, tokens in self.records), default=1)
         while block > least and 2 * self.max_batch * block * record > self.memory // share:
@@ -118,8 +118,8 @@ class Search(Generic[Config]):
     def wider_blocks(self, chosen: dict[str, Any]) -> dict[str, Any]:
         """`chosen`, which fits, with its blocks doubled while that fits, up to 2048 tokens and a third of the context.
 
-        A prefill in pieces attends over all that came before block by block, and merges what each gives: 8K tokens in
-        pieces of 2048 took a sixth more time with blocks of 512 than with blocks of 2048.
+        A chunked prefill attends to the earlier tokens block by block and merges the results. 8K tokens in chunks of
+        2048 took a sixth longer with blocks of 512 than with blocks of 2048.
         """
         most = min(_WIDE_BLOCK, self.max_context // 3)
         while 2 * chosen["block_tokens"] <= most:
@@ -130,17 +130,17 @@ class Search(Generic[Config]):
         return chosen
 
     def least_streams(self, num_recent: int | None = None) -> dict[str, Any]:
-        """The smallest queue and blocks; with `num_recent` latest tokens where that is given."""
+        """The smallest queue and blocks, with `num_recent` latest tokens if that is given."""
         recent = {} if num_recent is None else {"num_recent": num_recent}
         return {"block_tokens": self.least_block(num_recent), "write_queue": self.least_queue(), **recent}
 
     def all_streams(self) -> Iterator[dict[str, Any]]:
-        """Queues and blocks to try, the best first: a tenth of the budget each, a twentieth, a fortieth, the least."""
+        """Queues and blocks to try, the best first: 1/10 of the budget each, 1/20, 1/40, the minimum."""
         yield from (self.streams(share) for share in STREAM_SHARES)
         yield self.least_streams()
 
     def short_tails(self) -> Iterator[dict[str, Any]]:
-        """The smallest queue and blocks, with fewer and fewer latest tokens."""
+        """The smallest queue and blocks, each time with half as many latest tokens."""
         recent = self.config_class().num_recent
         while recent > LEAST_RECENT:
             recent //= 2
@@ -151,73 +151,73 @@ class Search(Generic[Config]):
         return max((_LEAST_QUEUE, *(2 * self.max_batch * nbytes for nbytes, _ in self.records)))
 
     def least_block(self, num_recent: int | None = None) -> int:
-        """No less than a rolling tail is filled from when a context is cut."""
+        """The minimum block: as many tokens as refill a rolling tail when a context is truncated."""
         recent = self.fields.get("num_recent", num_recent or self.config_class().num_recent)
         group = max((tokens for _, tokens in self.records), default=1)
         return max(16, -(-recent // group) * group + 2 * group)
 
     def refusal(self, needed: int) -> BudgetError:
-        """The error for a budget if nothing takes less than `needed` bytes. That number is enough as memory, and so is
-        the rounded size printed after it."""
+        """The error for a budget below `needed` bytes, the minimum. That number is enough as `memory`, and so is the
+        rounded size printed after it."""
         given = ", ".join(f"{name}={value!r}" for name, value in self.fields.items())
-        advice = "give as much, or lower max_context or max_batch"
+        advice = "raise memory, or lower max_context or max_batch"
         if given:
             given, advice = f" with {given}", f"{advice}, or leave fields to the planner"
         if needed >= self.full_kv_bytes:
             advice = f"{advice}; no cache is needed: the full KV (DynamicCache) takes {size_text(self.full_kv_bytes)}"
         return BudgetError(
-            f"memory is {self.memory:,} bytes ({size_text(self.memory)}); {self.max_batch} x {self.max_context:,} "
-            f"tokens need at least {needed:,} ({least_size_text(needed)}){given}: {advice}"
+            f"memory is {self.memory:,} bytes ({size_text(self.memory)}), which is too small: {self.max_batch} x "
+            f"{self.max_context:,} tokens need at least {needed:,} ({least_size_text(needed)}){given}: {advice}"
         )
 
 
 LEAST_SELECTED = 64
-LOST_BY = "(measured on SmolLM2-135M): give more memory, or fewer tokens"
-"""Of facts that a budget costs."""
+LOST_BY = "(measured on SmolLM2-135M): raise memory, or lower max_context"
+"""End of the warnings about needles that a budget loses."""
 
 FAST_BLOCK = 256
-"""Tokens a block from which on a prefill in pieces takes less than a tenth longer than with blocks of 1024."""
+"""Smallest `block_tokens` with which a chunked prefill takes less than a tenth longer than with blocks of 1024."""
 _LONG_CONTEXT = 2048
-"""Tokens a sequence from which on blocks are told of: below, a history is a few of them."""
+"""Shortest context, in tokens, for which small blocks are reported: a shorter one has only a few blocks."""
 _SLOWER = {16: 2.4, 32: 1.7, 48: 1.5, 64: 1.35, 128: 1.2}
-"""Processor time of a prefill of 4,096 tokens in pieces of 1,024, one core of x86, over that with blocks of 1024, by
-the tokens of a block: of three layers of SmolLM2-135M's shape. Two of Gemma 3 270M's took a tenth less more."""
+"""Processor time of a prefill of 4,096 tokens in chunks of 1,024, relative to blocks of 1024, by `block_tokens`:
+three layers of SmolLM2-135M's shape, one x86 core. With two layers of Gemma 3 270M's, a tenth less is added."""
 
 
 def slow_blocks(config: OffloadConfig) -> str | None:
-    """Text about the cost of small blocks for a prefill in pieces, which attends to the earlier tokens block by block;
-    None: they are not small."""
+    """Warning about small blocks, which slow a chunked prefill down because it attends to the earlier tokens block by
+    block; None if they are large enough."""
     block, context = config.block_tokens, config.max_context
     if block >= FAST_BLOCK or context is None or context < _LONG_CONTEXT:
         return None
     times = next((slower for tokens, slower in _SLOWER.items() if block <= tokens), 1.1)
     return (
-        f"a prefill in pieces takes about {times:g} times the processor time: there is only room for blocks of {block} "
-        f"tokens (block_tokens), and with {FAST_BLOCK} it takes hardly more; give more memory, or fewer tokens"
+        f"a chunked prefill takes about {times:g} times the processor time: the budget only has room for blocks of "
+        f"{block} tokens (block_tokens), and {FAST_BLOCK} would be enough: raise memory, or lower max_context"
     )
 
 
 def fit_nothing(search: Search[Config]) -> Config:
-    """For a model of which nothing is offloaded: nothing gives way. Raises `BudgetError`."""
+    """For a model none of whose layers are offloaded: no field can shrink. Raises `BudgetError`."""
     least = {"write_queue": search.least_queue()}
     return search.config(search.first_fit([least], smallest=dict))
 
 
 def fit_stream(search: Search[Config]) -> Config:
-    """For a cache that streams all it holds.
+    """For a cache that streams all stored tokens.
 
-    The largest `block_tokens` up to 1024 and the largest `write_queue` up to 4 MiB that take a tenth of the budget
-    each, at most; else a twentieth, a fortieth, or what they need; then fewer `num_recent`, 32 down to 4, for the
-    rolling tail. Raises `BudgetError` with the least memory that would do.
+    Takes the largest `block_tokens` up to 1024 and the largest `write_queue` up to 4 MiB that need at most 1/10 of the
+    budget each; else 1/20, 1/40, or their minimum. Then it lowers `num_recent`, from 32 down to 4, for a shorter
+    rolling tail. Raises `BudgetError` with the minimum memory.
     """
     return search.config(search.first_fit((*search.all_streams(), *search.short_tails())))
 
 
 def fit_selective(search: Search[Config]) -> Config:
-    """For a cache that selects, and knows no better: all of `num_selected`, with the largest streams that leave room
-    for it; what is left goes to slots. Where it does not fit, a shorter tail, then fewer selected tokens.
+    """For a cache that selects and has no `fit` of its own.
 
-    Raises `BudgetError` with the least memory that would do.
+    Keeps all of `num_selected`, with the largest streams that leave room for it; the rest becomes reuse slots. If that
+    does not fit, it shortens the tail, then selects fewer tokens. Raises `BudgetError` with the minimum memory.
     """
     selected: int = search.config(search.least_streams()).num_selected  # type: ignore[attr-defined]
     full = {"num_selected": selected, "reuse_capacity": 0}

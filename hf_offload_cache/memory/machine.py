@@ -1,4 +1,4 @@
-"""What this machine has free: memory and disk."""
+"""Free memory, disk and descriptors of this machine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from ..errors import StoreError
 
 SPARE_DESCRIPTORS = 8
-"""Left for others beyond what a cache needs for good: a trace, a saved context being written, a file being probed."""
+"""Left for temporary use: a trace, a saved context being written, a file being probed."""
 
 
 def free_memory(device: str = "cpu") -> int | None:
-    """Bytes that a new allocation on `device` ("cpu", "cuda", "cuda:1") may take now; None if the system does not tell.
+    """Bytes that a new allocation on `device` ("cpu", "cuda", "cuda:1") can take now; None if the system does not tell.
 
-    For the host: the available memory, and no more than this process's control groups leave.
+    For the host: the available memory, limited by this process's control groups.
     """
     if device.startswith("cuda"):
         import torch
@@ -26,9 +26,9 @@ def free_memory(device: str = "cpu") -> int | None:
 
 
 def free_disk(place: str | os.PathLike[str] | int) -> int | None:
-    """Bytes that this user may still write to the disk of `place`, an existing path or an open descriptor.
+    """Bytes that this user can still write to the disk of `place`, an existing path or an open descriptor.
 
-    None if the file system does not tell, or a sandbox does not allow the question.
+    None if the file system does not tell, or a sandbox forbids the call.
     """
     try:
         disk = os.fstatvfs(place) if isinstance(place, int) else os.statvfs(place)
@@ -40,7 +40,7 @@ def free_disk(place: str | os.PathLike[str] | int) -> int | None:
 
 
 def free_descriptors() -> int | None:
-    """Descriptors that this process may still open; None where nobody tells, or without a limit."""
+    """Descriptors that this process can still open; None without a limit, or if the system does not tell."""
     try:
         import resource
 
@@ -52,13 +52,13 @@ def free_descriptors() -> int | None:
 
 
 def check_descriptors(needed: int) -> None:
-    """Raises `StoreError` (EMFILE) when this process may not open `needed` descriptors and `SPARE_DESCRIPTORS` more."""
+    """Raise `StoreError` (EMFILE) unless this process can open `needed` descriptors and `SPARE_DESCRIPTORS` more."""
     free = free_descriptors()
     if free is not None and free < needed + SPARE_DESCRIPTORS:
         raise StoreError(
             errno.EMFILE,
             f"the cache needs {needed} descriptors, one for each store of a layer and each file of a context, and "
-            f"{SPARE_DESCRIPTORS} to spare; {max(0, free)} are left of this process's limit: raise the limit with "
+            f"{SPARE_DESCRIPTORS} to spare; this process can open only {max(0, free)} more: raise the limit with "
             "`ulimit -n`, or close some",
         )
 
@@ -73,10 +73,10 @@ def _available() -> int | None:
 
 
 def _control_groups(root: Path = Path("/")) -> int | None:
-    """Bytes that the control groups of this process leave, in version 1 or 2; None without a limit.
+    """Bytes that this process's control groups leave, in version 1 or 2; None without a limit.
 
-    A group is also bound by the limits of the groups above it, so every level up to the mount is read. A container may
-    see its own group as the mount, under a path that exists outside only; the mount itself is always read.
+    The limits of the groups above also bind a group, so every level up to the mount is read. A container may see its
+    own group as the mount, under a path that exists only outside; the mount itself is always read.
     """
     mount = root / "sys/fs/cgroup"
     left = []
@@ -91,7 +91,7 @@ def _control_groups(root: Path = Path("/")) -> int | None:
 
 
 def _groups_of_this_process(root: Path) -> list[tuple[str, str]]:
-    """Pairs of controllers ("" in version 2) and path: those that limit memory."""
+    """The groups that limit memory, as pairs of controllers ("" in version 2) and path."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

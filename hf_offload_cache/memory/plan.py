@@ -1,4 +1,4 @@
-"""Bytes that will be in use, by owner, before anything is allocated. See `DryRun` for where they come from."""
+"""Planned bytes in use, by owner, before anything is allocated. `DryRun` makes them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Bytes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Planned:
-    """The most that is held, by owner, at the worst moment of a prefill and of decoding.
+    """Maximum bytes in use, by owner, in a prefill and in decoding.
 
-    A prefill is one over a history, as a conversation's next turn is: what decoding made is still there.
+    The prefill is one over a history, such as a conversation's next turn: what decoding allocated still exists.
     """
 
     prefill: Bytes = field(default_factory=dict)
@@ -24,19 +24,19 @@ class Planned:
 
     @classmethod
     def always(cls, held: Bytes) -> Self:
-        """The same in both."""
+        """The same bytes in both."""
         return cls(held, held)
 
     def __add__(self, other: Planned) -> Planned:
-        """Both are held."""
+        """The sum, for parts in use at the same time."""
         return Planned.sum_of([(self, 1), (other, 1)])
 
     @classmethod
     def sum_of(cls, parts: Iterable[tuple[Planned, int]]) -> Self:
-        """All are held, each so many times."""
+        """The sum of parts in use at the same time, each counted so many times."""
         prefill: dict[str, int] = {}
         decode: dict[str, int] = {}
-        for part, times in parts:  # one loop: finding a budget takes many plans
+        for part, times in parts:  # one loop: a search for a budget makes many plans
             for total, held in ((prefill, part.prefill), (decode, part.decode)):
                 for owner, nbytes in held.items():
                     total[owner] = total.get(owner, 0) + nbytes * times
@@ -44,7 +44,7 @@ class Planned:
 
     @classmethod
     def largest_of(cls, parts: Iterable[Planned]) -> Self:
-        """One of them is held at a time, by each owner."""
+        """The largest by owner, for parts that are in use one at a time."""
         prefill: dict[str, int] = {}
         decode: dict[str, int] = {}
         for part in parts:
@@ -56,31 +56,32 @@ class Planned:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer takes: `own`, beside the other layers'; `shared`, which serves one layer at a time."""
+    """Memory of one layer: `own` adds to the other layers'; `shared` serves one layer at a time."""
 
     own: Planned = field(default_factory=Planned)
     shared: Planned = field(default_factory=Planned)
     store_bytes: int = 0
-    """On the disk, or wherever the store is."""
+    """Bytes on the disk, or wherever the store is."""
 
     @staticmethod
     def of_layers(layers: Iterable[tuple[LayerPlan, int]], others: Planned) -> tuple[Planned, int]:
-        """What layers take together, given as (plan, how many of these), and the bytes in their stores. `others`: what
-        is held in turns with what they share."""
+        """Memory of all layers, given as pairs (plan, number of such layers), and the bytes in their stores.
+
+        `others`: memory that is in use in turns with the layers' shared memory."""
         counted = list(layers)
         shared = Planned.largest_of([others, *(layer.shared for layer, _ in counted)])
-        own = [(layer.own, count) for layer, count in counted]
-        return Planned.sum_of([*own, (shared, 1)]), sum([layer.store_bytes * count for layer, count in counted])
+        own_plans = [(layer.own, count) for layer, count in counted]
+        return Planned.sum_of([*own_plans, (shared, 1)]), sum([layer.store_bytes * count for layer, count in counted])
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by owner, in the words of the account, at the worst moment of a prefill and of decoding."""
+    """Bytes by owner, named as in the account, at the worst moment of a prefill and of decoding."""
 
     prefill: dict[str, int]
     decode: dict[str, int]
     disk_bytes: int
-    """What the store needs; it takes up to an eighth as much again, at most 64 MiB a layer, while the disk has room."""
+    """Bytes the store needs. It takes up to an eighth more, at most 64 MiB a layer, while the disk has room."""
     full_kv_bytes: int
     weight_bytes: int
     host_bytes: int = 0
@@ -90,7 +91,7 @@ class MemoryPlan:
     def of(
         cls, planned: Planned, disk_bytes: int, full_kv_bytes: int, weight_bytes: int, apart: str | None = None
     ) -> Self:
-        """The sum of what all owners planned; but for the one that is `apart`."""
+        """The sum over all owners, except the one that is `apart`."""
         both = planned.prefill, planned.decode
         host = 0 if apart is None else max(each.get(apart, 0) for each in both)
         prefill, decode = ({owner: held for owner, held in each.items() if held and owner != apart} for each in both)
@@ -98,7 +99,7 @@ class MemoryPlan:
 
     @property
     def needless(self) -> str | None:
-        """The reason why no cache is needed: the full KV takes no more memory than this plan. None: it takes more."""
+        """The reason why no cache is needed: the full KV takes no more memory than this plan. None if it takes more."""
         if self.full_kv_bytes > self.peak_bytes:
             return None
         return (

@@ -1,4 +1,4 @@
-"""What decides which units a step needs: pure tensors, no transformers, no disk."""
+"""Predictors, which select the units of a step: only tensors, no transformers, no disk."""
 
 from .base import Decision as Decision
 from .base import Query as Query

@@ -1,4 +1,4 @@
-"""The first tokens of a sequence, which are attended to whatever a predictor says."""
+"""Attention sinks: the first tokens of a sequence, which every step attends to whatever a predictor selects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 
 def sink_units(num_sinks: int, unit_size: int, padded: bool) -> int:
-    """Units a row that the sinks may lie in. Those of a padded row may begin anywhere in a unit."""
+    """Maximum units a row that contain sinks. A padded row's first token may lie anywhere in a unit."""
     early = unit_size - 1 if padded and num_sinks else 0
     return -(-(num_sinks + early) // unit_size)
 
@@ -15,10 +15,10 @@ def sink_units(num_sinks: int, unit_size: int, padded: bool) -> int:
 def with_sinks(
     importance: np.ndarray, num_sinks: int, unit_size: int, visible: torch.Tensor | None = None
 ) -> np.ndarray:
-    """`importance` (rows, units), in place, of units in the order of the sequence: those with sinks are above all,
-    those of padding alone below all.
+    """`importance` (rows, units), changed in place: units with sinks rank above all, units of padding below all.
 
-    `visible` (B or 1, at least units * unit_size) says what is no padding; each sequence has as many rows.
+    Units are in the order of the sequence. `visible` (B or 1, at least units * unit_size) marks the tokens that are not
+    padding; each sequence has the same number of rows.
     """
     if visible is None:
         importance[:, : -(-num_sinks // unit_size)] = np.inf
@@ -33,6 +33,6 @@ def with_sinks(
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Positions (rows, count) of the largest of values (rows, n), in no order; the caller's own."""
+    """Positions (rows, count) of the largest of values (rows, n), unordered, in a new array."""
     first = values.shape[1] - count
     return values.argpartition(first if count else first - 1, 1)[:, first:]

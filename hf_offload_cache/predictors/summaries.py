@@ -1,4 +1,4 @@
-"""The base of predictors that keep one summary of each unit, and rank units by it."""
+"""The base of predictors that keep one summary of each unit and rank units by it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from .base import Decision, Predictor, Query
 from .sinks import largest, with_sinks
 
 _GROWTH, _ROOM = 8, 16
-"""Where nothing is reserved, room grows by one part in so many, and by so many units at least."""
+"""Without a reservation, room grows by an eighth, and by 16 units at least."""
 
 
 class SummaryPredictor(Predictor):
-    """Summaries (rows, units, *shape) in memory, on the device of the keys. See `Predictor` for what is promised.
+    """Summaries (rows, units, *shape) in memory, on the keys' device. `Predictor` has the contract.
 
-    A method gives `summarise` and `importance`. What is kept is in the account as "summaries".
+    A method implements `summarise` and `importance`. The summaries are booked in the account as "summaries".
 
     Args:
         rows: rows of the history.
-        config: with `max_context`, room for that many tokens is made at once.
+        config: with `max_context`, room for that many tokens is allocated at once.
     """
 
     STATE: ClassVar[State] = State(
@@ -42,13 +42,13 @@ class SummaryPredictor(Predictor):
         self._held: torch.Tensor | None = None
 
     def summarise(self, keys: torch.Tensor) -> torch.Tensor:
-        """What is kept, (rows, n, *shape), of units whose keys are (rows, Hk, n, G, Dk); of one shape and type."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what it keeps of a unit")
+        """Summaries (rows, n, *shape) of units with keys (rows, Hk, n, G, Dk); always of the same shape and type."""
+        raise NotImplementedError(f"{type(self).__name__} does not summarise a unit: give it `summarise`")
 
     def importance(self, query: Query, summaries: torch.Tensor) -> torch.Tensor:
-        """How much each unit matters to a query, (rows, units), to be compared in a row; `summaries` as they were
-        made, a view."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how units are ranked")
+        """Each unit's importance to a query, (rows, units), comparable within a row. `summaries` is a view of what
+        `summarise` made."""
+        raise NotImplementedError(f"{type(self).__name__} does not rank units: give it `importance`")
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Learner.rehearse`."""
@@ -60,7 +60,7 @@ class SummaryPredictor(Predictor):
         run.passes("scores", decode=score_bytes(self.rows, heads, units))
 
     def _example(self, device: torch.device | str) -> torch.Tensor:
-        """A summary of one unit of each row, of zeros."""
+        """Summaries of one unit of zeros in each row."""
         form = self.form
         unit = torch.zeros(1, form.num_key_heads, 1, form.group_size, form.key_dim, dtype=form.dtype, device=device)
         return self.summarise(unit.expand(self.rows, -1, -1, -1, -1))
@@ -71,7 +71,7 @@ class SummaryPredictor(Predictor):
         return self.units == units
 
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
-        """As `Predictor.learn`: what is new is added; what was missed is read back with it."""
+        """As `Predictor.learn`. Adds the new units; if earlier ones were missed, reads all of them again."""
         parts = iter(sealed.keys)
         if self.units + sealed.fresh // self.form.group_size != sealed.units:
             parts, self.units = sealed.stored(), 0
@@ -84,7 +84,7 @@ class SummaryPredictor(Predictor):
             self.units = stop
 
     def _room(self, units: int, like: torch.Tensor) -> None:
-        """Make room for `units` units of summaries as in `like`. Raises `BudgetError` with nothing changed."""
+        """Make room for `units` summaries like those in `like`. Raises `BudgetError` with nothing changed."""
         if self._held is None:
             units = max(units, self._reserve)
             shape = self.rows, 0, *like.shape[2:]
@@ -97,12 +97,11 @@ class SummaryPredictor(Predictor):
     # --- choosing ----------------------------------------------------------------------------------------------
 
     def select(self, query: Query, budget: int, guess: bool) -> Decision:
-        """The `budget` most important units of each row, the sinks' among them."""
+        """The `budget` most important units of each row, those with sinks included."""
         assert self._held is not None
         sequences, heads = query.states.shape[:2]
         with self._account.holding("scores", score_bytes(self.rows, heads, self.units)):
-            found = self.importance(query, self._held[:, : self.units])
-            importance = found.float().cpu().numpy()
+            importance = self.importance(query, self._held[:, : self.units]).float().cpu().numpy()
         importance = with_sinks(importance, self.config.num_sinks, self.form.group_size, query.visible)
         units = np.sort(largest(importance, min(budget, self.units)), 1)
         return Choice(units, importance=np.take_along_axis(importance, units, 1))
@@ -121,7 +120,7 @@ class SummaryPredictor(Predictor):
         return self.STATE.capture(self)
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """As `Predictor.restore`; `tree` also has "units", how many the history holds. Copies."""
+        """As `Predictor.restore`; `tree["units"]` is the number of units in the history. Copies."""
         if (held := tree["summaries"]) is None:
             return
         like, units = self._example(held.device), tree["units"]
@@ -137,5 +136,5 @@ class SummaryPredictor(Predictor):
 
 
 def score_bytes(rows: int, heads: int, units: int) -> int:
-    """Scores of every query head and what is made of them, in 32 bits."""
+    """Bytes of every query head's scores and their reduction, in 32 bits."""
     return 2 * rows * heads * units * 4

@@ -284,7 +284,7 @@ def test_a_prompt_that_is_refused_changes_no_positions() -> None:
     ids = first(plain, theirs, given)
     with DiskSwapCache(model, **FIELDS) as cache, torch.no_grad():
         first(model, cache, given)
-        with pytest.raises(PromptError, match="differs from what the cache holds"):
+        with pytest.raises(PromptError, match="differs from the stored tokens"):
             first(model, cache, with_a_picture("qwen2_vl", 120, 60, 16, 11))
         expected = plain(ids[:, -1:], past_key_values=theirs).logits
         found = model(ids[:, -1:], past_key_values=cache).logits

@@ -76,7 +76,7 @@ def test_a_long_call_whose_reads_fail_loses_itself_alone(method: str, monkeypatc
             with pytest.raises(StoreError, match="made to fail") as failed:
                 call(cache, prompt(model, 2, 100, seed=3))
             patch.delattr(cache.layers[1], "attend")
-        assert any("not taken back yet" in note for note in failed.value.__notes__)
+        assert any("not removed yet" in note for note in failed.value.__notes__)
         with pytest.raises(StoreError, match="made to fail"):
             cache.crop(-1)
         fails = False

@@ -202,7 +202,7 @@ def test_without_memory_nothing_changes(change: str) -> None:
     part = Part(2, 7)
     part._account.limit = part.booked * 2
     before, expected = part.STATE.capture(part), copy_of(part.STATE.capture(part))
-    with pytest.raises(BudgetError, match="the part would take"):
+    with pytest.raises(BudgetError, match="the part needs"):
         if change == "rows":
             part.STATE.select_rows(part, torch.tensor([0, 1, 1]))
         else:

@@ -374,7 +374,7 @@ def keeps_to_the_budget_or_says_what_would(
 def test_an_account_with_a_limit_refuses_before_it_books() -> None:
     account = MemoryAccount(100)
     account.hold("slots", 60)
-    words = r"staging would take 41 bytes beside the 60 held \(slots 60 B\), above the 100"
+    words = r"staging needs 41 bytes in addition to the 60 in use \(slots 60 B\), above the limit of 100"
     with pytest.raises(BudgetError, match=words):
         account.hold("staging", 41)
     with pytest.raises(BudgetError), account.holding("packing", 41):
@@ -406,14 +406,14 @@ def test_what_can_be_had_again_is_given_back_before_something_is_refused() -> No
     assert (account.pressed, account.current) == (0, 100) and account.has_room(0) and not account.has_room(1)
     with account.not_sparing(), pytest.raises(BudgetError):  # for what is not needed nobody gives anything
         account.hold("staging", 1)
-    with pytest.raises(BudgetError, match="fitting would take 101 bytes"):  # nor for what can never be held
+    with pytest.raises(BudgetError, match="fitting needs 101 bytes"):  # nor for what can never be held
         account.hold("fitting", 101)
     assert (account.pressed, account.current) == (0, 100)
     account.hold("fitting", 45)  # who came last gives first, and the others keep what is not needed
     assert (some.nbytes, others.nbytes, account.pressed, account.current) == (40, 0, 1, 95)
     account.hold("fitting", 30)
     assert (some.nbytes, account.pressed, account.current, account.peak) == (0, 2, 85, 100)
-    with pytest.raises(BudgetError, match="fitting would take 16 bytes"):
+    with pytest.raises(BudgetError, match="fitting needs 16 bytes"):
         account.hold("fitting", 16)
     del some, others
     account.hold("fitting", 15)
@@ -718,7 +718,7 @@ def test_a_constructor_with_limits_that_do_not_go_together() -> None:
     with pytest.raises(BudgetError, match=r"memory is 100,000 bytes, and 2 x 960 tokens can take [\d,]+ with these"):
         DiskSwapCache(model, memory=100_000, max_context=CONTEXT, max_batch=BATCH)
     with DiskSwapCache(model, memory=50_000) as cache, torch.no_grad():
-        with pytest.raises(BudgetError, match=r"would take .* above the 50,000 allowed"):
+        with pytest.raises(BudgetError, match=r"needs .* above the limit of 50,000"):
             model(padded_ids(400)[0], past_key_values=cache)
         assert cache.report().peak_memory_bytes <= 50_000
 

@@ -231,7 +231,7 @@ def test_a_crop_beyond_what_was_recorded_raises() -> None:
         cache.activate_past_recording()
         model(input_ids=ids[:, :300], past_key_values=cache)
         cache.crop(-3)
-        with pytest.raises(RuntimeError, match=r"take back 2 tokens.*window of 128 keep what 0 take: call crop once"):
+        with pytest.raises(RuntimeError, match=r"cropped by 2 tokens.*window of 128 have enough for 0: call crop once"):
             cache.crop(-2)
         assert cache.get_seq_length() == 297
         plain = DynamicCache(config=model.config)

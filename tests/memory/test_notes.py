@@ -114,14 +114,14 @@ def test_a_newer_transformers_is_in_each_report(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_small_blocks_are_told(block: int, context: int, times: str | None) -> None:
-    """By how much a prefill in pieces gets slower; not of a short context, and not of the user's own blocks."""
+    """By how much a chunked prefill gets slower; not of a short context, and not of the user's own blocks."""
     config = DiskSwapConfig(block_tokens=block, max_context=context, num_recent=8, max_batch=1)
     plan = DiskSwapCache.plan(SMOL, config, context, 1)
-    said = [one for one in DiskSwapCache.notes(plan, config, SMOL) if "prefill in pieces" in one]
+    said = [one for one in DiskSwapCache.notes(plan, config, SMOL) if "chunked prefill" in one]
     assert len(said) == (times is not None)
     if times is not None:
         assert f"about {times} times" in said[0] and f"blocks of {block} tokens" in said[0]
-    assert not [one for one in DiskSwapCache.notes(plan, config, SMOL, {"block_tokens"}) if "in pieces" in one]
+    assert not [one for one in DiskSwapCache.notes(plan, config, SMOL, {"block_tokens"}) if "chunked" in one]
 
 
 @pytest.mark.parametrize("name", registry.CACHES)
@@ -131,7 +131,7 @@ def test_the_least_memory_says_that_a_prefill_gets_slower(name: str) -> None:
     for memory, slow in ((least, True), (SMOL.full_kv_bytes(24_000, 1) // 2, False)):
         config = cls.fit(SMOL, memory, 24_000, 1, {})
         notes = cls.notes(cls.plan(SMOL, config, 24_000, 1), config, SMOL)
-        assert any("a prefill in pieces takes about" in one for one in notes) is (slow and config.block_tokens < 256)
+        assert any("a chunked prefill takes about" in one for one in notes) is (slow and config.block_tokens < 256)
 
 
 # ---------------------------------------------------------------------------------------------- no cache is needed
@@ -183,8 +183,8 @@ def test_the_console_says_what_a_plan_says(model: Any, tmp_path: Path, capsys: p
     asked = ["plan", "--model", str(folder), "--json", str(file), "--set", "engine=direct"]
     assert main([*asked, "--context", "8000", "--memory", str(least), "--cache", "disk-swap"]) == 0
     out, written = capsys.readouterr().out, json.loads(file.read_text())
-    assert "note: a prefill in pieces takes about" in out and "of the full KV)" in out
-    assert any("a prefill in pieces" in one for one in written["notes"]) and written["plan"]["needless"] is None
+    assert "note: a chunked prefill takes about" in out and "of the full KV)" in out
+    assert any("a chunked prefill" in one for one in written["notes"]) and written["plan"]["needless"] is None
     file.unlink()
     assert main([*asked, "--context", "60"]) == 0
     out, written = capsys.readouterr().out, json.loads(file.read_text())

@@ -73,7 +73,7 @@ def test_an_account_allocates_and_books_in_one() -> None:
     account = MemoryAccount(100)
     tensor = account.empty("tail", 4, 5, dtype=torch.float32)
     assert (account.by_owner["tail"], tensor.shape) == (80, (4, 5))
-    with pytest.raises(BudgetError, match="slots would take 24 bytes"):
+    with pytest.raises(BudgetError, match="slots needs 24 bytes"):
         account.empty("slots", 6, dtype=torch.float32)
     with pytest.raises(RuntimeError):  # a device that has not so much
         MemoryAccount().empty("tail", 1 << 60, dtype=torch.float32)

@@ -77,7 +77,7 @@ def test_a_ring_is_in_the_account_until_it_is_closed(depth: int) -> None:
 
 def test_a_ring_that_does_not_fit_or_opens_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before, account = open_descriptors(), MemoryAccount(ring_bytes(DEPTH) - 1)
-    with pytest.raises(BudgetError, match="io ring would take"):
+    with pytest.raises(BudgetError, match="io ring needs"):
         Ring(account=account)
     assert (open_descriptors(), account.current) == (before, 0)
     monkeypatch.setattr(queues, "open_ring", fails(errno.EPERM))
