@@ -307,8 +307,8 @@ class OffloadLayer(CacheLayerMixin):
 
     @classmethod
     def plan(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        """Maximum memory of a layer with `context` tokens a row: a dry run of its constructors, which allocates
-        nothing. `config`: the layer's own."""
+        """Maximum memory of a layer with `context` tokens a row: a dry run of its constructors, which allocates no
+        tensor and opens no file. `config`: the layer's own."""
         storage: Any = DryStorage(config, kind.device)
         layer = cls(Shared(config, storage), 0)
         layer.config = config

@@ -53,7 +53,7 @@ class SummaryPredictor(Predictor):
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Learner.rehearse`."""
         units = sealed_groups(self.form, self.config, context)
-        self._room(units, self._example("meta"))
+        self._room(units, self._example("cpu"))  # a method may look at its zeros
         assert self._held is not None
         if self.rows > 1:
             run.moves(self._held.nbytes)

@@ -225,8 +225,8 @@ class DryStore:
 
 
 def planned_ring(engine: str) -> int:
-    """Host memory of a cache's io_uring, for the owner `IO_RING`; 0 for the other engines."""
-    return ring_bytes(DEPTH) if engine == "uring" else 0
+    """Host memory of a cache's io_uring, for the owner `IO_RING`: "auto" may become "uring"; 0 for other engines."""
+    return ring_bytes(DEPTH) if engine in ("uring", "auto") else 0
 
 
 def share_store(store: FreezableStore, ring: Ring | None) -> FreezableStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from harness import COMMON, build, prompt
 from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-from hf_offload_cache import AbstractTreeCache, DiskSwapCache, registry
+from hf_offload_cache import AbstractTreeCache, DiskSwapCache, SpecCache, registry
+from hf_offload_cache.core import LayerKind, SelectiveCache, SelectiveLayer, SummaryPredictor
+from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.model import Geometry
+from hf_offload_cache.predictors import Query
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +125,40 @@ def test_a_method_without_a_plan_selects(model: Any, tmp_path: Path, monkeypatch
     with DiskSwapCache(model, path=tmp_path) as cache:
         decode(model, cache, prompt(model, 1, 560))
         assert cache.selecting.worthwhile and cache.report().memory_by_owner["selection"] > 0
+
+
+class _NumpyPredictor(SummaryPredictor):
+    """Looks at the numbers of the keys."""
+
+    def summarise(self, keys: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(keys.numpy().mean(3)).transpose(1, 2)
+
+    def importance(self, query: Query, summaries: torch.Tensor) -> torch.Tensor:
+        return summaries.sum((2, 3))
+
+
+class _NumpyLayer(SelectiveLayer):
+    predictor_class = _NumpyPredictor
+
+
+class _NumpyCache(SelectiveCache):
+    layer_class = _NumpyLayer
+
+
+def test_a_method_that_looks_at_numbers_is_planned(model: Any, tmp_path: Path) -> None:
+    with _NumpyCache(model, path=tmp_path) as cache:
+        decode(model, cache, prompt(model, 1, 560))
+        assert cache.report().memory_by_owner["summaries"] > 0
+    with _NumpyCache.for_budget(model, "1/2", 3000, path=tmp_path) as cache:
+        plan = _NumpyCache.plan(Geometry.of(model), cache.config, 3000, 1)
+        assert plan.decode["summaries"] > 0 and plan.peak_bytes <= cache.storage.account.limit
+
+
+def test_copies_on_a_device_are_planned() -> None:
+    """Entries that come out of host memory pass through a buffer there, and one on the device."""
+    kind = LayerKind(RecordFormat(2, 8, 2, 8, torch.float32, 32), 4, 1, 1, "cpu")
+    config = SpecCache.config_class(engine="memory")
+    plans = [
+        SpecCache.layer_class.plan(dataclasses.replace(kind, device=device), config, 4000) for device in ("cpu", "cuda")
+    ]
+    assert plans[1].shared.decode["staging"] == 2 * plans[0].shared.decode["staging"] > 0

@@ -49,7 +49,8 @@ class SpecConfig(SelectiveConfig):
         self._one_of("speculative", (True, False))
         self._one_of("top_up", (True, False, "always"))
         if self.group_size is None:
-            object.__setattr__(self, "group_size", self.quant_group if self.engine == "memory" else 4)
+            whole_groups = min(self.quant_group, 1 << self.block_tokens.bit_length() - 1)  # blocks read complete groups
+            object.__setattr__(self, "group_size", whole_groups if self.engine == "memory" else 4)
         if self.group_size is not None and self.quant_group % self.group_size:
             raise ConfigError(
                 f"group_size must divide quant_group ({self.quant_group}), got {self.group_size}: use group_size=4"

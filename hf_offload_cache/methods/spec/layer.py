@@ -18,6 +18,7 @@ from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
 from ...core.step import Step
 from ...errors import BudgetError
+from ...fetch.areas import Staging
 from ...fetch.fetcher import Fetcher
 from ...history.base import Sealed
 from ...history.records import RecordFormat, latest_tokens
@@ -159,7 +160,8 @@ class SpecLayer(SelectiveLayer):
         if config.reuse_capacity and not config.records_apart:
             self.rehearse_slots(run)
         if config.engine == "memory":  # only the selected entries of a record are copied
-            run.passes("staging", decode=EntryReads.area_bytes(form, rows * config.chosen))
+            area = EntryReads.area_bytes(form, rows * config.chosen)
+            run.passes("staging", decode=area * Staging.sides(kind.device))
         else:
             wanted = read_together(form, config)
             self.rehearse_gather(run, kind, context, wanted, wanted)
