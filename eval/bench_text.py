@@ -23,7 +23,7 @@ from hf_offload_cache.core import SelectiveCache, piece_size
 from hf_offload_cache.tuning import distance, sample_ids, without_seams
 
 from .bench import machine
-from .contenders import synchronise
+from .contenders import in_turns, synchronise
 from .needles import parse_setting
 from .profiles import PROFILES, Profile, throttle
 from .studies.common import Options, one_run, write_json
@@ -143,10 +143,8 @@ def run(
                 one.prefill_seconds = time.perf_counter() - start
             say(f"{name}: prefill {one.prefill_seconds:.1f} s")
             contenders.append(one)
-        for number, count in enumerate(range(0, steps, turn)):
-            for one in contenders if number % 2 == 0 else contenders[::-1]:
-                for _ in range(min(turn, steps - count)):
-                    one.step()
+        for one, _ in in_turns(contenders, steps, turn):
+            one.step()
         exact = next((torch.stack(one.logits, 1) for one in contenders if one.name == DYNAMIC), None)
         alone = statistics.median(contenders[0].seconds[FIRST:])
         rows = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -134,6 +135,14 @@ def fields_of(name: str, setting: Setting) -> dict[str, Any]:
         if key not in ("memory", "max_batch") and (value != getattr(default, key) or key in asked)
     }
     return {**planned, **given, **differs}
+
+
+def in_turns(contenders: Sequence[Any], steps: int, turn: int) -> Iterator[tuple[Any, int]]:
+    """Each contender and step, `turn` steps at a time, forth and back (ABBA)."""
+    for number, first in enumerate(range(0, steps, turn)):
+        for one in contenders if number % 2 == 0 else contenders[::-1]:
+            for step in range(first, min(first + turn, steps)):
+                yield one, step
 
 
 def synchronise(device: str) -> None:

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 
 from hf_offload_cache.core import OffloadCache, Pace, SelectiveLayer
 
-from .contenders import FULL, IN_MEMORY, SLOW, Setting, make, models, needs, reason_against, synchronise
+from .contenders import FULL, IN_MEMORY, SLOW, Setting, in_turns, make, models, needs, reason_against, synchronise
 from .synthetic import LLAMA_1B, LLAMA_8B, SMOLLM2, Inputs, Shape, decode_step, fill
 
 LIKENESS = 0.97
@@ -214,10 +214,9 @@ def compare(
             stack.callback(contenders[-1].close)
         for one in contenders:
             one.settle()
-        for turn in range(repetitions):
-            for one in contenders if turn % 2 == 0 else contenders[::-1]:
-                for overlap in overlaps:
-                    one.steps(reload_steps if one.name in SLOW else steps, overlap)
+        for one, _ in in_turns(contenders, repetitions, 1):
+            for overlap in overlaps:
+                one.steps(reload_steps if one.name in SLOW else steps, overlap)
         rows = {one.name: one.summary() for one in contenders}
         for name, row in rows.items():
             for mode in overlaps:
