@@ -16,11 +16,8 @@ WINDOW = 256
 
 
 class StaticPartition(Partition):
-    """Clusters stay what the prompt made them: new keys join the nearest one, whose centroid does not move.
-
-    Places on the disk are of one size, so that a cluster that is full goes on in another one of the same centroid: the
-    later half of its tokens.
-    """
+    """Clusters stay what the prompt made them: new keys join the nearest one, whose centroid does not move. A cluster
+    that is full goes on in another one of the same centroid, with the later half of its tokens."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,14 +27,15 @@ class LongContender:
         self.name, self.model, self.cache, self.ids, self.place = name, model, cache, ids, 0
         self.seconds: list[float] = []
         self.mass: list[list[tuple[float, float]]] = []
-        self.settling = Settling()
+        self.settling = 0.0
+        """Seconds that joining, settling and splitting clusters took."""
         self.feed(prompt)
         self.pictures = [self._picture()]
         self._before: dict[str, Any] = self._report()
 
     def restart(self) -> None:
         """What was measured until now does not count; what was looked at does."""
-        self.seconds, self.settling, self._before = [], Settling(), self._report()
+        self.seconds, self.settling, self._before = [], 0.0, self._report()
 
     @property
     def clustered(self) -> list[ClusterLayer]:
@@ -48,10 +49,6 @@ class LongContender:
         self.cache.storage.prefetcher.flush()
         return self.cache.report().to_dict()
 
-    def grown(self, name: str) -> float:
-        """What a count of the report has grown by, a step."""
-        return (self._report()[name] - self._before[name]) / len(self.seconds)
-
     def feed(self, last: int) -> None:
         """The text up to token `last`."""
         with torch.no_grad():
@@ -59,10 +56,38 @@ class LongContender:
         self.place = last
 
     def step(self) -> None:
-        with self.settling.counted(self.clustered):
+        with self._settling_timed():
             start = time.perf_counter()
             self.feed(self.place + 1)
             self.seconds.append(time.perf_counter() - start)
+
+    @contextlib.contextmanager
+    def _settling_timed(self) -> Iterator[None]:
+        """While entered, what joins, settles and splits clusters is timed; nested calls count once."""
+        depth, patched = [0], list[tuple[Any, str]]()
+
+        def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+            def settle(*given: Any, **named: Any) -> Any:
+                start = time.perf_counter()
+                depth[0] += 1
+                try:
+                    return call(*given, **named)
+                finally:
+                    depth[0] -= 1
+                    self.settling += 0.0 if depth[0] else time.perf_counter() - start
+
+            return settle
+
+        for layer in self.clustered:
+            own = layer.history.clustered  # type: ignore[attr-defined]
+            for owner, name in ((layer, "settle"), (own, "settle"), (own, "add")):
+                setattr(owner, name, timed(getattr(owner, name)))
+                patched.append((owner, name))
+        try:
+            yield
+        finally:
+            for owner, name in patched:
+                delattr(owner, name)
 
     def look(self) -> None:
         """One more step, of which the attention is looked at."""
@@ -92,61 +117,25 @@ class LongContender:
         return {"at": (middle @ plane).round(3).tolist(), "cluster": labels.tolist()}
 
     def row(self) -> dict[str, Any]:
-        """What was measured, by thirds: `mass` captured outside sinks and tail, `oracle`'s, and `ms` a step, mean and
-        median; `settling_seconds`, of `Settling`; of decoding alone bytes, reads and hits a step; `variance`
-        within `clusters`, those of one centroid together."""
+        """By thirds: `mass` captured outside sinks and tail, `oracle`'s, and `ms` a step, the mean. `settling_seconds`;
+        of decoding alone bytes, reads and hits a step; `variance` within `clusters`, those of one
+        centroid together."""
         parts = np.array_split(np.array(self.mass), 3) if self.mass else []
         thirds = [np.mean(part, (0, 1)).tolist() for part in parts]
         row: dict[str, Any] = {"ms": [1e3 * statistics.mean(part) for part in np.array_split(self.seconds, 3)]}
-        row["median_ms"] = [1e3 * statistics.median(part) for part in np.array_split(self.seconds, 3)]
-        row |= {"seconds": sum(self.seconds), "steps": len(self.seconds)}
         row |= {"mass": [one[0] for one in thirds], "oracle": [one[1] for one in thirds]}
         if not isinstance(self.cache, SelectiveCache):
             return row
         after = self._report()
         for name in ("bytes_read", "bytes_written", "reads"):
-            row[f"{name}_a_step"] = self.grown(name)
+            row[f"{name}_a_step"] = (after[name] - self._before[name]) / len(self.seconds)
         row |= {"hit_rate": after["hit_rate"], "peak_share": after["peak_memory_bytes"] / after["full_kv_bytes"]}
         if layers := self.clustered:
-            row["settling_seconds"] = self.settling.seconds
+            row["settling_seconds"] = self.settling
             apart = [clusters_of(layer, each)[2] for layer in layers for each in range(layer.history.rows)]
             row |= dict(zip(("variance", "clusters"), np.mean(apart, 0).tolist(), strict=True))
         row["pictures"] = [self.pictures[0], self._picture()] if self.pictures[0] else []
         return row
-
-
-class Settling:
-    """Seconds that joining, settling and splitting clusters take, while they are counted."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    @contextlib.contextmanager
-    def counted(self, layers: Sequence[ClusterLayer]) -> Iterator[None]:
-        """While entered, the clusters of these layers."""
-        depth, patched = [0], list[tuple[Any, str]]()
-        for layer in layers:
-            own = layer.history.clustered  # type: ignore[attr-defined]
-            for owner, name in ((layer, "settle"), (own, "settle"), (own, "add")):
-                setattr(owner, name, self._timed(getattr(owner, name), depth))
-                patched.append((owner, name))
-        try:
-            yield
-        finally:
-            for owner, name in patched:
-                delattr(owner, name)
-
-    def _timed(self, call: Callable[..., Any], depth: list[int]) -> Any:
-        def timed(*given: Any, **named: Any) -> Any:
-            start = time.perf_counter()
-            depth[0] += 1
-            try:
-                return call(*given, **named)
-            finally:
-                depth[0] -= 1
-                self.seconds += 0.0 if depth[0] else time.perf_counter() - start  # nested calls count once
-
-        return timed
 
 
 def clusters_of(layer: SelectiveLayer, row: int) -> tuple[np.ndarray, np.ndarray, tuple[float, int]]:

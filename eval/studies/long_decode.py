@@ -33,23 +33,18 @@ _COLOURED = 10
 """Clusters drawn in colours that one can tell apart."""
 
 
-def fields_of(fields: dict[str, Any], prompt: int, held: int) -> dict[str, Any]:
-    """A contender's fields for `held` tokens after a prompt. Static clusters are as many from the beginning as the
-    others' will be, if there are two keys for each."""
-    if fields.get("cache", "").endswith("StaticClusterCache"):
-        keys = fields.get("cluster_size") or ClusterConfig().cluster_size
-        return {"num_clusters": min(held // keys, prompt // 2), **fields}
-    return fields
-
-
 @contextlib.contextmanager
 def opened(
     name: str, fields: dict[str, Any], loaded: Any, arguments: argparse.Namespace, held: int
 ) -> Iterator[LongContender]:
-    """A contender on the sample text that has read its prompt, with room for `held` tokens."""
+    """A contender on the sample text that has read its prompt, with room for `held` tokens. Static clusters are as many
+    from the beginning as the others' will be, if there are two keys for each."""
     model, tokenizer = loaded
     ids = text_rows(sample_ids(None, tokenizer)[0], 1, held + 1)
-    with open_cache(model, fields_of(fields, arguments.prompt, held), held + 8, arguments.path) as cache:
+    if fields.get("cache", "").endswith("StaticClusterCache"):
+        keys = fields.get("cluster_size") or ClusterConfig().cluster_size
+        fields = {"num_clusters": min(held // keys, arguments.prompt // 2), **fields}
+    with open_cache(model, fields, held + 8, arguments.path) as cache:
         yield LongContender(name, model, cache, ids, arguments.prompt)
 
 
@@ -73,7 +68,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     table: dict[str, dict[str, Any]] = {}
     for row in rows:
         flat = {key: value for key, value in row.items() if isinstance(value, int | float)}
-        by_thirds = (key for key in ("ms", "median_ms", "mass", "oracle") if row[key])
+        by_thirds = (key for key in ("ms", "mass", "oracle") if row[key])
         table[row["name"]] = {**flat, **{f"late {key}": row[key][-1] for key in by_thirds}}
     return {"contenders": table}
 

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
             for one in each:
                 row: dict[str, Any] = {"ms": 1e3 * statistics.mean(one.seconds)}
                 row["quartiles"] = (np.quantile(one.seconds, (0.25, 0.5, 0.75)) * 1e3).tolist()
-                row |= {"adapting": one.settling.seconds / sum(one.seconds)} if one.clustered else {}
+                row |= {"adapting": one.settling / sum(one.seconds)} if one.clustered else {}
                 rows.add(name=one.name, generated=mark, **row)
     return summary(rows.rows)
 

@@ -69,9 +69,7 @@ def ids_of(model: Any, tokenizer: Any, tokens: int) -> torch.Tensor:
     return sample_ids(None, tokenizer)[0][:count][None]
 
 
-def publish(
-    model: Any, ids: torch.Tensor, tokens: int, place: Path, chunk: int, folder: str
-) -> tuple[int, float]:  # fmt: skip
+def publish(model: Any, ids: torch.Tensor, tokens: int, place: Path, chunk: int, folder: str) -> tuple[int, float]:
     """Bytes of all that can be streamed, and seconds of a prefill, the second one: the first pays for what is done
     once."""
     for again in (False, True):

@@ -12,21 +12,12 @@ from transformers import PreTrainedModel
 from hf_offload_cache.tuning import distance, perplexity_over
 
 from ..needles import parse_setting
-from .common import Options, Rows
+from .common import Rows
 from .contexts import Context, default_model, follow, open_cache, prefill, reference_texts, replay
 from .watch import Look, Watch
 
 Fields = dict[str, Any]
 """Fields of a cache, as `open_cache` takes them."""
-
-
-def text_options(tokens: int, steps: int, samples: int) -> Options:
-    """Options of every teacher-forced study."""
-    return {
-        "tokens": (tokens, "prefilled tokens"),
-        "steps": (steps, "tokens decoded after them, teacher-forced"),
-        "samples": (samples, "texts"),
-    }
 
 
 def contenders_of(arguments: argparse.Namespace, usual: dict[str, Fields], **shared: Any) -> dict[str, Fields]:
@@ -45,16 +36,10 @@ def compare(arguments: argparse.Namespace, rows: Rows, contenders: dict[str, Fie
         if not left:
             continue
         context, new = prefill(model, ids[:, : arguments.tokens]), ids[:, arguments.tokens :]
-        reference = reference_logits(model, context, new)
+        with open_cache(model, None, 0) as cache:
+            reference = follow(model, replay(cache, model, context), new)
         for name, fields in left.items():
             rows.add(sample=sample, name=name, **measure(model, context, new, fields, reference, arguments.path))
-
-
-def reference_logits(model: PreTrainedModel, context: Context, new: torch.Tensor) -> torch.Tensor:
-    """`DynamicCache`'s logits (S, V) for new (1, S) after the context."""
-    with open_cache(model, None, 0) as cache:
-        replay(cache, model, context)
-        return follow(model, cache, new)
 
 
 def measure(
@@ -72,10 +57,9 @@ def measure(
         `written`; `clusters` a key head at the end, if there are any.
     """
     count = len(context.keys)
-    mass: list[list[float]] = [[] for _ in range(count)]
+    mass, outside = ([list[float]() for _ in range(count)] for _ in range(2))
     attended: list[float] = []
     important: list[float] = []
-    outside: list[list[float]] = [[] for _ in range(count)]
 
     def told(look: Look) -> None:
         mass[look.layer_idx].append(look.mass)
@@ -94,18 +78,18 @@ def measure(
             logits = follow(model, cache, new)
         report = cache.report()  # type: ignore[attr-defined]
         predictors = [getattr(layer, "predictor", None) for layer in cache.offloaded]  # type: ignore[attr-defined]
-        parts = [part for layer in cache.offloaded if (part := partition_of(layer))]  # type: ignore[attr-defined]
-        clusters = float(np.mean([part.used for part in parts])) if parts else None
-    layers = [float(np.mean(part)) for part in mass]
-    row: dict[str, Any] = {"mass": float(np.mean(layers)), "worst": min(layers)}
-    row |= {"attended": float(np.mean(attended)), **distance(reference, logits)}
-    row |= {"hit_rate": report.hit_rate, "peak_share": report.peak_memory_bytes / report.full_kv_bytes}
-    steps = new.shape[1]
-    row |= {"megabytes": (report.bytes_read - before.bytes_read) / 1e6 / steps}
-    row |= {"written": (report.bytes_written - before.bytes_written) / 1e6 / steps}
-    row |= {"reads": (report.reads - before.reads) / steps, "clusters": clusters}
-    row["perplexity"] = perplexity_over(reference, logits, new)
-    row["important"] = float(np.mean(important))
+        kept = [getattr(layer.history, "clustered", None) for layer in cache.offloaded]  # type: ignore[attr-defined]
+        clusters = float(np.mean([own.partition.used for own in kept])) if all(kept) else None
+    layers, steps = [float(np.mean(part)) for part in mass], new.shape[1]
+    row: dict[str, Any] = {
+        "mass": float(np.mean(layers)), "worst": min(layers), "attended": float(np.mean(attended)),
+        **distance(reference, logits), "hit_rate": report.hit_rate, "clusters": clusters,
+        "peak_share": report.peak_memory_bytes / report.full_kv_bytes,
+        "megabytes": (report.bytes_read - before.bytes_read) / 1e6 / steps,
+        "written": (report.bytes_written - before.bytes_written) / 1e6 / steps,
+        "reads": (report.reads - before.reads) / steps,
+        "perplexity": perplexity_over(reference, logits, new), "important": float(np.mean(important)),
+    }  # fmt: skip
     counted = [each for each in predictors if getattr(each, "judged", 0)]
     # two bounds of a chunk are as much to compare with as the keys of two tokens
     tokens = sum(each.judged for each in counted) / 2
@@ -114,11 +98,6 @@ def measure(
         there = [float(np.mean(part)) for part in outside]
         row |= {"outside": float(np.mean(there)), "outside_worst": min(there)}
     return {**row, "layer_mass": layers}
-
-
-def partition_of(layer: Any) -> Any:
-    """Clusters of a layer's keys; None: it has none."""
-    return getattr(getattr(getattr(layer, "history", None), "clustered", None), "partition", None)
 
 
 def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -64,13 +64,8 @@ class Look:
 
 
 class Watch:
-    """While entered, `told` gets a `Look` of every layer and single-query step of `cache` (batch 1, no padding).
-
-    Args:
-        cache: filled with a context, nothing decoded yet; in `exact=True` it attends to everything.
-        keys: that context's keys (1, Hk, T, D) by layer: read, not copied. Keys that come later are kept here.
-        told: gets the looks.
-    """
+    """While entered, `told` gets a `Look` of every layer and single-query step of `cache` (batch 1, no padding), which
+    is filled with a context of `keys` (1, Hk, T, D) by layer: read, not copied. Keys that come later are kept here."""
 
     def __init__(self, cache: OffloadCache, keys: list[torch.Tensor], told: Callable[[Look], object]) -> None:
         self.cache = cache
