@@ -13,9 +13,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -47,8 +46,7 @@ _JOBS: dict[str, list[str]] = {
     **{
         name: ["-m", f"eval.studies.{name}"]
         for name in (
-            "quality", "long_decode", "long_growth", "low_bit_attention",
-            "stream_speed", "stream_quality",
+            "quality", "long_decode", "long_growth", "stream_speed", "stream_quality",
         )
     },
     **{f"quality, {of}": ["-m", "eval.studies.quality", "--of", of] for of in ("chunks", "bits", "guess")},
@@ -66,8 +64,7 @@ def judged(figure: str, measured: float | None, least: float | None = None, most
     return {"figure": figure, "measured": measured, "at_least": least, "at_most": most, "met": met}
 
 
-@dataclass(frozen=True)
-class Promise:
+class Promise(NamedTuple):
     """A promised figure, where it is in the results, and its bounds."""
 
     figure: str
@@ -83,10 +80,6 @@ def _found_by(name: str) -> Callable[[dict[str, Any]], float | None]:
         return None if row["lost_share"] is None else 1 - row["lost_share"]
 
     return share
-
-
-def _of_ours(field: str) -> Callable[[dict[str, Any]], Any]:
-    return _at("rows", "1/13", field)
 
 
 def _over_full_cache(result: dict[str, Any]) -> float:
@@ -112,9 +105,9 @@ PROMISES: tuple[Promise, ...] = (
     Promise("tokens/s over the faster full cache, text, 8K, 1/13", "text", _over_full_cache, 1),
     Promise("the same at 32K", "text, 32K", _over_full_cache, 1.6),
     Promise("the same at 32K, batch 4", "text, 32K, batch 4", _over_full_cache, 2.5),
-    Promise("hit rate, text, 8K, 1/13", "text", _of_ours("hit_rate"), 0.3),
-    Promise("the same at 32K", "text, 32K", _of_ours("hit_rate"), 0.8),
-    Promise("first 16 steps over settled", "text", _of_ours("first_over_settled"), most=1.1),
+    Promise("hit rate, text, 8K, 1/13", "text", _at("rows", "1/13", "hit_rate"), 0.3),
+    Promise("the same at 32K", "text, 32K", _at("rows", "1/13", "hit_rate"), 0.8),
+    Promise("first 16 steps over settled", "text", _at("rows", "1/13", "first_over_settled"), most=1.1),
     Promise("prefill over DynamicCache, 8K, pieces", "text", _prefill_ratio, most=1.1),
     Promise("the same, in one piece", "text, whole", _prefill_ratio, most=1.05),
     Promise("architectures exact", "walk", _at("exact"), 130),

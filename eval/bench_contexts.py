@@ -1,7 +1,7 @@
 """Saved contexts: how soon the first token comes, how that grows, what forks take, and what checking costs.
 
-Each opening runs in a process of its own, with the context's files dropped from the page cache before it. Imports and
-the loading of the weights are not counted; all else is, from the call of `open` to the token.
+Each opening runs in its own process, with the context's files dropped from the page cache. Imports and the loading of
+the weights are not counted.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.console import load_default_model
+from hf_offload_cache.tuning import bundled_text
 
+from .replay import LIKENESS
 from .studies.common import Options, one_run, write_json
 from .synthetic import SMOLLM2, Inputs, build_model, decode_step, fill
-
-LIKENESS = 0.97
-"""Of successive inputs of a random model: gives about the hit rate of the real model on text."""
 
 
 @dataclass(frozen=True)
@@ -35,34 +36,27 @@ class Opening:
 
     directory: str
     real: bool
-    question: list[int] = field(default_factory=list)
+    question: list[int]
     """Token ids after what is held; of a model with random weights nothing but their number matters."""
-    fields: dict[str, Any] = field(default_factory=dict)
-
-
-def _models(real: bool) -> Any:
-    if real:
-        from hf_offload_cache.console import load_default_model
-
-        return load_default_model(torch.bfloat16)
-    return build_model(SMOLLM2), None
 
 
 def child(opening: Opening) -> dict[str, Any]:
     """Seconds of opening and of the first token, and what was read."""
-    model, _ = _models(opening.real)
+    model = load_default_model(torch.bfloat16)[0] if opening.real else build_model(SMOLLM2)
     with torch.no_grad():
         model(torch.tensor([[5]]), use_cache=False)  # weights are paged in, threads are awake
     started = time.perf_counter()
-    with DiskSwapCache.open(opening.directory, model, **opening.fields) as cache:
+    with DiskSwapCache.open(opening.directory, model) as cache:
         opened = time.perf_counter()
         held = cache.input_ids.clamp(min=0)
         ids = torch.cat([held, torch.tensor([opening.question])], 1)
         out = model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
         finished = time.perf_counter()
         report = cache.report()
-    seconds = {"open_seconds": opened - started, "first_token_seconds": finished - started}
-    return {**seconds, "bytes_read": report.bytes_read, "token": int(out[0, -1]), "store": report.store}
+    return {
+        "open_seconds": opened - started, "first_token_seconds": finished - started, "bytes_read": report.bytes_read,
+        "token": int(out[0, -1]), "store": report.store,
+    }  # fmt: skip
 
 
 def open_in_child(opening: Opening, repetitions: int) -> dict[str, Any]:
@@ -95,11 +89,7 @@ def first_token(folder: Path, tokens: int, repetitions: int) -> dict[str, Any]:
     """The real model: prefill and first token, in memory and with the cache, against a saved context of the same
     tokens. Forks of it are made on the way, for what they take on the disk.
     """
-    from transformers import DynamicCache
-
-    from hf_offload_cache.tuning import bundled_text
-
-    model, tokenizer = _models(True)
+    model, tokenizer = load_default_model(torch.bfloat16)
     ids = tokenizer(bundled_text(), return_tensors="pt").input_ids[:, :tokens]
     found: dict[str, Any] = {"tokens": tokens}
     prefills = []
@@ -138,17 +128,20 @@ def first_token(folder: Path, tokens: int, repetitions: int) -> dict[str, Any]:
     return found
 
 
+def _save(model: Any, folder: Path, name: str, tokens: int) -> int:
+    """Save a context of so many tokens; its bytes on the disk."""
+    with DiskSwapCache(model, path=folder) as cache:
+        fill(cache, model, SMOLLM2, tokens)
+        decode_step(model, cache, Inputs(SMOLLM2, LIKENESS).next())
+        cache.save(folder / name)
+        return cache.disk_bytes
+
+
 def growth(folder: Path, lengths: list[int], repetitions: int) -> dict[str, Any]:
     """SmolLM2's shape with random weights: the time to the first token by tokens held."""
     rows = []
     for tokens in lengths:
-        model = build_model(SMOLLM2)
-        with DiskSwapCache(model, path=folder) as cache:
-            fill(cache, model, SMOLLM2, tokens)
-            decode_step(model, cache, Inputs(SMOLLM2, LIKENESS).next())
-            cache.save(folder / f"synthetic-{tokens}")
-            stored = cache.disk_bytes
-        del model
+        stored = _save(build_model(SMOLLM2), folder, f"synthetic-{tokens}", tokens)
         opening = Opening(str(folder / f"synthetic-{tokens}"), False, [7])
         rows.append({"tokens": tokens, "stored_bytes": stored, **open_in_child(opening, repetitions)})
     ratio = rows[-1]["first_token_seconds"] / rows[0]["first_token_seconds"]
@@ -158,10 +151,7 @@ def growth(folder: Path, lengths: list[int], repetitions: int) -> dict[str, Any]
 def checking(folder: Path, tokens: int, steps: int, repetitions: int) -> dict[str, Any]:
     """Decode steps over one saved context with and without checks, in turns, forth and back."""
     model = build_model(SMOLLM2)
-    with DiskSwapCache(model, path=folder) as cache:
-        fill(cache, model, SMOLLM2, tokens)
-        decode_step(model, cache, Inputs(SMOLLM2, LIKENESS).next())
-        cache.save(folder / "checked")
+    _save(model, folder, "checked", tokens)
     times: dict[bool, list[float]] = {True: [], False: []}
     caches = {verify: DiskSwapCache.open(folder / "checked", model, verify=verify) for verify in (True, False)}
     inputs = {verify: Inputs(SMOLLM2, LIKENESS) for verify in caches}

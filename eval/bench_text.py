@@ -1,18 +1,12 @@
-"""A real model on real text, teacher-forced: prefill, a step, and what it says, beside the caches in memory, in turns.
-
-The figures that the README gives first. Beyond the length that the model was trained for its positions are only as
-good as its rotary embedding: there the time of a step means something, what it says means less.
-"""
+"""A real model on real text, teacher-forced: prefill, a step, and what it says, next to the caches in memory, in turns.
+Beyond the length that the model was trained for, only times mean something."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +17,10 @@ from hf_offload_cache.core import SelectiveCache, piece_size
 from hf_offload_cache.tuning import distance, sample_ids, without_seams
 
 from .bench import machine
-from .contenders import synchronise
+from .contenders import in_turns
 from .needles import parse_setting
 from .profiles import PROFILES, Profile, throttle
-from .studies.common import Options, one_run, write_json
+from .studies.common import Options, one_run, say, write_json
 from .studies.contexts import open_cache, prefill, replay
 
 ALONE, DYNAMIC, STATIC = "model alone", "DynamicCache", "StaticCache"
@@ -56,7 +50,8 @@ class Contender:
         with torch.no_grad():
             fed = self.ids[:, first:last]
             logits = self.model(fed, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        synchronise(self.ids.device.type)
+        if self.ids.device.type == "cuda":
+            torch.cuda.synchronize()
         return logits
 
     def prefill(self, chunk: int | None) -> None:
@@ -115,9 +110,8 @@ def run(
     profile: str | Profile = "own",
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """By contender: `Contender.row`. Each is prefilled by itself with `tokens` of ids (B, at least tokens + steps);
-    then all take `turn` steps in turns, forth and back. Caches in memory run on a model without seams, of the same
-    weights. `shared_prefill`: the first row, prefilled once in one piece, is put into every row of every cache, and
-    followed by its own text in all of them; seconds of a prefill are then those of the putting. `profile`: the
+    then all take `turn` steps in turns. Caches in memory run on a model without seams. `shared_prefill`: the first row,
+    prefilled once in one piece, is put into every row of every cache, and followed by its own text. `profile`: the
     device that ours read from, or its name in `PROFILES`."""
     plain = without_seams(model)
     shared = None
@@ -143,10 +137,8 @@ def run(
                 one.prefill_seconds = time.perf_counter() - start
             say(f"{name}: prefill {one.prefill_seconds:.1f} s")
             contenders.append(one)
-        for number, count in enumerate(range(0, steps, turn)):
-            for one in contenders if number % 2 == 0 else contenders[::-1]:
-                for _ in range(min(turn, steps - count)):
-                    one.step()
+        for one, _ in in_turns(contenders, steps, turn):
+            one.step()
         exact = next((torch.stack(one.logits, 1) for one in contenders if one.name == DYNAMIC), None)
         alone = statistics.median(contenders[0].seconds[FIRST:])
         rows = {}
@@ -173,43 +165,8 @@ def _shown(row: dict[str, Any]) -> str:
 def text_rows(ids: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     """(batch, length) of ids (T,): rows begin at even distances. Raises `ValueError` where there are too few."""
     if len(ids) < length:
-        raise ValueError(f"the text has {len(ids):,} tokens, and {length:,} are needed: give a longer --text")
+        raise ValueError(f"the text has {len(ids):,} tokens, and {length:,} are needed: give fewer --tokens")
     return torch.stack([ids[(start := row * (len(ids) - length) // batch) : start + length] for row in range(batch)])
-
-
-def on_text(
-    loaded: Any, arguments: argparse.Namespace, ours: dict[str, dict[str, Any]], in_memory: Iterable[str] = (),
-    batch: int = 1, **options: Any,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """`run` of a study: a model and its tokenizer on Python's help texts, with one prefill shared by all."""
-    model, tokenizer = loaded
-    ids = text_rows(sample_ids(None, tokenizer)[0], batch, arguments.tokens + arguments.steps + 1)
-    options |= {"shared_prefill": True, "path": arguments.path}
-    return run(model, ids, arguments.tokens, arguments.steps, arguments.tokens, ours, in_memory, **options)
-
-
-def measure(
-    tokens: int, batch: int, steps: int, ours: dict[str, dict[str, Any]], chunk: int = 2048, text: Path | None = None,
-    in_memory: Iterable[str] = (DYNAMIC, STATIC), shared_prefill: bool = False, path: str | None = None,
-    profile: str = "own", device: str = "cpu",
-) -> dict[str, Any]:  # fmt: skip
-    """`run` with the embedded model, on `device`, on a text, Python's help texts where none is given; what was asked,
-    and whether that is "beyond_training", with the rows. Raises `ValueError` where the text is too short."""
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    model, tokenizer = load_default_model(torch.bfloat16)
-    model.to(device)
-    texts = None if text is None else text.read_text(encoding="utf-8")
-    ids = text_rows(sample_ids(texts, tokenizer)[0], batch, tokens + steps + 1)
-    trained = model.config.max_position_embeddings
-    if tokens + steps > trained:
-        say(f"positions beyond the {trained:,} that the model was trained for: times mean something, distances less")
-    options: dict[str, Any] = {"shared_prefill": shared_prefill, "path": path, "profile": profile}
-    rows = run(model, ids.to(device), tokens, steps, chunk, ours, in_memory, say=say, **options)
-    asked = {"tokens": tokens, "batch": batch, "steps": steps, "chunk": chunk, "device": device, **options}
-    return {**asked, "beyond_training": tokens + steps > trained, "rows": rows}
 
 
 OPTIONS: Options = {
@@ -217,7 +174,6 @@ OPTIONS: Options = {
     "batch": (1, "rows"),
     "steps": (112, "decoding steps"),
     "chunk": (int, "tokens of a prefill call (default: 2048)"),
-    "text": (Path, "UTF-8 file (default: Python's help texts)"),
     "only_ours": (False, "only our caches and the model alone"),
     "shared_prefill": (False, "prefill once, in one piece, for all rows and caches"),
     "profile": ("own", "device that our caches read from", PROFILES),
@@ -229,11 +185,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """A real model on real text: prefill, steps, and distance to DynamicCache."""
     given = one_run(main.__doc__, OPTIONS, argv, settings=True)
     tokens, steps = (1024, 24) if given.quick else (given.tokens, given.steps)
-    found = measure(
-        tokens, given.batch, steps, dict(map(parse_setting, given.set)) or USUAL, given.chunk, given.text,
-        () if given.only_ours else (DYNAMIC, STATIC), given.shared_prefill, given.path, given.profile, given.device,
-    )  # fmt: skip
+    asked: dict[str, Any] = {"shared_prefill": given.shared_prefill, "path": given.path, "profile": given.profile}
+
+    model, tokenizer = load_default_model(torch.bfloat16)
+    model.to(given.device)
+    ids = text_rows(sample_ids(None, tokenizer)[0], given.batch, tokens + steps + 1).to(given.device)
+    trained = model.config.max_position_embeddings
+    if tokens + steps > trained:
+        say(f"positions beyond the {trained:,} that the model was trained for: times mean something, distances less")
+    ours, in_memory = dict(map(parse_setting, given.set)) or USUAL, () if given.only_ours else (DYNAMIC, STATIC)
+    rows = run(model, ids, tokens, steps, given.chunk, ours, in_memory, say=say, **asked)
+    asked |= {"tokens": tokens, "batch": given.batch, "steps": steps, "chunk": given.chunk, "device": given.device}
     if given.json:
+        found = {**asked, "beyond_training": tokens + steps > trained, "rows": rows}
         write_json(given.json, {"machine": machine(given.path), **found})
     return 0
 

@@ -25,14 +25,12 @@ class BucketServer:
     def __init__(self, folder: Path, rate: Rate) -> None:
         self._folder, self.rate = folder, rate
         self.url = ""
-        self.sent = 0
         self.restart()
 
     def restart(self) -> None:
         """The link's time begins with the next request; nothing is queued before it."""
         self._origin: float | None = None
         self._free_at = 0.0
-        self.sent = 0
 
     async def answer(self, request: Any) -> Any:
         from aiohttp import web
@@ -44,7 +42,8 @@ class BucketServer:
         response = web.StreamResponse(headers={"Content-Length": str(len(data))})
         await response.prepare(request)
         while data:
-            size = max(_PIECE, int(self._rate_now() * _TURN))
+            at = 0.0 if self._origin is None else time.monotonic() - self._origin
+            size = max(_PIECE, int(self.rate(at) * _TURN))
             await asyncio.sleep(self._pass(len(data[:size])))
             try:
                 await response.write(data[:size])
@@ -53,16 +52,12 @@ class BucketServer:
             data = data[size:]
         return response
 
-    def _rate_now(self) -> float:
-        return self.rate(0.0 if self._origin is None else time.monotonic() - self._origin)
-
     def _pass(self, count: int) -> float:
         """Seconds until so many bytes have passed, behind those that came before."""
         now = time.monotonic()
         self._origin = now if self._origin is None else self._origin
         start = max(now, self._free_at)
         self._free_at = start + count / self.rate(start - self._origin)
-        self.sent += count
         return self._free_at - now
 
 

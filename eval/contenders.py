@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-import torch
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache
 
 from hf_offload_cache import DiskSwapCache
@@ -17,11 +16,11 @@ from hf_offload_cache.core import OffloadCache
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
+from hf_offload_cache.tuning import without_seams
 
-from .baselines.all_keys import ChunkJudgedCache, FixedChunksCache, TokenJudgedCache
-from .baselines.flexgen import FlexGenCache
+from .baselines.all_keys import ChunkJudgedCache, FixedChunksCache, FlexGenCache, TokenJudgedCache
 from .profiles import PROFILES, throttle
-from .synthetic import Shape, build_model, static_cache
+from .synthetic import Shape, build_model
 
 OWN, NO_REUSE, SINGLE = "DiskSwapCache", "no reuse", "single tokens"
 FULL = "FlexGen"
@@ -56,13 +55,12 @@ class Setting:
     shape: Shape
     tokens: int
     batch: int = 1
-    memory: Fraction | None = Fraction(1, 13)
-    """Share of the full KV; None: each method's own defaults."""
+    memory: Fraction = Fraction(1, 13)
+    """Share of the full KV."""
     depth: int | None = None
     """Layers of the model that `shape` stands for, which share staging buffers; None: `shape.layers`."""
     path: str | None = None
     profile: str = "own"
-    device: str = "cpu"
     fields: dict[str, Any] = field(default_factory=dict)
     """Fields of registered caches and their variants, if they have them; they replace what `memory` gives."""
     room: int = 1024
@@ -73,10 +71,10 @@ class Setting:
         return self.batch * self.tokens * self.shape.token_bytes
 
 
-def models(setting: Setting) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+def models(setting: Setting) -> tuple[Any, Any]:
     """One model twice, with the same weights: without our seams for transformers' caches, and for ours."""
-    plain = build_model(setting.shape, device=setting.device)
-    return plain, copy.deepcopy(plain, {id(tensor): tensor for tensor in plain.parameters()})
+    model = build_model(setting.shape)
+    return without_seams(model), model
 
 
 def reason_against(name: str, setting: Setting) -> str | None:
@@ -98,10 +96,10 @@ def needs(name: str, setting: Setting) -> tuple[int, int]:
     return 3 * full // setting.shape.layers if name in JUDGED else full // 8, full
 
 
-def make(name: str, setting: Setting, plain: LlamaForCausalLM, attached: LlamaForCausalLM, room: int) -> Cache:
-    """An empty cache of `METHODS`, which the caller closes. `room`: tokens that a `StaticCache` is made for."""
+def make(name: str, setting: Setting, plain: Any, attached: Any) -> Cache:
+    """An empty cache of `METHODS`, which the caller closes."""
     if name == "StaticCache":
-        return static_cache(plain, room)
+        return StaticCache(config=plain.config, max_cache_len=setting.tokens + setting.room)
     if name == "DynamicCache":
         return DynamicCache(config=plain.config)
     cls, _ = {**_PLANNED, **_UNBOUND}[name]
@@ -118,8 +116,6 @@ def fields_of(name: str, setting: Setting) -> dict[str, Any]:
     cls, differs = _PLANNED[name]
     default = cls.config_class()
     given = {key: value for key, value in setting.fields.items() if hasattr(default, key)}
-    if setting.memory is None:
-        return {**given, **differs}
     shape, depth = setting.shape, setting.depth or setting.shape.layers
     geometry = Geometry.uniform(depth, shape.heads, shape.kv_heads, shape.head_dim)
     budget = int(setting.memory * geometry.full_kv_bytes(setting.tokens, setting.batch))
@@ -136,7 +132,9 @@ def fields_of(name: str, setting: Setting) -> dict[str, Any]:
     return {**planned, **given, **differs}
 
 
-def synchronise(device: str) -> None:
-    """Wait for a GPU's queue."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
+def in_turns(contenders: Sequence[Any], steps: int, turn: int) -> Iterator[tuple[Any, int]]:
+    """Each contender and step, `turn` steps at a time, forth and back (ABBA)."""
+    for number, first in enumerate(range(0, steps, turn)):
+        for one in contenders if number % 2 == 0 else contenders[::-1]:
+            for step in range(first, min(first + turn, steps)):
+                yield one, step

@@ -6,7 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,29 +30,22 @@ class Needed(NamedTuple):
     """Continuations that are scored through it and its forks."""
 
 
-class Logits(Protocol):
-    """Runs ids (B, t) behind what a cache holds; log probabilities (B, wanted, vocabulary) after the last of them."""
-
-    def __call__(self, ids: torch.Tensor, cache: Any, wanted: int) -> torch.Tensor: ...
+Logits = Callable[[torch.Tensor, Any, int], torch.Tensor]
+"""Runs ids (B, t) behind what a cache holds; log probabilities (B, wanted, vocabulary) after the last of them."""
 
 
 class Continuations:
-    """In the thread that runs the model.
+    """Scores in the thread that runs the model.
 
     A context goes through the model once, at batch 1; its continuations are scored through forks of what it left, up to
-    `batch` of them at once, as rows that share the history. Where one row has them all and texts go `whole`, it
-    goes with the context, in one forward.
-
-    What a cache that selects learns of a context depends on the pieces in which that comes, and so does the state of
-    some models. Only where neither is there do contexts that begin alike share what they have in common: no score
-    depends on what else was asked, unless a budget is planned for the longest and the most of a batch.
+    `batch` at once. Where one row has them all and texts go `whole`, it goes with the context, in one forward. Contexts
+    that begin the same share that only where no score depends on the pieces in which a text comes.
 
     Args:
         make: a cache; closed on leaving.
-        share: contexts that begin alike share what they have in common.
+        share: contexts that begin the same share what they have in common.
         whole: whether what comes of a text does not depend on the pieces in which it goes through the model into this
-            cache: a continuation goes in one. Else token by token, as it is generated: no cache selects for several
-            tokens at once.
+            cache: a continuation goes in one. Else token by token, as it is generated.
         batch: the most continuations at a time.
         apart: whether a text of so many tokens has other keys in pieces than in one forward: it shares nothing.
     """

@@ -144,8 +144,7 @@ def _text(
         held_share = held / full
     else:
         with open_cache(model, fields, room) as cache:
-            replay(cache, model, context)
-            logits = follow(model, cache, new)
+            logits = follow(model, replay(cache, model, context), new)
         bits = int(kind[0]) if kind in FIXED else 0
         held_share = quantized_share(model, bits, room) if bits else window_tokens(share(memory), room) / room
     return {**distance(reference, logits), "perplexity": perplexity_over(reference, logits, new),
@@ -178,7 +177,7 @@ def _pressed_answer(shared: Run, name: str, ids: torch.Tensor, code: str) -> dic
     kind, _, memory = name.rpartition(" ")
     ends = shared.model.generation_config.eos_token_id
     end = list(ends) if isinstance(ends, list) else [ends]
-    said, _ = shared.press.answer(kind, share(memory), ids, prefilled_tokens(ids.shape[1]), NEW_TOKENS, end)
+    said = shared.press.answer(kind, share(memory), ids, prefilled_tokens(ids.shape[1]), NEW_TOKENS, end)
     text = str(shared.tokenizer.decode(said, skip_special_tokens=True)).strip()
     return {"code": code, "answered": code in text, "text": text}
 

@@ -1,8 +1,5 @@
-"""What `eval.fidelity` has measured, as pictures.
-
-`python -m eval.fidelity_pictures docs/pictures/pareto.png docs/pictures/pareto.svg` draws the README's from the figures
-that the package ships.
-"""
+"""Pictures of what `eval.fidelity` has measured. The command draws the README's, from the figures that the package
+ships: `python -m eval.fidelity_pictures docs/pictures/pareto.png docs/pictures/pareto.svg`."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 from hf_offload_cache.registry import cache_class
 from hf_offload_cache.tuning import measured_caches
 
-from .fidelity_tables import Cell, shipped
+from .fidelity_tables import shipped
 from .studies.common import Study, draw
 from .studies.contexts import share
 
@@ -24,12 +21,9 @@ _LINES = (("disk-swap", None), ("disk-swap", 1600), ("abstract-tree", None), ("c
 
 
 def draw_front(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
-    """KL over memory, of the longest context that has it: a line a cache, which bears its name."""
-    draw_lines(shipped(summary)["cells"], figure)
-
-
-def draw_lines(cells: Sequence[Cell], figure: Any) -> None:
-    axes = figure.subplots()
+    """KL over memory, of the longest context that has it: a line a cache, which bears its name. Without rows, of cells
+    that are shipped."""
+    axes, cells = figure.subplots(), shipped(summary)["cells"] if rows else summary["cells"]
     measured = [cell for cell in cells if cell.get("kl")]
     longest = max((cell["tokens"] for cell in measured), default=0)
     for number, (cache, selected) in enumerate(_LINES):
@@ -74,13 +68,9 @@ def draw_layers(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any
 
 def main(targets: Sequence[str]) -> None:
     """Draw what is shipped to files."""
-
-    def plot(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
-        draw_lines(summary["cells"], figure)
-
     study = Study("fidelity", "", lambda *_: {}, {}, size=(7.5, 4.2))
     for target in targets:
-        draw(study, plot, {"cells": measured_caches()}, [], Path(target))
+        draw(study, draw_front, {"cells": measured_caches()}, [], Path(target))
 
 
 if __name__ == "__main__":

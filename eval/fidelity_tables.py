@@ -79,14 +79,6 @@ def _number(cell: Cell, field: str, digits: int) -> str:
     return f"{cell[field]:.{digits}f}" if field in cell else ""
 
 
-def facts_text(cell: Cell) -> str:
-    """As a table has it; empty where none was asked for."""
-    if "found" not in cell:
-        return "refused" if cell.get("facts_refused") else ""
-    beyond = f" ({cell['facts_refused']} refused)" if cell.get("facts_refused") else ""
-    return f"{cell['found']} of {cell['known']}{beyond}"
-
-
 def markdown(summary: dict[str, Any]) -> str:
     """A table for each context length, for people, of the columns of which anything was measured there; a perplexity
     of many tokens has its standard error."""
@@ -100,7 +92,9 @@ def markdown(summary: dict[str, Any]) -> str:
             if "uncertain" in cell:
                 perplexity += f" ± {cell['uncertain']:.4f}"
             held = f"1/{1 / cell['peak_share']:.1f}" if cell.get("peak_share") else ""
-            facts = facts_text(cell)
+            facts = f"{cell['found']} of {cell['known']}" if "found" in cell else ""
+            if beyond := cell.get("facts_refused"):
+                facts = f"{facts} ({beyond} refused)" if facts else "refused"
             step = f"{1e3 * cell['seconds']:.0f}" if "seconds" in cell else ""
             rows.append((
                 cell["cache"], cell["memory"], "refused" if cell.get("refused") else held, _number(cell, "kl", 4),
@@ -130,7 +124,8 @@ def shipped(summary: dict[str, Any]) -> dict[str, Any]:
             asked.setdefault((cell["cache"], cell["memory"]), {})[cell["tokens"]] = cell
     found = []
     for cell in cells:
-        row = {field: _rounded(cell[field]) for field in kept if field in cell}
+        here = {field: cell[field] for field in kept if field in cell}
+        row = {field: float(f"{own:.4g}") if isinstance(own, float) else own for field, own in here.items()}
         if len(row) == 3:
             continue
         memory, tokens = cell["memory"], cell["tokens"]
@@ -143,7 +138,3 @@ def shipped(summary: dict[str, Any]) -> dict[str, Any]:
             row["fact_tokens"] = sorted(own[length]["fact_tokens"] for length in alike)
         found.append({**row, **WIDER.get(cell["cache"], {}), "memory": share(memory)})
     return {"cells": found}
-
-
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -16,11 +16,8 @@ PRESSES = ("SnapKVPress", "ExpectedAttentionPress", "KnormPress")
 
 
 class KVPress:
-    """A process of the interpreter `python`, which has kvpress, with `model`; one job at a time.
-
-    Within a `with`: on leaving the process has ended, and its folder is gone. Raises `RuntimeError` where it ends by
-    itself; what it said is on stderr.
-    """
+    """A process of the interpreter `python`, which has kvpress, with `model`; one job at a time. It ends with the
+    `with`. Raises `RuntimeError` where it ends by itself; what it said is on stderr."""
 
     def __init__(self, python: str, model: Any) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -44,12 +41,9 @@ class KVPress:
         found = self._ask(press, share, ids, next=new[0].tolist(), logits=str(target))
         return torch.load(target), found["held"]
 
-    def answer(
-        self, press: str, share: Any, ids: torch.Tensor, first: int, most: int, end: list[int]
-    ) -> tuple[list[int], int]:
-        """Ids of the greedy answer to ids (1, T), of which the first are prefilled at once; and bytes that are held."""
-        found = self._ask(press, share, ids, first=first, answer=most, end=end)
-        return found["answer"], found["held"]
+    def answer(self, press: str, share: Any, ids: torch.Tensor, first: int, most: int, end: list[int]) -> list[int]:
+        """Ids of the greedy answer to ids (1, T), of which the first are prefilled at once."""
+        return list(self._ask(press, share, ids, first=first, answer=most, end=end)["answer"])
 
     def _ask(self, press: str, share: Any, ids: torch.Tensor, **more: Any) -> dict[str, Any]:
         job = {"press": press, "ratio": float(1 - Fraction(share)), "ids": ids[0].tolist(), **more}

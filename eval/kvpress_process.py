@@ -1,10 +1,9 @@
-"""Presses of kvpress, in an environment of their own: `eval.fidelity --kvpress PYTHON` starts it, and asks it.
+"""Presses of kvpress, in an environment of their own, which `eval.fidelity --kvpress PYTHON` starts.
 
-Imports nothing of this project. Reads one JSON object a line from stdin, and answers each with one on stdout:
-{"press": name, "ratio": share of entries that goes, "ids": [...], "next": [...], "logits": FILE} decodes "next" token
-by token after "ids" and leaves logits (S, V), float32, in FILE; with "first": tokens that are prefilled under the
-press, "answer": the most new ones, and "end": ids that end one, in the place of both it answers greedily, and what
-follows the first goes through the model at once. Jobs that prefill the same one after another prefill it once.
+Imports nothing of this project. Answers each line of stdin, a JSON object, with one on stdout: {"press": name, "ratio":
+share of entries that goes, "ids": [...], "next": [...], "logits": FILE} decodes "next" token by token after "ids" and
+leaves logits (S, V), float32, in FILE. With "first" (tokens prefilled under the press), "answer" (the most new ones)
+and "end" (ids that end one) it answers greedily. Jobs that prefill the same one after another prefill it once.
 """
 
 from __future__ import annotations

@@ -43,21 +43,17 @@ _LOGGER = logging.getLogger(__name__)
 class OffloadLM(HFLM):
     """As lm-eval's `hf`, with the KV cache of each request offloaded.
 
-    A context is prefilled into a cache once, and its continuations are scored through forks of that, `batch_size` of
-    them at a time; of a cache that selects the first score comes of a step that selects, too, since the context's last
-    token is decoded and not prefilled. Where everything is attended to, contexts that begin alike share what they have
-    in common. `exact=bitwise` asks as `hf` does, whole texts in the same batches, and its scores and texts are `hf`'s
-    to the last bit.
+    A context is prefilled into a cache once, and its continuations are scored through forks of that, `batch_size` at a
+    time. Where everything is attended to, contexts that begin the same share what they have in common. `exact=bitwise`
+    asks as `hf` does, and its scores and texts are `hf`'s to the last bit.
 
     Args:
         pretrained: as of `hf`; None: the default model from its package.
         cache: "disk-swap" and the other names of the registry, "module:Class", or "dynamic": all as `hf` does it.
-        memory: the most that a cache may hold, of each request, or batch of them: "300MiB", bytes, "1/13" of the full
-            cache.
+        memory: memory budget of each request, or batch of them: "300MiB", bytes, "1/13" of the full cache.
         path: folder on the disk to use.
-        floor: what a sequence may hold where a share of its request is less than any such cache needs, as of a short
-            one (`request_cache`): "64MiB"; transformers' own cache where that is less. How many had either is said, and
-            in the results.
+        floor: memory of a sequence whose share is less than any such cache needs, as of a short one (`request_cache`):
+            "64MiB"; transformers' own cache where that is less. The results say how many had either.
         strict: such a request raises `BudgetError`.
         others: arguments of `hf`, those of `from_pretrained` among them, and fields of the cache ("exact=True"). Of
             `batch_size`, "auto" is 1.

@@ -1,8 +1,7 @@
 """The memory account: how small is the cache, and does the process agree?
 
-A child process drives a cache through a model of the same cache shape that itself is next to nothing (`Shape.light`),
-and compares the cache's account with the kernel's: anonymous resident memory, plus the pages of the cache's files that
-are in the page cache.
+A child process drives a cache through a model that itself is next to nothing (`Shape.light`), and compares the account
+with the kernel's: anonymous resident memory, plus the pages of the cache's files that are in the page cache.
 """
 
 from __future__ import annotations
@@ -19,7 +18,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from hf_offload_cache.console import load_default_model
+from hf_offload_cache.core import SelectiveCache
+from hf_offload_cache.core.filling import prefill
+from hf_offload_cache.registry import cache_class
+
 from .studies.common import Options, one_run, write_json
+from .synthetic import Shape, build_model, fill
 
 LEAST_BYTES = 3 << 20
 """Differences below this are noise of the process (Python's objects, thread stacks), whatever the size of the cache."""
@@ -44,6 +51,8 @@ class Run:
     heads: int = 9
     """Query heads of the light model, a multiple of its three key heads: most of the time of a prefill."""
     real: bool = False
+    window: int = 0
+    """Tokens that every layer but each fourth sees; 0: all see everything."""
     path: str | None = None
     cache: str = "disk-swap"
     """A name that `cache_class` knows."""
@@ -72,22 +81,14 @@ def agrees(account: int, measured: int, tolerance: float = 0.05) -> bool:
 
 
 def child(run: Run) -> dict[str, Any]:
-    """Prefill and decode; "account" and "measured" bytes after each, and the peak against the full KV.
-
-    Before that, a first cache does the same and is closed, so that torch's and Python's own pools are filled and do not
-    look like the cache's memory.
-    """
-    import torch
-
-    from hf_offload_cache.core import SelectiveCache
-    from hf_offload_cache.registry import cache_class
-
+    """Prefill and decode; "account" and "measured" bytes after each, and the peak against the full KV. Before that, a
+    first cache does the same and is closed, so that torch's and Python's own pools are filled."""
     _whole_pages_only()
     cls = cache_class(run.cache)
     assert issubclass(cls, SelectiveCache)
-    model, vocabulary = _model(run)
+    model = load_default_model(torch.bfloat16)[0] if run.real else build_model(_light(run), window=run.window)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (1, run.tokens + run.steps), generator=generator)
+    ids = torch.randint(model.config.vocab_size, (1, run.tokens + run.steps), generator=generator)
 
     def new_cache() -> SelectiveCache:
         if run.budget is None:
@@ -121,32 +122,12 @@ def child(run: Run) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _model(run: Run) -> tuple[Any, int]:
-    if run.real:
-        import torch
-
-        from hf_offload_cache.console import load_default_model
-
-        model, _ = load_default_model(torch.bfloat16)
-        return model, model.config.vocab_size
-    from .synthetic import build_model
-
-    shape = _light(run)
-    return build_model(shape), shape.vocabulary
-
-
-def _light(run: Run) -> Any:
-    from .synthetic import Shape
-
+def _light(run: Run) -> Shape:
     return Shape(layers=run.layers, heads=run.heads).light()
 
 
 def _drive(model: Any, cache: Any, ids: Any, run: Run, note: Callable[[str], None] = lambda stage: None) -> None:
-    from hf_offload_cache.core.filling import prefill
-
     if run.filled:
-        from .synthetic import fill
-
         fill(cache, model, _light(run), run.tokens)
     else:
         prefill(model, ids[:, : run.tokens], cache, run.chunk or run.tokens)
@@ -190,29 +171,6 @@ def _whole_pages_only() -> None:
     ctypes.CDLL(None).prctl(pr_set_thp_disable, 1, 0, 0, 0)
 
 
-def run_all(
-    tokens: int = 7168, layers: int = 30, real: bool = False, path: str | None = None, cache: str = "disk-swap",
-    budget: str = "1/13",
-) -> dict[str, Any]:  # fmt: skip
-    """Prefill in chunks and in one piece, both engines, and four times as many tokens within a `budget`: the share of
-    the full KV, and the account's difference."""
-    whole = Run(tokens, layers=layers, path=path, cache=cache)
-    runs = [
-        whole,
-        replace(whole, chunk=1024),
-        replace(whole, chunk=1024, fields={"engine": "mapped"}),
-        replace(whole, tokens=4 * tokens + 4096, budget=budget, filled=True),
-    ]
-    if real:
-        runs += [replace(whole, chunk=chunk, real=True) for chunk in (0, 1024)]
-    rows = [measure(run) for run in runs]
-    return {
-        "rows": rows,
-        "share_of_full_kv": max(row["share_of_full_kv"] for row in rows),
-        "difference": max((stage["difference"] for row in rows for stage in row["stages"].values()), key=abs),
-    }
-
-
 OPTIONS: Options = {
     "tokens": (7168, "tokens of the context"),
     "layers": (30, "layers of the model"),
@@ -223,12 +181,21 @@ OPTIONS: Options = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The account of a cache against the process that holds it."""
+    """The account of a cache against the process that holds it: prefill in chunks and in one piece, both engines, and
+    four times as many tokens within a budget."""
     arguments = one_run(main.__doc__, OPTIONS, argv)
     tokens = 2048 if arguments.quick else arguments.tokens
-    asked = arguments.path, arguments.cache, arguments.budget
-    result = run_all(tokens, arguments.layers, arguments.real, *asked)
-    for row in result["rows"]:
+    whole = Run(tokens, layers=arguments.layers, path=arguments.path, cache=arguments.cache)
+    runs = [
+        whole, replace(whole, chunk=1024), replace(whole, chunk=1024, fields={"engine": "mapped"}),
+        replace(whole, tokens=4 * tokens + 4096, budget=arguments.budget, filled=True),
+        *(replace(whole, chunk=chunk, real=True) for chunk in ((0, 1024) if arguments.real else ())),
+    ]  # fmt: skip
+    rows = [measure(run) for run in runs]
+    stages = [stage["difference"] for row in rows for stage in row["stages"].values()]
+    share = max(row["share_of_full_kv"] for row in rows)
+    result = {"rows": rows, "share_of_full_kv": share, "difference": max(stages, key=abs)}
+    for row in rows:
         how = f"{'real' if row['real'] else 'light'} model, prefill in {row['chunk'] or 'one piece'}, {row['store']}"
         peak = f"peak {row['peak_memory_bytes'] / 2**20:.1f} MiB, 1/{1 / row['share_of_full_kv']:.2f} of the full KV"
         print(f"{how}: {peak}")

@@ -47,9 +47,8 @@ class ModelArguments(NamedTuple):
 def sort_arguments(given: Mapping[str, Any], cache: str, pretrained: Any) -> ModelArguments:
     """Whose each is: of `hf`, of the cache, or of `from_pretrained`; the first of these that knows its name has it.
 
-    `pretrained`: a name or folder, whose configuration `from_pretrained` takes the attributes of, too; a model, or None
-    for the default one, which are not loaded by name, so that nothing decides how. Raises `ConfigError` for what nobody
-    takes, before a model is loaded.
+    `pretrained`: a name or folder, whose configuration's attributes `from_pretrained` takes, too; or a model, or None
+    for the default one. Raises `ConfigError` for what nobody takes, before a model is loaded.
     """
     cls = None if cache == DYNAMIC else offloading_class(cache)
     fields = set() if cls is None else {field.name for field in dataclasses.fields(cls.config_class)}

@@ -20,10 +20,8 @@ _TEMPLATE_TOKENS = 130
 
 @dataclass(frozen=True)
 class Needle:
-    """A document with a fact in it, and the question for it.
-
-    The wording makes `DynamicCache` answer 18 of 20 at 4K tokens; a fact said once and asked plainly gave 9.
-    """
+    """A document with a fact in it, and the question for it. The wording makes `DynamicCache` answer 18 of 20 at 4K
+    tokens; a fact said once and asked plainly gave 9."""
 
     document: str
     fact: str
@@ -47,7 +45,7 @@ def make_needles(
         adjectives = generator.sample([name for name in ADJECTIVES if name != adjective], facts - 1)
         nouns = generator.sample([name for name in NOUNS if name != noun], facts - 1)
         codes = [str(generator.randrange(10_000, 100_000)) for _ in nouns]
-        others = list(map(_fact, adjectives, nouns, codes))
+        others = list(map(fact_of, map(" ".join, zip(adjectives, nouns, strict=True)), codes))
         chosen: list[str] = []
         lengths: list[int] = []
         room = tokens - _TEMPLATE_TOKENS - sum(len(tokenizer(other)["input_ids"]) + 1 for other in others)
@@ -62,7 +60,7 @@ def make_needles(
                 continue
             chosen.append(paragraph)
             lengths.append(length)
-        fact = _fact(adjective, noun, code)
+        fact = fact_of(f"{adjective} {noun}", code)
         places = [(depth + number / facts) % 1 for number in range(facts)]
         for place, planted in sorted(zip(places, [fact, *others], strict=True), reverse=True):
             before = next(i for i in range(len(lengths) + 1) if sum(lengths[:i]) >= place * sum(lengths))
@@ -71,8 +69,9 @@ def make_needles(
         yield Needle("\n\n".join(chosen), fact, question, code, depth)
 
 
-def _fact(adjective: str, noun: str, code: str) -> str:
-    sentence = f"he secret code of the {adjective} {noun} is {code}."
+def fact_of(place: str, code: str) -> str:
+    """A fact, said twice."""
+    sentence = f"he secret code of the {place} is {code}."
     return f"Remember this: t{sentence} T{sentence}"
 
 

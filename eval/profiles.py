@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from hf_offload_cache.core import OffloadCache
@@ -18,15 +18,6 @@ class Profile:
     bytes_per_second: float
     seconds_per_request: float
     queue_depth: int
-
-    def clock(self) -> DeviceClock:
-        """A new device of this kind."""
-        return DeviceClock(self.bytes_per_second, self.seconds_per_request, self.queue_depth)
-
-    def rate(self, request_bytes: int) -> float:
-        """Bytes a second of many requests of `request_bytes`, as the clock has it."""
-        wire = request_bytes / self.bytes_per_second
-        return request_bytes / max(wire, (self.seconds_per_request + wire) / self.queue_depth)
 
 
 EMMC = Profile("emmc", 250e6, 0.15e-3, 4)
@@ -46,13 +37,11 @@ PROFILES: dict[str, Profile | None] = {"own": None, "emmc": EMMC, "ufs": UFS, "s
 
 
 def throttle(cache: OffloadCache, profile: Profile | None) -> None:
-    """Have every store that `cache` opens from now on read no faster than one device of `profile`. None: as it is.
-
-    For before the first `update`. Writes are not slowed.
-    """
+    """Have every store that `cache` opens from now on, before the first `update`, read no faster than one device of
+    `profile`; None: as it is. Writes are not slowed."""
     if profile is None:
         return
-    clock, storage, original = profile.clock(), cache.storage, cache.storage.open_store
+    clock, storage, original = DeviceClock(*astuple(profile)[1:]), cache.storage, cache.storage.open_store
 
     def open_store(*args: Any, **kwargs: Any) -> Store:
         inner = original(*args, **kwargs)

@@ -1,8 +1,7 @@
 """Drives caches through decoding steps and takes their times, side by side: step and store apart, overlap on and off.
 
-A replay has cache layers of a large model's shape (Llama-3.1-8B: 32 query heads, 8 key heads of 128 in 16 bits, 4 KiB a
-token and layer) beside a model that is next to nothing, so that the disk is used as the large model would use it. Data
-go the whole way: `OffloadLayer.update` and `attend`, `Fetcher`, `Prefetcher`, `Store`.
+A replay has cache layers of a large model's shape (Llama-3.1-8B, 4 KiB a token and layer) next to a model that is next
+to nothing, so that the disk is used as the large model would use it.
 """
 
 from __future__ import annotations
@@ -11,38 +10,29 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache
 
 from hf_offload_cache.core import OffloadCache, Pace, SelectiveLayer
 
-from .contenders import FULL, IN_MEMORY, SLOW, Setting, make, models, needs, reason_against, synchronise
+from .contenders import FULL, IN_MEMORY, SLOW, Setting, in_turns, make, models, needs, reason_against
 from .synthetic import LLAMA_1B, LLAMA_8B, SMOLLM2, Inputs, Shape, decode_step, fill
 
 LIKENESS = 0.97
 """Of successive inputs of a shape with a model's weights: gives about the hit rate of the real model on text, 0.75."""
-REPLAY_LAYERS = 2
 REPLAY_LIKENESS = 0.95
 """Of successive inputs (see `Inputs`) of a replay: gives about the hit rate of a real model on text, 0.75, with as many
 tokens of reuse as are selected, 400."""
 
 
-def replay_shape(layers: int = REPLAY_LAYERS) -> Shape:
-    """Llama-3.1-8B's cache layers without its weights."""
-    return LLAMA_8B.light(layers)
-
-
 @contextlib.contextmanager
 def reads_waited_for(cache: OffloadCache) -> Iterator[dict[str, float]]:
-    """Overlap off: nothing is read ahead, and every read is waited for where it is issued.
-
-    Yields the "seconds" in the store so far.
-    """
+    """Overlap off: nothing is read ahead, and every read is waited for at once. Yields the "seconds" in the store so
+    far."""
     prefetcher = cache.storage.prefetcher
     original, spent = prefetcher.read, {"seconds": 0.0}
 
@@ -66,50 +56,17 @@ def reads_waited_for(cache: OffloadCache) -> Iterator[dict[str, float]]:
             delattr(owner, name)
 
 
-@dataclass
-class Taken:
-    """What the steps of one mode took: seconds of each repetition, and stalls, bytes and counts of each step."""
-
-    repetitions: list[list[float]] = field(default_factory=list)
-    steps: list[tuple[float, int, int, float]] = field(default_factory=list)
-    """Stalled seconds, bytes read, reads, and seconds in the store."""
-
-    def summary(self, batch: int) -> dict[str, Any]:
-        """Medians over all steps, and the spread of the repetitions' medians over their median."""
-        every = [second for repetition in self.repetitions for second in repetition]
-        medians = [statistics.median(repetition) for repetition in self.repetitions]
-        middle = statistics.median(every)
-        row: dict[str, Any] = {"median_seconds": middle, "p95_seconds": float(np.percentile(every, 95))}
-        row |= {"tokens_per_second": batch / middle, "steps": len(every)}
-        row["spread"] = (max(medians) - min(medians)) / statistics.median(medians)
-        if self.steps:
-            stalls, nbytes, reads, store = zip(*self.steps, strict=True)
-            row |= {"stall_share": sum(stalls) / sum(every), "bytes_read": statistics.mean(nbytes)}
-            row |= {"reads": statistics.mean(reads), "mean_request_bytes": sum(nbytes) / max(1, sum(reads))}
-            row |= {"store_seconds": statistics.median(store)} if any(store) else {}
-        return row
-
-
 class Replay:
-    """One cache with its context, for one thread; `close` frees everything.
+    """One cache with its context, for one thread; `close` frees everything. `plain`, `attached`: what
+    `contenders.models` gave for the setting. `likeness`: of successive inputs."""
 
-    Args:
-        name: of `contenders.METHODS`.
-        setting: shape, context, batch, memory and device.
-        plain, attached: what `contenders.models` gave for the setting.
-        likeness: of successive inputs.
-        room: steps that a `StaticCache` has room for.
-    """
-
-    def __init__(
-        self, name: str, setting: Setting, plain: LlamaForCausalLM, attached: LlamaForCausalLM,
-        likeness: float = REPLAY_LIKENESS, room: int = 1024,
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, setting: Setting, plain: Any, attached: Any, likeness: float) -> None:
         self.name, self.setting = name, setting
-        self.cache: Cache = make(name, setting, plain, attached, setting.tokens + room)
+        self.cache: Cache = make(name, setting, plain, attached)
         self.own = self.cache if isinstance(self.cache, OffloadCache) else None
         self.model = plain if self.own is None else attached
-        self.taken: dict[str, Taken] = {}
+        self.taken: dict[str, tuple[list[list[float]], list[np.ndarray]]] = {}
+        """By mode: seconds of each repetition's steps, and each step's counts."""
         self._inputs = Inputs(setting.shape, likeness, batch=setting.batch)
         try:
             fill(self.cache, self.model, setting.shape, setting.tokens, setting.batch)
@@ -123,38 +80,48 @@ class Replay:
         """Decode steps that do not count: until the cache knows whether to look ahead, and the machine is warm."""
         looks = self.own is not None and getattr(self.own.config, "look_ahead", False) is None
         light = self.name in (FULL, *IN_MEMORY)
-        self.steps(2 if light else 3 + (2 * Pace.TRIAL if looks else 0), "on", keep=False)
+        self.steps(2 if light else 3 + (2 * Pace.TRIAL if looks else 0))
+        self.taken.clear()
         if self.own is not None:
             self.own.storage.reset_counters()
 
-    def steps(self, count: int, overlap: str = "on", keep: bool = True) -> None:
+    def steps(self, count: int, overlap: str = "on") -> None:
         """Decode `count` steps as one repetition, with `overlap` "on" or "off"."""
-        taken = Taken() if not keep else self.taken.setdefault(overlap, Taken())
-        with contextlib.ExitStack() as stack:
-            spent, seconds = {"seconds": 0.0}, []
-            if overlap == "off" and self.own is not None:
-                spent = stack.enter_context(reads_waited_for(self.own))
+        repetitions, counts = self.taken.setdefault(overlap, ([], []))
+        repetitions.append([])
+        waits = overlap == "off" and self.own is not None
+        with reads_waited_for(self.own) if waits else contextlib.nullcontext({"seconds": 0.0}) as spent:  # type: ignore[arg-type]
             for _ in range(count):
-                embedding, before, in_store = self._inputs.next(), self._counts(), spent["seconds"]
-                start = time.perf_counter()
+                embedding, before, start = self._inputs.next(), self._counts(spent), time.perf_counter()
                 decode_step(self.model, self.cache, embedding)
-                synchronise(self.setting.device)
-                seconds.append(time.perf_counter() - start)
-                if self.own is not None:
-                    stalled, nbytes, reads = (now - then for now, then in zip(self._counts(), before, strict=True))
-                    taken.steps.append((stalled, int(nbytes), int(reads), spent["seconds"] - in_store))
-            taken.repetitions.append(seconds)
+                repetitions[-1].append(time.perf_counter() - start)
+                counts.append(self._counts(spent) - before)
 
-    def _counts(self) -> tuple[float, int, int]:
+    def _counts(self, spent: dict[str, float]) -> np.ndarray:
+        """Stalled seconds, bytes read, reads, and seconds in the store until now."""
         if self.own is None:
-            return 0.0, 0, 0
-        stores = self.own.storage.stores
-        counters = self.own.storage.counters
-        return counters.stall_seconds, sum(one.bytes_read for one in stores), sum(one.reads for one in stores)
+            return np.zeros(4)
+        stores, stalled = self.own.storage.stores, self.own.storage.counters.stall_seconds
+        read = sum(one.bytes_read for one in stores), sum(one.reads for one in stores)
+        return np.array([stalled, *read, spent["seconds"]])
+
+    def _row(self, mode: str) -> dict[str, Any]:
+        """Medians over all steps, and the spread of the repetitions' medians over their median."""
+        repetitions, counts = self.taken[mode]
+        every, medians = np.concatenate(repetitions), [statistics.median(one) for one in repetitions]
+        middle = float(np.median(every))
+        row = {"median_seconds": middle, "p95_seconds": float(np.percentile(every, 95)), "steps": len(every)}
+        row |= {"tokens_per_second": self.setting.batch / middle}
+        row["spread"] = (max(medians) - min(medians)) / statistics.median(medians)
+        if self.own is not None:
+            stalled, nbytes, reads, _ = np.mean(counts, 0).tolist()
+            row |= {"stall_share": stalled / float(every.mean()), "bytes_read": nbytes, "reads": reads}
+            row |= {"store_seconds": float(np.median(counts, 0)[3])} if mode == "off" else {}
+        return row
 
     def summary(self) -> dict[str, Any]:
         """A row for each mode, and the cache's bytes and share of the full KV; peaks are since `settle`."""
-        row: dict[str, Any] = {mode: taken.summary(self.setting.batch) for mode, taken in self.taken.items()}
+        row: dict[str, Any] = {mode: self._row(mode) for mode in self.taken}
         full = self.setting.full_kv_bytes
         if self.own is None:
             return row | {"cold": "in memory", "peak_memory_bytes": full, "share_of_full_kv": 1.0}
@@ -172,7 +139,8 @@ class Replay:
 
 # Methods side by side
 
-SHAPES: dict[str, Shape] = {"smollm2": SMOLLM2, "llama-1b": LLAMA_1B, "replay": replay_shape()}
+SHAPES: dict[str, Shape] = {"smollm2": SMOLLM2, "llama-1b": LLAMA_1B, "replay": LLAMA_8B.light(2)}
+"""The last has two of Llama-3.1-8B's cache layers, without its weights."""
 
 
 def setting_of(name: str, tokens: int, batch: int = 1, **fields: Any) -> Setting:
@@ -186,12 +154,9 @@ def compare(
     reload_steps: int = 3, repetitions: int = 5, disk_limit: int = 20 << 30, memory_limit: int = 8 << 30,
     say: Callable[[str], Any] = lambda line: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """All methods on one model's weights and one context, in turns, forth and back (ABBA); a row a method.
-
-    A method of `SLOW`, which moves the whole history in each step, takes `reload_steps` a repetition. What cannot run,
-    or would take more disk or memory than the limits beside those before it, is named in "left_out" with the reason.
-    Times are cold: each row's "cold" says by which means.
-    """
+    """All methods on one model's weights and one context, in turns (ABBA); a row a method. What cannot run, or would
+    take more disk or memory than the limits besides those before it, is named in "left_out" with the reason. Times are
+    cold: each row's "cold" says by which means."""
     likeness = REPLAY_LIKENESS if setting.shape.hidden <= 8 * setting.shape.heads else LIKENESS
     room = 32 + steps * (repetitions * len(overlaps) + 1)
     setting = replace(setting, room=max(setting.room, room))
@@ -210,21 +175,20 @@ def compare(
                 continue
             memory, disk = memory + own_memory, disk + own_disk
             say(f"{name}: a context of {setting.batch} x {setting.tokens:,} tokens")
-            contenders.append(Replay(name, setting, plain, attached, likeness, room))
+            contenders.append(Replay(name, setting, plain, attached, likeness))
             stack.callback(contenders[-1].close)
         for one in contenders:
             one.settle()
-        for turn in range(repetitions):
-            for one in contenders if turn % 2 == 0 else contenders[::-1]:
-                for overlap in overlaps:
-                    one.steps(reload_steps if one.name in SLOW else steps, overlap)
+        for one, _ in in_turns(contenders, repetitions, 1):
+            for overlap in overlaps:
+                one.steps(reload_steps if one.name in SLOW else steps, overlap)
         rows = {one.name: one.summary() for one in contenders}
         for name, row in rows.items():
             for mode in overlaps:
                 say(f"{name}, overlap {mode}: {_shown(row[mode])}")
     return {
         **{key: value for key, value in asdict(setting).items() if key not in ("shape", "memory")},
-        "shape": asdict(setting.shape), "memory": None if setting.memory is None else str(setting.memory),
+        "shape": asdict(setting.shape), "memory": str(setting.memory),
         "full_kv_bytes": setting.full_kv_bytes, "likeness": likeness, "threads": torch.get_num_threads(), "rows": rows,
         "left_out": left_out,
     }  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.cache_utils import Cache
 
 from hf_offload_cache.core import OffloadLayer
@@ -48,79 +48,60 @@ LLAMA_8B = Shape(layers=32, heads=32, kv_heads=8, head_dim=128, hidden=4096, int
 
 
 def build_model(
-    shape: Shape, positions: int = 262144, seed: int = 0, device: torch.device | str = "cpu"
-) -> LlamaForCausalLM:
-    """A Llama with random weights in bfloat16, in evaluation mode."""
+    shape: Shape, positions: int = 262144, seed: int = 0, device: torch.device | str = "cpu", window: int = 0
+) -> Any:  # fmt: skip
+    """A Llama with random weights in bfloat16, in evaluation mode. With `window`, a Qwen2 whose layers see so many
+    tokens, but for each fourth, which sees all."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=positions,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).to(device).eval()
-
-
-def random_keys_and_values(
-    shape: Shape, tokens: int, layer_idx: int, row: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (1, Hkv, T, D) of one sequence, bfloat16, the same for the same arguments; never zeros.
-
-    Keys are a mean, a part of low rank that drifts slowly from token to token (neighbours are alike, as in text), and
-    noise: most of their energy fits a compact copy, not all. Most lies where the rotary embedding turns slowly, as a
-    trained model's does, so that a query means the same in the next step. Values are noise.
-    """
-    generator = torch.Generator().manual_seed(1000 + layer_idx + 7919 * row)
-    width, rank, span = shape.kv_heads * shape.head_dim, 24, 64
-    corners = torch.randn(tokens // span + 2, rank, generator=generator)
-    drift = torch.nn.functional.interpolate(corners.T[None], size=tokens, mode="linear", align_corners=True)[0].T
-    basis = torch.randn(rank, width, generator=generator) / rank**0.5
-    keys = drift @ basis + torch.randn(width, generator=generator)
-    keys += NOISE * torch.randn(tokens, width, generator=generator)
-    half = torch.arange(shape.head_dim // 2)
-    slow = torch.where(half < shape.head_dim // 4, 0.2, 1.0).repeat(2 * shape.kv_heads)
-    keys *= slow
-    values = torch.randn(tokens, width, generator=generator)
-    parts = (part.view(1, tokens, shape.kv_heads, shape.head_dim).transpose(1, 2) for part in (keys, values))
-    keys, values = (part.to(torch.bfloat16).contiguous() for part in parts)
-    return keys, values
+    kinds = ["sliding_attention" if (layer + 1) % 4 else "full_attention" for layer in range(shape.layers)]
+    others = {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds} if window else {}
+    config = (Qwen2Config if window else LlamaConfig)(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, max_position_embeddings=positions, tie_word_embeddings=True, eos_token_id=None,
+        **others,
+    )  # fmt: skip
+    made = (Qwen2ForCausalLM if window else LlamaForCausalLM)._from_config(config, dtype=torch.bfloat16)
+    return made.to(device).eval()
 
 
 def context(
     shape: Shape, tokens: int, layer_idx: int, batch: int = 1, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (B, Hkv, T, D) of `batch` sequences: row i is row 0 of `random_keys_and_values`, `i * SHIFT`
-    tokens further on. Views of one tensor, so that many rows take little more memory than one."""
-    longest = tokens + (batch - 1) * SHIFT
-    found = random_keys_and_values(shape, longest, layer_idx)
-    size = (batch, shape.kv_heads, tokens, shape.head_dim)
+    """Keys and values (B, Hkv, T, D) of `batch` sequences, bfloat16, the same for the same arguments; never zeros.
+
+    Keys are a mean, a part of low rank that drifts slowly from token to token, and noise: most of their energy fits a
+    compact copy. Most lies where the rotary embedding turns slowly, as a trained model's does. Values are noise. Row i
+    is the first row, `i * SHIFT` tokens further on: views of one tensor, so that many rows take little more memory.
+    """
+    generator = torch.Generator().manual_seed(1000 + layer_idx)
+    width, rank, span, longest = shape.kv_heads * shape.head_dim, 24, 64, tokens + (batch - 1) * SHIFT
+    corners = torch.randn(longest // span + 2, rank, generator=generator)
+    drift = torch.nn.functional.interpolate(corners.T[None], size=longest, mode="linear", align_corners=True)[0].T
+    basis = torch.randn(rank, width, generator=generator) / rank**0.5
+    keys = drift @ basis + torch.randn(width, generator=generator)
+    keys += NOISE * torch.randn(longest, width, generator=generator)
+    half = torch.arange(shape.head_dim // 2)
+    keys *= torch.where(half < shape.head_dim // 4, 0.2, 1.0).repeat(2 * shape.kv_heads)
     rows = []
-    for part in found:
-        flat = part[0].to(device)  # (Hkv, longest, D)
+    for part in (keys, torch.randn(longest, width, generator=generator)):
+        flat = part.view(longest, shape.kv_heads, shape.head_dim).transpose(0, 1).to(torch.bfloat16).contiguous()
+        flat, size = flat.to(device), (batch, shape.kv_heads, tokens, shape.head_dim)
         rows.append(flat.as_strided(size, (SHIFT * flat.stride(1), *flat.stride())))
     return rows[0], rows[1]
 
 
 def fill(cache: Cache, model: LlamaForCausalLM, shape: Shape, tokens: int, batch: int = 1) -> None:
-    """Put a context of random keys and values into an empty cache, ours or transformers', layer by layer.
-
-    An offloaded layer goes the way of a prefill in one piece: `update`, then `attend` with an attention function that
-    computes nothing, so that the layer is tagged, its groups are sealed and written, and its summary is made. Every row
-    has records of its own; their content is `context`'s.
-    """
+    """Put a context of random keys and values into an empty cache, ours or transformers', layer by layer: `update`,
+    then `attend` with an attention function that computes nothing, so that groups are sealed and written, and summaries
+    are made. Every row has records of its own; their content is `context`'s."""
     with torch.no_grad():
         for layer_idx in range(shape.layers):
             keys, values = context(shape, tokens, layer_idx, batch, model.device)
             returned, other = cache.update(keys, values, layer_idx)
             del keys, values
-            attend_to_nothing(cache, model, layer_idx, returned.new_zeros(batch, shape.heads, 1, shape.head_dim),
-                              returned, other)
+            queries = returned.new_zeros(batch, shape.heads, 1, shape.head_dim)
+            attend_to_nothing(cache, model, layer_idx, queries, returned, other)
 
 
 def attend_to_nothing(cache: Cache, model: Any, layer_idx: int, *call: torch.Tensor) -> None:
@@ -135,18 +116,10 @@ def _no_attention(module: torch.nn.Module, query: torch.Tensor, *args: Any, **kw
     return query.transpose(1, 2), None
 
 
-def static_cache(model: LlamaForCausalLM, tokens: int) -> StaticCache:
-    """A `StaticCache` with room for `tokens`."""
-    return StaticCache(config=model.config, max_cache_len=tokens)
-
-
 class Inputs:
-    """Input embeddings (B, 1, hidden) of successive steps, the same for the same arguments.
-
-    `likeness` is the correlation of one step's with the next's. It sets how much successive selections have in common,
-    and so the hit rate: tokens drawn at random (0) select anew in every step, a random model's own greedy tokens repeat
-    themselves (1), and text is between. Elements are of size 1, so that what random layers add does not drown them.
-    """
+    """Input embeddings (B, 1, hidden) of successive steps, the same for the same arguments. `likeness` is the
+    correlation of one step's with the next's, and so sets the hit rate: tokens drawn at random (0) select anew in every
+    step, a random model's own greedy tokens repeat themselves (1), and text is between."""
 
     def __init__(self, shape: Shape, likeness: float, seed: int = 1, batch: int = 1) -> None:
         self.shape, self.likeness, self.batch = shape, likeness, batch

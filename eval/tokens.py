@@ -1,7 +1,5 @@
-"""How many tokens texts have, of which the tasks in `tasks/` make prompts.
-
-A module of its own: lm-eval imports a task's functions anew for each task, and this is what they share.
-"""
+"""How many tokens texts have, of which the tasks in `tasks/` make prompts. lm-eval imports a task's functions anew for
+each task, and this module is what they share."""
 
 from __future__ import annotations
 

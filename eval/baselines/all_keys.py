@@ -1,8 +1,5 @@
-"""Judging by all keys, which a step has to bring for it: what chunks and their abstracts are compared with.
-
-LeoAM's baselines (section 6) on the parts of `AbstractTreeCache`, so that nothing else differs: records of 64 tokens of
-a key head, the same tail, the same reads, the same attention.
-"""
+"""Judging by all keys, which each step reads: LeoAM's baselines (section 6) on the parts of `AbstractTreeCache`, so
+that nothing else differs; and FlexGen, which judges nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.fetch import Choice
 from hf_offload_cache.history import Sealed
 from hf_offload_cache.memory import DryRun
@@ -71,19 +69,25 @@ class AllKeysByChunkPredictor(AllKeysPredictor):
         return Choice(units, keep, best)
 
 
-class TokenJudgedLayer(AbstractTreeLayer):
-    """H2O-like: all of a layer is brought when its query is known, and each token judged."""
+class PredictedLayer(AbstractTreeLayer):
+    """A layer that makes its `predictor_class`."""
 
-    predictor_class: ClassVar[type[AllKeysPredictor]] = AllKeysPredictor
+    predictor_class: ClassVar[type[AbstractTreePredictor]]
+
+    def make_predictor(self) -> AbstractTreePredictor:
+        form, config = self.history.form, self.config
+        return self.predictor_class(form, self.history.rows, config, self.shared.storage.account)
+
+
+class TokenJudgedLayer(PredictedLayer):
+    """H2O-like: all of a layer is read when its query is known, and each token judged."""
+
+    predictor_class = AllKeysPredictor
 
     @property
     def budget(self) -> int:
         """Below what is held, so that there is something to choose."""
         return min(super().budget, max(0, self.history.units - 1))
-
-    def make_predictor(self) -> AllKeysPredictor:
-        form, config = self.history.form, self.config
-        return self.predictor_class(form, self.history.rows, config, self.shared.storage.account)
 
 
 class ChunkJudgedLayer(TokenJudgedLayer):
@@ -125,4 +129,15 @@ class FixedChunksCache(_BaselineCache):
     def __init__(self, model: Any, path: Any = None, config: Any = None, **fields: Any) -> None:
         wanted = fields.get("num_selected", getattr(config, "num_selected", 400))
         fields["num_opened"] = wanted or 1  # of a share: as many as are attended to
+        super().__init__(model, path, config, **fields)
+
+
+class FlexGenCache(DiskSwapCache):
+    """Sheng et al. 2023 ("FlexGen"); KVSwap, section 4.2: "the full KV cache is restored layer by layer into memory for
+    full attention computation". The next block is read while this one is copied. Not bound by the memory that the
+    others have: one layer is in memory at a time, which the account does not count."""
+
+    def __init__(self, model: Any, path: Any = None, config: Any = None, **fields: Any) -> None:
+        if config is None:
+            fields = {"exact": "bitwise", **fields}
         super().__init__(model, path, config, **fields)

@@ -3,14 +3,11 @@ section 8)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
-from hf_offload_cache.fetch import FirstIn, Policy
 from hf_offload_cache.history import places_within
 from hf_offload_cache.methods.cluster import ClusterCache, ClusterConfig, ClusterHistory, ClusterLayer, Partition
 
@@ -18,20 +15,9 @@ WINDOW = 256
 """Decoded tokens that `LocalClusterCache` makes clusters of at a time."""
 
 
-class LeastRecent(FirstIn):
-    """Least recently used: a slot that was wanted again counts as filled anew."""
-
-    def used(self, slots: np.ndarray) -> None:
-        _, last = np.unique(slots[::-1], return_index=True)
-        self.put_last(slots[np.sort(len(slots) - 1 - last)])
-
-
 class StaticPartition(Partition):
-    """Clusters stay what the prompt made them: new keys join the nearest one, whose centroid does not move.
-
-    Places on the disk are of one size, so that a cluster that is full goes on in another one of the same centroid: the
-    later half of its tokens.
-    """
+    """Clusters stay what the prompt made them: new keys join the nearest one, whose centroid does not move. A cluster
+    that is full goes on in another one of the same centroid, with the later half of its tokens."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -70,19 +56,6 @@ class StaticPartition(Partition):
         return numbers
 
 
-class ShuffledPartition(Partition):
-    """Clusters are numbered in any order, and so they lie where no queries place them; k-means has them in the order of
-    the sequence, from which it begins."""
-
-    def add(self, row: int, keys: np.ndarray, of: int | None = None) -> np.ndarray:
-        first = int(self.used[row])
-        found = super().add(row, keys, of)
-        order = np.random.default_rng(first).permutation(int(self.used[row]) - first)
-        for table in (self.counts, self.variances, self.centroids):
-            table[row, first + order] = table[row, first : self.used[row]].copy()
-        return first + order[found - first]
-
-
 @dataclass(frozen=True)
 class LocalClusterConfig(ClusterConfig):
     """Tokens wait in the tail until there is a window of them, which is made into clusters of its own."""
@@ -90,19 +63,6 @@ class LocalClusterConfig(ClusterConfig):
     @property
     def leave_together(self) -> int:
         return max(WINDOW, super().leave_together)
-
-
-class UnplacedClusterHistory(ClusterHistory):
-    """Clusters lie in the order that k-means has them in, whatever wants them together."""
-
-    def place(self, queries: torch.Tensor | None = None, wanted: int = 0) -> None:
-        super().place()
-
-
-def _variant(history: type[ClusterHistory], partition: type[Partition] = Partition) -> type[ClusterLayer]:
-    """A layer class with this history and partition."""
-    own = type("Variant", (history,), {"partition_class": partition})
-    return type("Variant", (ClusterLayer,), {"history_class": own})
 
 
 class LocalClusterLayer(ClusterLayer):
@@ -116,10 +76,18 @@ class LocalClusterLayer(ClusterLayer):
         return max(1, super().budget - waits // group)
 
 
+class StaticClusterHistory(ClusterHistory):
+    partition_class = StaticPartition
+
+
+class StaticClusterLayer(ClusterLayer):
+    history_class = StaticClusterHistory
+
+
 class StaticClusterCache(ClusterCache):
     """PQCache-like: clusters of the prompt alone, to which what is decoded is added."""
 
-    layer_class = _variant(ClusterHistory, StaticPartition)
+    layer_class = StaticClusterLayer
 
 
 class LocalClusterCache(ClusterCache):
@@ -127,43 +95,3 @@ class LocalClusterCache(ClusterCache):
 
     layer_class = LocalClusterLayer
     config_class = LocalClusterConfig
-
-
-class UnplacedClusterCache(ClusterCache):
-    """Clusters lie in the order of the sequence, as far as they have one, whatever wants them together."""
-
-    layer_class = _variant(UnplacedClusterHistory)
-
-
-class LeastRecentClusterLayer(ClusterLayer):
-    """See `LeastRecentClusterCache`."""
-
-    @staticmethod
-    def policy_of(sizes: Callable[[np.ndarray], np.ndarray]) -> Callable[[int], Policy]:
-        return LeastRecent
-
-
-class FirstInClusterLayer(ClusterLayer):
-    """See `FirstInClusterCache`."""
-
-    @staticmethod
-    def policy_of(sizes: Callable[[np.ndarray], np.ndarray]) -> Callable[[int], Policy]:
-        return FirstIn
-
-
-class LeastRecentClusterCache(ClusterCache):
-    """The page that was used longest ago gives up its slot."""
-
-    layer_class = LeastRecentClusterLayer
-
-
-class FirstInClusterCache(ClusterCache):
-    """The page that was read longest ago gives up its slot."""
-
-    layer_class = FirstInClusterLayer
-
-
-class ShuffledClusterCache(ClusterCache):
-    """Clusters lie anywhere."""
-
-    layer_class = _variant(UnplacedClusterHistory, ShuffledPartition)

@@ -1,7 +1,5 @@
-"""The paper's own scheduler: potential-aware greedy (SparKV, section IV-B). The command judges its plans.
-
-Costs are in units of a prefill, so the ratios depend on no machine. No network and no model.
-"""
+"""The paper's own scheduler: potential-aware greedy (SparKV, section IV-B). The command judges its plans. Costs are in
+units of a prefill, so the ratios depend on no machine."""
 
 from __future__ import annotations
 

@@ -17,10 +17,8 @@ SINKS = 4
 
 
 class WindowLayer(DynamicLayer):
-    """The first `SINKS` and the latest of `kept` tokens, at their own positions; what leaves is gone.
-
-    A call attends to these and to all of its own tokens. `kept` includes the sinks.
-    """
+    """The first `SINKS` and the latest of `kept` tokens, at their own positions. A call attends to these and to all of
+    its own tokens."""
 
     def __init__(self, kept: int) -> None:
         super().__init__()

@@ -12,15 +12,13 @@ import torch
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.core import OffloadLayer, SelectiveLayer
 from hf_offload_cache.fetch import Choice
-from hf_offload_cache.history import RecordFormat, Sealed
+from hf_offload_cache.history import Sealed
 from hf_offload_cache.methods.disk_swap import (
     DiskSwapCache,
     DiskSwapConfig,
     DiskSwapLayer,
     LearntKeys,
     LowRankPredictor,
-    LowRankShared,
-    Rules,
 )
 from hf_offload_cache.model import LookAhead
 from hf_offload_cache.predictors import Query, largest, with_sinks
@@ -37,12 +35,9 @@ def _best(importance: np.ndarray, budget: int) -> Choice:
 class RandomPredictor(LowRankPredictor):
     """Draws the groups besides the sinks'."""
 
-    def __init__(
-        self, form: RecordFormat, rows: int, rules: Rules, shared: LowRankShared, name: str,
-        adapter: torch.Tensor | None = None, phase: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(form, rows, rules, shared, name, adapter, phase)
-        self._generator = np.random.default_rng(phase)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._generator = np.random.default_rng(given[-1])  # the layer's index
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
         drawn = self._generator.random((self.rows, self.learnt.units), dtype=np.float32)
@@ -90,11 +85,9 @@ class PaperPredictor(LowRankPredictor):
     """Ranks groups by raw scores, summed over heads, and then by the maximum in the group. The sum is linear, so one
     vector stands for all heads."""
 
-    def __init__(
-        self, form: RecordFormat, rows: int, rules: Rules, shared: LowRankShared, name: str,
-        adapter: torch.Tensor | None = None, phase: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(form, rows, rules, shared, name, adapter, phase)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        form, rows, rules, shared, _, adapter, _ = given
         self.learnt = PaperKeys(form, rows, rules, shared, adapter)
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,30 +12,19 @@ import torch
 from hf_offload_cache.fetch import Choice
 from hf_offload_cache.methods.abstract_tree import (
     AbstractTreeCache,
-    AbstractTreeLayer,
     AbstractTreePredictor,
     bounds,
     front,
 )
 from hf_offload_cache.predictors import Query
 
-from .all_keys import FixedChunksCache
+from .all_keys import FixedChunksCache, PredictedLayer
 
 
 class BoundsPredictor(AbstractTreePredictor):
     """Chunks stand by their upper bounds, not by what is likely."""
 
     judges_by = staticmethod(bounds)
-
-
-class Judge(Protocol):
-    """Importance of tree nodes (rows, n) of `size` tokens each. Results for node -1 are not used."""
-
-    def bounds(self, nodes: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Upper and lower bound on the importance of each node's tokens: two (rows, n) float32."""
-
-    def scores(self, nodes: np.ndarray, size: int) -> np.ndarray:
-        """The importance of each token of each node, (rows, n, size) float32; -inf: not to be chosen."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +39,18 @@ class Found:
 
 
 def important_tokens(
-    upper: np.ndarray, lower: np.ndarray, sizes: tuple[int, ...], wanted: np.ndarray, judge: Judge,
-    room: tuple[int | None, ...] = (),
-) -> Found:  # fmt: skip
-    """The `wanted` most important tokens of each row (fewer where there are not so many), by descending from nodes
-    whose bounds `upper` and `lower` (rows, n) are known.
-
-    Args:
-        sizes: tokens a node at each level, in descending order; each divides the one before. Nodes of the last size are
-            scored token by token. With a single size, all nodes are.
-        room: limit of each level's front in tokens a row, on top of the wanted ones. None, or a level beyond the list:
-            no limit. Without limits, only the bounds decide what is dropped.
-    """
+    upper: np.ndarray, lower: np.ndarray, sizes: tuple[int, ...], wanted: np.ndarray, judge: Any
+) -> Found:
+    """The `wanted` most important tokens of each row, by descending from nodes whose bounds `upper` and `lower` (rows,
+    n) are known. `sizes`: tokens a node at each level, each divides the one before; nodes of the last size are scored
+    token by token. `judge`: `Halves`, or its `bounds` and `scores` of something else."""
     rows, size = len(upper), sizes[0]
     keep = np.zeros((rows, upper.shape[1] * size), dtype=bool)
     nodes = np.broadcast_to(np.arange(upper.shape[1]), upper.shape)
     left = np.minimum(wanted, (upper > -np.inf).sum(1) * size)
     evaluations = int((upper > -np.inf).sum())
     for level in range(len(sizes)):
-        limit = room[level] if level < len(room) else None
-        decided = front(upper, lower, size, left, None if limit is None else -(-(int(left.max()) + limit) // size))
+        decided = front(upper, lower, size, left, None)
         _mark(keep, np.where(decided.sure, nodes, -1), size)
         left = left - decided.sure.sum(1) * size
         nodes = _together(np.where(decided.unsure, nodes, -1))
@@ -127,7 +108,7 @@ class Halves:
     """(rows, n) bool: sinks."""
 
     def bounds(self, nodes: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `Judge`."""
+        """Upper and lower bound on the importance of each node's tokens, of `size` tokens a node: two (rows, n)."""
         parts = self.keys.unflatten(1, (-1, size))
         parts = parts[torch.arange(len(parts))[:, None], torch.from_numpy(np.maximum(nodes, 0))]
         ends = bounds(self.states, parts.amin(2)[:, None], parts.amax(2)[:, None])
@@ -135,7 +116,7 @@ class Halves:
         return np.where(self._of(self.always, nodes, size).any(2), np.inf, upper), lower
 
     def scores(self, nodes: np.ndarray, size: int) -> np.ndarray:
-        """See `Judge`."""
+        """The importance of each token of each node, (rows, n, size)."""
         share = ((self.states @ self.keys.transpose(1, 2)).exp() / self.whole[:, :, None]).sum(1).numpy()
         return self._of(np.where(self.always, np.inf, share), nodes, size)
 
@@ -145,11 +126,8 @@ class Halves:
 
 
 class DescendingPredictor(AbstractTreePredictor):
-    """What is brought is judged by bounds of its halves, and token by token where these do not decide (section 4.2).
-
-    The sum of exponentials that shares are of is taken as known: what that takes is not counted, to the tree's favour.
-    For a CPU, rows without padding, and a key head a row.
-    """
+    """What is read is judged by bounds of its halves, and token by token where these do not decide (section 4.2). The
+    sum of exponentials is taken as known and not counted. For a CPU, rows without padding, and a key head a row."""
 
     parts: ClassVar[tuple[int, ...]] = (32, 2)
 
@@ -178,13 +156,9 @@ class AllHalvesPredictor(DescendingPredictor):
     parts = (32, 16, 8, 4, 2)
 
 
-def _variant(predictor: type[AbstractTreePredictor]) -> type[AbstractTreeLayer]:
+def _variant(predictor: type[AbstractTreePredictor]) -> type[PredictedLayer]:
     """A layer class with this predictor."""
-
-    def make_predictor(self: AbstractTreeLayer) -> AbstractTreePredictor:
-        return predictor(self.history.form, self.history.rows, self.config, self.shared.storage.account)
-
-    return type("Variant", (AbstractTreeLayer,), {"predictor_class": predictor, "make_predictor": make_predictor})
+    return type("Variant", (PredictedLayer,), {"predictor_class": predictor})
 
 
 class BoundsTreeCache(AbstractTreeCache):

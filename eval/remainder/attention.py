@@ -1,7 +1,5 @@
 """A simulated decoding step over all keys and values: it attends to a choice of groups, and estimates the remainder.
-
-Tokens are fed in pieces, and each query of a piece makes a choice of its own, as in decoding one by one.
-"""
+Tokens are fed in pieces, and each query makes its own choice."""
 
 from __future__ import annotations
 
@@ -85,9 +83,8 @@ class Step:
             return mean_value(exact, values).view(queries.shape), 0.0
         coded, _ = weights(asked, self.coded[:, :tokens], seen, top)
         groups, coded_groups = (part.unflatten(-1, (-1, GROUP)) for part in (exact, coded))
-        selected, importance = chosen(
-            coded_groups, groups, among, plan.tokens // GROUP, plan.by_mass, plan.per_head
-        )  # fmt: skip
+        best = plan.tokens // GROUP
+        selected, importance = chosen(coded_groups, groups, among, best, plan.by_mass, plan.per_head)
         left = among & ~selected
         read = (groups * ~left[:, None, :, :, None]).flatten(-2)
         near, mass = mean_value(read, values), read.sum(-1, keepdim=True)
@@ -102,9 +99,7 @@ class Step:
         share = rest_mass / (mass + rest_mass)
         return ((1 - share) * near + share * self._estimate(plan, rest, near, values)).reshape(queries.shape), lost
 
-    def _estimate(
-        self, plan: Plan, rest: torch.Tensor, near: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:  # fmt: skip
+    def _estimate(self, plan: Plan, rest: torch.Tensor, near: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """(Hk, R, n, D): the value of a remainder of weights `rest` (Hk, R, n, T)."""
         assert self.fit is not None and self.mapped is not None
         if plan.estimate == "direction":

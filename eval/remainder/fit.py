@@ -1,7 +1,6 @@
-"""What is fitted to a prompt for estimates of its remainder: codes of keys, and maps from these codes to values.
+"""Codes of a prompt's keys, and maps from these codes to values: they are fitted for estimates of the remainder.
 
-Shapes: Hk key heads, R query heads of each, T tokens, D elements, r components of a key's code, n of the prompt's
-latest queries.
+Shapes: Hk key heads, R query heads of each, T tokens, D elements, r components of a code, n latest queries.
 """
 
 from __future__ import annotations
@@ -68,11 +67,9 @@ def weights(queries: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor, top: 
 def chosen(
     approximate: torch.Tensor, exact: torch.Tensor, among: torch.Tensor, count: int, by_mass: bool, per_head: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each group is selected, (1 or Hk, n, groups), and the importances (likewise) that decide.
-
-    A group counts by its best token, or by its mass, of weights by codes (Hk, R, n, groups, GROUP); relative to what a
-    step attends to in any case. Heads choose together, or each key head for itself.
-    """
+    """Whether each group is selected, (1 or Hk, n, groups), and the importances (likewise) that decide. A group counts
+    by its best token, or by its mass, of weights by codes (Hk, R, n, groups, GROUP), relative to what a step attends to
+    in any case. Heads choose together, or each key head for itself."""
     worth = (approximate.sum(-1) if by_mass else approximate.amax(-1)) * among
     fixed = (exact.sum(-1) * ~among).sum(-1, keepdim=True)
     share = worth / (worth.sum(-1, keepdim=True) + fixed)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """Rows measured so far, each a flat dictionary of JSON values, printed as it arrives.
-
-    `target`: the JSON file, replaced after each row; None: no file.
-    """
+    """Rows measured so far, each a flat dictionary of JSON values, printed as it arrives. `target`: the JSON file,
+    replaced after each row; None: no file."""
 
     def __init__(self, head: dict[str, Any] | None = None, target: Path | None = None, say: Callable = print) -> None:
         self.head = head or {}
@@ -80,6 +79,14 @@ Options = dict[str, tuple[Any, ...]]
 """Name -> default, help and, if limited, the allowed values. A type instead of a default: None, or a value of it."""
 
 
+COMMON: Options = {
+    "json": (Path, "file for the results"),
+    "path": (str, "folder on the disk to use"),
+    "quick": (False, "small sizes: only shows that it runs"),
+}
+"""Options of every command."""
+
+
 def add_options(parser: argparse.ArgumentParser, options: Options) -> None:
     """Add an option for each; a list as default takes several values, and False makes a flag."""
     for name, (default, about, *choices) in options.items():
@@ -123,9 +130,7 @@ class Study:
         """Its options, and those of every study."""
         command = f"python -m {self.module or f'eval.studies.{self.name}'}"
         parser = argparse.ArgumentParser(prog=command, description=self.question)
-        parser.add_argument("--json", type=Path, help="file for the rows, written after each")
-        parser.add_argument("--path", help="folder on the disk to use")
-        parser.add_argument("--quick", action="store_true", help="small sizes: only shows that it runs")
+        add_options(parser, COMMON)
         parser.add_argument("--resume", action="store_true", help="continue the rows in the --json file")
         parser.add_argument("--threads", type=int, help="torch threads")
         for name in self.plots:
@@ -153,13 +158,7 @@ def one_run(
 ) -> argparse.Namespace:
     """Arguments of a command that is no study: it has no rows to continue. Sets torch's threads."""
     parser = argparse.ArgumentParser(description=about)
-    common: Options = {
-        "json": (Path, "file for the results"),
-        "path": (str, "folder on the disk to use"),
-        "quick": (False, "small sizes: only shows that it runs"),
-        "threads": (2, "torch threads"),
-    }
-    add_options(parser, common | options)
+    add_options(parser, COMMON | {"threads": (2, "torch threads")} | options)
     if settings:
         _add_settings(parser)
     arguments = parser.parse_args(argv)
@@ -177,8 +176,8 @@ def main(study: Study, argv: Sequence[str] | None = None, loaded: Any = None) ->
     arguments = study.parsed(argv)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    pictures = {name: getattr(arguments, name.replace("-", "_")) for name in study.plots}
-    apart = ("json", "path", "resume", *(name.replace("-", "_") for name in pictures), *study.of_a_run)
+    pictures = {name: vars(arguments).pop(name.replace("-", "_")) for name in study.plots}
+    apart = ("json", "path", "resume", *study.of_a_run)
     asked = {name: value for name, value in vars(arguments).items() if name not in apart}
     head = {"study": study.name, "arguments": asked, "machine": machine(arguments.path)}
     rows = Rows(head, arguments.json, say=lambda line: print(line, flush=True))
@@ -242,6 +241,11 @@ def write_json(target: Path, value: Any) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         raise
+
+
+def say(line: str) -> None:
+    """Progress, on stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _shown(value: Any) -> str:

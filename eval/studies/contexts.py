@@ -84,12 +84,9 @@ def prefill(model: PreTrainedModel, ids: torch.Tensor) -> Context:
     return Context(ids, keys, values, queries)
 
 
-def replay(cache: Cache, model: Any, context: Context) -> None:
-    """Put `context` into an empty cache, ours or transformers': it is then as after its own prefill in one piece.
-
-    An offloaded layer goes the way of that prefill, `update` and `attend`, with the model's last queries and with an
-    attention function that computes nothing.
-    """
+def replay(cache: Cache, model: Any, context: Context) -> Cache:
+    """Put `context` into an empty cache, ours or transformers': it is then as after its own prefill in one piece. An
+    offloaded layer gets the model's last queries, and an attention function that computes nothing."""
     own = isinstance(cache, OffloadCache)
     with torch.no_grad():
         if own:
@@ -100,6 +97,7 @@ def replay(cache: Cache, model: Any, context: Context) -> None:
         if own:
             cache.end_step(None)
             cache.storage.prefetcher.flush()
+    return cache
 
 
 def share(memory: Any) -> Any:
@@ -113,11 +111,12 @@ def open_cache(
     model: PreTrainedModel, fields: dict[str, Any] | None, max_context: int, path: str | None = None, max_batch: int = 1
 ) -> Iterator[Cache]:
     """A contender, closed on leaving: `DynamicCache` for None, else one of `fields`, of which "cache" names the class
-    as the console does (`DiskSwapCache` without it). With "memory" among them the cache is planned for that budget and
-    `max_batch` sequences of `max_context` tokens; others as given. "cache" may also name one of `IN_MEMORY`.
+    as the console does, or one of `IN_MEMORY` (`DiskSwapCache` without it). With "memory" among them the cache is
+    planned for that budget and `max_batch` sequences of `max_context` tokens.
 
-    Raises `BudgetError` where the memory is too little, which is an answer, and `RuntimeError` where it was planned for
-    and did not do, which is a fault of ours."""
+    Raises `BudgetError` where the memory is too little, which is an answer, and `RuntimeError` where a plan did not
+    hold, which is a fault of ours.
+    """
     if fields is None:
         yield DynamicCache(config=model.config)
         return
@@ -158,10 +157,8 @@ def answer(
 
 
 def reference_texts(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int) -> list[torch.Tensor]:
-    """`count` stretches (1, tokens) of Python's help texts, each paragraph once: prose, code and tables.
-
-    They do not overlap where the text is long enough for that (about 90,000 tokens), else evenly.
-    """
+    """`count` stretches (1, tokens) of Python's help texts, each paragraph once: prose, code and tables. They do not
+    overlap where the text is long enough for that (about 90,000 tokens)."""
     text = "\n\n".join(pydoc.plain(topics.topics[name]) for name in sorted(topics.topics))
     paragraphs = {" ".join(part.split()): part for part in text.split("\n\n")}
     ids = tokenizer("\n\n".join(paragraphs.values()), return_tensors="pt", verbose=False)["input_ids"]

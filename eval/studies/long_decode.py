@@ -13,7 +13,6 @@ from hf_offload_cache.methods.cluster import ClusterConfig
 from hf_offload_cache.tuning import sample_ids
 
 from ..bench_text import text_rows
-from ..profiles import PROFILES, throttle
 from .common import Rows, Study, main
 from .contexts import default_model, open_cache
 from .long_contender import LongContender
@@ -30,49 +29,29 @@ USUAL: dict[str, dict[str, Any]] = {
 }
 """Decoded tokens join clusters that are split; or the prompt's clusters, which stay; or form their own clusters, a
 window at a time; or join clusters immediately, which are read for it; or there are no clusters."""
-_SAME: dict[str, Any] = {"look_ahead": False, "reuse_capacity": 0}
-_HALF = {**_SAME, "reuse_capacity": 200}
-READS: dict[str, dict[str, Any]] = {
-    "placed by queries": {**_SAME, "cache": "cluster"},
-    "placed in sequence": {**_SAME, "cache": _BASELINES + "UnplacedClusterCache"},
-    "placed anywhere": {**_SAME, "cache": _BASELINES + "ShuffledClusterCache"},
-    "aligned": {**_HALF, "cache": "cluster"},
-    "lru": {**_HALF, "cache": _BASELINES + "LeastRecentClusterCache"},
-    "fifo": {**_HALF, "cache": _BASELINES + "FirstInClusterCache"},
-}
-"""What reads the order on disk and the replacement of slots save (sections 5.1 and 6.2): without slots, where clusters
-lie; with slots for half of what a step attends to, which pages give theirs up."""
-OF = {"layouts": USUAL, "reads": READS}
-
 _COLOURED = 10
 """Clusters drawn in colours that one can tell apart."""
 
 
-def fields_of(fields: dict[str, Any], prompt: int, held: int) -> dict[str, Any]:
-    """A contender's fields for `held` tokens after a prompt. Static clusters are as many from the beginning as the
-    others' will be, if there are two keys for each."""
-    if fields.get("cache", "").endswith("StaticClusterCache"):
-        keys = fields.get("cluster_size") or ClusterConfig().cluster_size
-        return {"num_clusters": min(held // keys, prompt // 2), **fields}
-    return fields
-
-
 @contextlib.contextmanager
 def opened(
-    name: str, fields: dict[str, Any], loaded: Any, arguments: argparse.Namespace, held: int, profile: str = "own"
+    name: str, fields: dict[str, Any], loaded: Any, arguments: argparse.Namespace, held: int
 ) -> Iterator[LongContender]:
-    """A contender on the sample text that has read its prompt, with room for `held` tokens."""
+    """A contender on the sample text that has read its prompt, with room for `held` tokens. Static clusters are as many
+    from the beginning as the others' will be, if there are two keys for each."""
     model, tokenizer = loaded
     ids = text_rows(sample_ids(None, tokenizer)[0], 1, held + 1)
-    with open_cache(model, fields_of(fields, arguments.prompt, held), held + 8, arguments.path) as cache:
-        throttle(cache, PROFILES[profile])
+    if fields.get("cache", "").endswith("StaticClusterCache"):
+        keys = fields.get("cluster_size") or ClusterConfig().cluster_size
+        fields = {"num_clusters": min(held // keys, arguments.prompt // 2), **fields}
+    with open_cache(model, fields, held + 8, arguments.path) as cache:
         yield LongContender(name, model, cache, ids, arguments.prompt)
 
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
     """Add a row for each contender, one after the other; `long_growth` times steps in turns."""
     loaded, held = default_model(loaded), arguments.prompt + arguments.steps
-    for name, fields in contenders_of(arguments, OF[arguments.of]).items():
+    for name, fields in contenders_of(arguments, USUAL).items():
         if rows.has(name=name):
             continue
         with opened(name, fields, loaded, arguments, held) as one:
@@ -89,7 +68,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     table: dict[str, dict[str, Any]] = {}
     for row in rows:
         flat = {key: value for key, value in row.items() if isinstance(value, int | float)}
-        by_thirds = (key for key in ("ms", "median_ms", "mass", "oracle") if row[key])
+        by_thirds = (key for key in ("ms", "mass", "oracle") if row[key])
         table[row["name"]] = {**flat, **{f"late {key}": row[key][-1] for key in by_thirds}}
     return {"contenders": table}
 
@@ -121,7 +100,6 @@ def plot(found: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None
 STUDY = Study(
     "long_decode", __doc__, run,
     {
-        "of": ("layouts", "contenders", OF),
         "prompt": (512, "prefilled tokens"),
         "steps": (4096, "tokens decoded after them, teacher-forced"),
         "every": (64, "steps from one look at the attention to the next"),

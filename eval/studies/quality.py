@@ -21,7 +21,7 @@ from hf_offload_cache import calibrate
 from . import fields
 from .common import Rows, Study, main
 from .contexts import default_model, reference_texts
-from .teacher_forced import compare, contenders_of, means, text_options
+from .teacher_forced import compare, contenders_of, means
 
 Contenders = dict[str, dict[str, Any]]
 
@@ -54,7 +54,7 @@ _BITS: Contenders = {
     for name, (bits, group) in _COPIES.items()
     for how, own in {
         "": {}, ", alone": {"num_selected": 0}, ", topped up": {"top_up": "always"},
-        ", KIVI, alone": {"num_selected": 0, "cache": "eval.baselines.plain_low_bit:PlainLowBitCache"},
+        ", KIVI, alone": {"num_selected": 0, "cache": "eval.baselines.spec_variants:PlainLowBitCache"},
     }.items()
     if bits == 1 or "KIVI" not in how
 }  # fmt: skip
@@ -76,10 +76,7 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
     usual, shared = OF[arguments.of]
     if arguments.memory:
         shared = {**shared, "memory": arguments.memory}
-    asked = {
-        name: one for name, one in contenders_of(arguments, usual, **shared).items()
-        if not arguments.only or any(word in name for word in arguments.only)
-    }  # fmt: skip
+    asked = contenders_of(arguments, usual, **shared)
     with tempfile.TemporaryDirectory() as folder:
         calibrated = [one for one in asked.values() if one.get("adapter") == "calibrated"]
         if calibrated:
@@ -95,11 +92,12 @@ STUDY = Study(
     "quality", __doc__, run,
     {
         "of": ("caches", "question", OF),
-        **text_options(tokens=4096, steps=32, samples=4),
-        "only": ([str], "contenders with one of these words in their names"),
+        "tokens": (4096, "prefilled tokens"),
+        "steps": (32, "tokens decoded after them, teacher-forced"),
+        "samples": (4, "texts"),
         "memory": (str, "memory budget: a share of the full KV, a size, or none (default: the question's)"),
     },
-    {"tokens": 1536, "steps": 8, "samples": 1}, settings=True, of_a_run=("only",),
+    {"tokens": 1536, "steps": 8, "samples": 1}, settings=True,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -29,11 +29,9 @@ def ask(
     arguments: argparse.Namespace, rows: Rows, contenders: dict[str, Fields], needles: Iterable[Needle], model: Any,
     tokenizer: Any, **key: Any,
 ) -> None:  # fmt: skip
-    """A row for each needle and contender, `DynamicCache` first; `key` tells these needles' rows from others.
-
-    A budget that is too small for the context is a row with "refused" and no answer. With `arguments.known`, what
-    `DynamicCache` does not answer is asked of nobody else.
-    """
+    """A row for each needle and contender, `DynamicCache` first; `key` tells these needles' rows from others. A budget
+    that is too small is a row with "refused" and no answer. With `arguments.known`, what `DynamicCache` does not answer
+    is asked of nobody else."""
     everyone: dict[str, Fields | None] = {REFERENCE: None, **contenders}
     for sample, needle in enumerate(needles):
         left = {name: one for name, one in everyone.items() if not rows.has(sample=sample, name=name, **key)}
@@ -96,7 +94,7 @@ def _needle(row: dict[str, Any]) -> tuple[Any, ...]:
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
     model, tokenizer = default_model(loaded)
     contenders = contenders_of(arguments, {share: {"memory": share} for share in arguments.memory})
-    needles = make_needles(tokenizer, arguments.samples, arguments.tokens, arguments.seed, arguments.facts)
+    needles = make_needles(tokenizer, arguments.samples, arguments.tokens, 0, arguments.facts)
     ask(arguments, rows, contenders, needles, model, tokenizer)
     table = lost(rows.rows)
     share = table[PROMISED]["lost_share"] if PROMISED in table else None
@@ -110,7 +108,6 @@ STUDY = Study(
         "tokens": (7168, "tokens of a document"),
         "samples": (20, "documents"),
         "facts": (1, "needles in a document, of which one is asked for"),
-        "seed": (0, "seed of texts and needles"),
         "known": (False, "ask only what DynamicCache answers"),
         "memory": (["1/4", "1/6.5", "1/13", "1/20", "1/34"], "memory budgets: shares of the full KV, or sizes"),
     },

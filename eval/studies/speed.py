@@ -15,7 +15,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..bench_text import DYNAMIC, on_text
+from hf_offload_cache.tuning import sample_ids
+
+from ..bench_text import DYNAMIC, text_rows
+from ..bench_text import run as time_steps
 from ..profiles import PROFILES, Profile
 from .common import Rows, Study, main
 from .contexts import default_model
@@ -69,7 +72,7 @@ def device(name: str) -> Profile | None:
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
     """Add a row for each contender, the model alone and `DynamicCache`, on each device and in each batch."""
-    loaded = default_model(loaded)
+    model, tokenizer = default_model(loaded)
     contenders, devices, batches = OF[arguments.of]
     if arguments.memory:
         own = {"memory": arguments.memory}
@@ -77,8 +80,12 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
     for name in arguments.devices or devices:
         for batch in arguments.batches or batches:
             if not rows.has(device=name, batch=batch):
-                options = {"batch": batch, "profile": device(name) or "own", "turn": 4}
-                for contender, row in on_text(loaded, arguments, contenders, (DYNAMIC,), **options).items():
+                ids = text_rows(sample_ids(None, tokenizer)[0], batch, arguments.tokens + arguments.steps + 1)
+                found = time_steps(
+                    model, ids, arguments.tokens, arguments.steps, arguments.tokens, contenders, (DYNAMIC,), turn=4,
+                    shared_prefill=True, path=arguments.path, profile=device(name) or "own",
+                )  # fmt: skip
+                for contender, row in found.items():
                     rows.add(device=name, batch=batch, contender=contender, **row)
     return {"steps": summary(rows.rows)}
 

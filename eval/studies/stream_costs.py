@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.console import load_default_model
 from hf_offload_cache.core import Filling
-from hf_offload_cache.streaming import BLOCK, ActiveBlocks, Costs, Line, SparsePrefill, measure_active_blocks, staircase
+from hf_offload_cache.streaming import BLOCK, Costs, Line, SparsePrefill, measure_active_blocks, staircase
 from hf_offload_cache.tuning import sample_ids
 
 from ..baselines.greedy import Schedule
@@ -26,43 +27,31 @@ _FORWARDS = 4
 """Forwards that the package fits its line to."""
 
 
-class CostNetwork:
-    """Two hidden layers over a chunk's place, its active blocks and the machine's load, fitted to seconds per token.
+def cost_network(features: np.ndarray, seconds: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    """Two hidden layers over a chunk's place, its active blocks and the machine's load (n, 3), fitted to seconds per
+    token (n,): a function that predicts them, at least a tenth of their mean."""
+    mean, deviation = features.mean(0), features.std(0) + 1e-9
+    level, spread = float(seconds.mean()), float(seconds.std()) + 1e-12
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first, second, last = (torch.nn.Linear(*sizes).double() for sizes in ((3, 48), (48, 24), (24, 1)))
+    network = torch.nn.Sequential(first, torch.nn.ReLU(), second, torch.nn.ReLU(), last)
+    inputs, targets = torch.from_numpy((features - mean) / deviation), torch.from_numpy((seconds - level) / spread)
+    # The paper descends by batches; this data is so small that all of it fits one.
+    optimizer = torch.optim.LBFGS(network.parameters(), max_iter=150, line_search_fn="strong_wolfe")
 
-    Args:
-        features: (n, 3).
-        seconds: (n,), per token.
-    """
+    def error() -> torch.Tensor:
+        optimizer.zero_grad()
+        decay = sum(weights.square().sum() for weights in network.parameters())
+        loss: torch.Tensor = (network(inputs)[:, 0] - targets).square().mean() + 1e-5 * decay
+        loss.backward()
+        return loss
 
-    def __init__(self, features: np.ndarray, seconds: np.ndarray, steps: int = 150) -> None:
-        self._mean, self._deviation = features.mean(0), features.std(0) + 1e-9
-        self._level, self._spread = float(seconds.mean()), float(seconds.std()) + 1e-12
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            layers = [torch.nn.Linear(*sizes).double() for sizes in ((features.shape[1], 48), (48, 24), (24, 1))]
-        self._network = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
-        targets = torch.from_numpy((seconds - self._level) / self._spread)
-        # The paper descends by batches; this data is so small that all of it fits one.
-        optimizer = torch.optim.LBFGS(self._network.parameters(), max_iter=steps, line_search_fn="strong_wolfe")
-
-        def error() -> torch.Tensor:
-            optimizer.zero_grad()
-            decay = sum(weights.square().sum() for weights in self._network.parameters())
-            loss = (self._outputs(features) - targets).square().mean() + 1e-5 * decay
-            loss.backward()
-            return loss
-
-        optimizer.step(error)
-
-    def _outputs(self, features: np.ndarray) -> torch.Tensor:
-        outputs: torch.Tensor = self._network(torch.from_numpy((features - self._mean) / self._deviation))
-        return outputs[:, 0]
-
-    def seconds(self, features: np.ndarray) -> np.ndarray:
-        """Per token (n,), at least a tenth of the mean that it was fitted to."""
-        with torch.no_grad():
-            each = self._outputs(features).numpy() * self._spread + self._level
-        return np.maximum(each, self._level / 10)
+    optimizer.step(error)
+    network.requires_grad_(False)
+    return lambda asked: np.maximum(
+        network(torch.from_numpy((asked - mean) / deviation))[:, 0].numpy() * spread + level, level / 10
+    )
 
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
@@ -72,52 +61,46 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
     for number in range(arguments.contexts):
         ids = text.roll(-number * arguments.tokens // 2)[: arguments.tokens]
         for mass in arguments.masses:
-            if not rows.has(context=number, mass=mass):
-                blocks = measure_active_blocks(model, ids, mass, path=arguments.path)
-                _measure(model, ids, blocks, arguments, rows, {"context": number, "mass": mass})
+            if rows.has(context=number, mass=mass):
+                continue
+            sparse = SparsePrefill(blocks := measure_active_blocks(model, ids, mass, path=arguments.path))
+            with DiskSwapCache(model, exact=True, path=arguments.path) as cache:
+                filling, start = Filling(cache), 0
+                for chunk, part in enumerate(ids[None].split(arguments.chunk, 1)):
+                    begun, ends, stop = (time.perf_counter(), time.process_time()), list[float](), start + part.shape[1]
+
+                    def goes_on(layer: int, ends: list[float] = ends) -> bool:
+                        ends.append(time.process_time())
+                        return True
+
+                    filling.compute(part, goes_on, sparse)
+                    used = (time.process_time() - begun[1]) / (time.perf_counter() - begun[0]) / torch.get_num_threads()
+                    filling.note(part)
+                    attended = [blocks.attended(layer, start, stop) for layer in range(len(ends) - 1)]
+                    rows.add(
+                        context=number, mass=mass, chunk=chunk, tokens=part.shape[1], place=(start + stop) / 2,
+                        load=max(0.0, 1 - used), seconds=np.diff(ends).tolist(), attended=attended,
+                    )  # fmt: skip
+                    start = stop
     return summary(rows.rows)
-
-
-def _measure(
-    model: Any, ids: torch.Tensor, blocks: ActiveBlocks, arguments: argparse.Namespace, rows: Rows, key: dict[str, Any]
-) -> None:
-    sparse = SparsePrefill(blocks)
-    with DiskSwapCache(model, exact=True, path=arguments.path) as cache:
-        filling, start = Filling(cache), 0
-        for chunk, part in enumerate(ids[None].split(arguments.chunk, 1)):
-            begun, ends, stop = (time.perf_counter(), time.process_time()), list[float](), start + part.shape[1]
-
-            def goes_on(layer: int, ends: list[float] = ends) -> bool:
-                ends.append(time.process_time())
-                return True
-
-            filling.compute(part, goes_on, sparse)
-            used = (time.process_time() - begun[1]) / (time.perf_counter() - begun[0]) / torch.get_num_threads()
-            filling.note(part)
-            attended = [blocks.attended(layer, start, stop) for layer in range(len(ends) - 1)]
-            rows.add(
-                **key, chunk=chunk, tokens=part.shape[1], place=(start + stop) / 2, load=max(0.0, 1 - used),
-                seconds=np.diff(ends).tolist(), attended=attended,
-            )  # fmt: skip
-            start = stop
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Means over all contexts but the first: relative errors of a layer's and of a chunk's seconds, and how much longer
     the plan made from predictions takes than the plan made from what was measured."""
     contexts = list(dict.fromkeys((row["context"], row["mass"]) for row in rows))
-    errors: dict[str, dict[str, list[float]]] = {}
+    errors: dict[str, list[tuple[float, ...]]] = {}
     for at in range(1, len(contexts)):
         known = [row for row in rows if (row["context"], row["mass"]) in contexts[:at]]
         asked = [row for row in rows if (row["context"], row["mass"]) == contexts[at]]
         measured = np.array([row["seconds"] for row in asked])
         for name, predicted in _predicted(known, asked).items():
-            own = errors.setdefault(name, {"layer": [], "chunk": [], "plan": []})
-            own["layer"].append(float(np.abs(predicted / measured - 1).mean()))
-            own["chunk"].append(float(np.abs(predicted.sum(1) / measured.sum(1) - 1).mean()))
-            own["plan"] += [_longer(predicted, measured, balance) for balance in (1 / 3, 1.0, 3.0)]
-    means = {name: {key: float(np.mean(value)) for key, value in own.items()} for name, own in errors.items()}
-    return {"errors": means}
+            layer, chunk = predicted / measured, predicted.sum(1) / measured.sum(1)
+            longer = np.mean([_longer(predicted, measured, balance) for balance in (1 / 3, 1.0, 3.0)])
+            found = np.abs(layer - 1).mean(), np.abs(chunk - 1).mean(), longer
+            errors.setdefault(name, []).append(tuple(map(float, found)))
+    kinds = ("layer", "chunk", "plan")
+    return {"errors": {name: dict(zip(kinds, np.mean(own, 0).tolist(), strict=True)) for name, own in errors.items()}}
 
 
 def _predicted(known: list[dict[str, Any]], asked: list[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -129,8 +112,8 @@ def _predicted(known: list[dict[str, Any]], asked: list[dict[str, Any]]) -> dict
     each = {
         "line, latest forwards": whole.seconds(of_asked, target[:, 1] * BLOCK),
         "line, all layers": line.seconds(of_asked, target[:, 1] * BLOCK),
-        "network": CostNetwork(features, seconds / tokens).seconds(target) * of_asked,
-        "network, load unknown": CostNetwork(features * idle, seconds / tokens).seconds(target * idle) * of_asked,
+        "network": cost_network(features, seconds / tokens)(target) * of_asked,
+        "network, load unknown": cost_network(features * idle, seconds / tokens)(target * idle) * of_asked,
     }
     return {name: predicted.reshape(len(asked), -1) for name, predicted in each.items()}
 
@@ -146,12 +129,11 @@ def _longer(predicted: np.ndarray, measured: np.ndarray, balance: float) -> floa
 
 def _cells(rows: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each chunk and layer: tokens (n,), place, active blocks and load (n, 3), and seconds (n,)."""
-    flat = [
+    table = np.array([
         (row["tokens"], row["place"], attended / BLOCK, row["load"], seconds)
         for row in rows
         for attended, seconds in zip(row["attended"], row["seconds"], strict=True)
-    ]
-    table = np.array(flat, dtype=float)
+    ], dtype=float)  # fmt: skip
     return table[:, 0], table[:, 1:4], table[:, 4]
 
 

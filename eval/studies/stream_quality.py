@@ -20,6 +20,7 @@ from .contexts import Context, answer, default_model, follow, prefill, reference
 
 _CHUNK = 1024
 _PREFILLED = "prefilled"
+_LEVELS = (_PREFILLED, *LEVELS)
 
 
 def streamed(context: Context, level: str) -> tuple[Context, float]:
@@ -29,8 +30,7 @@ def streamed(context: Context, level: str) -> tuple[Context, float]:
         parts = []
         for chunk_keys, chunk_values in zip(own_keys[0].split(_CHUNK, 1), own_values[0].split(_CHUNK, 1), strict=True):
             data = encode(chunk_keys, chunk_values, level)
-            sizes = *chunk_keys.shape, chunk_values.shape[2]
-            shape = ChunkShape(*sizes, chunk_keys.dtype)
+            shape = ChunkShape(*chunk_keys.shape, chunk_values.shape[2], chunk_keys.dtype)
             parts.append(unpack(data, shape, "a chunk").decode())
             sent, whole = sent + len(data), whole + shape.nbytes
         for held, of in zip((keys, values), zip(*parts, strict=True), strict=True):
@@ -41,43 +41,35 @@ def streamed(context: Context, level: str) -> tuple[Context, float]:
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
     """Add a row for each text and level with "kl", and for each needle and level with "answered"."""
     model, tokenizer = default_model(loaded)
-    levels = [_PREFILLED, *arguments.levels]
     texts = reference_texts(tokenizer, arguments.samples, arguments.tokens + arguments.steps)
     for sample, ids in enumerate(texts):
-        if all(rows.has(text=sample, level=level) for level in levels):
+        if all(rows.has(text=sample, level=level) for level in _LEVELS):
             continue
         context, new = prefill(model, ids[:, : arguments.tokens]), ids[:, arguments.tokens :]
         reference: torch.Tensor | None = None
-        for level in levels:
+        for level in _LEVELS:
             held, share = (context, 1.0) if level == _PREFILLED else streamed(context, level)
-            logits = follow(model, _filled(model, held), new)
+            logits = follow(model, replay(DynamicCache(config=model.config), model, held), new)
             reference = logits if reference is None else reference
             if not rows.has(text=sample, level=level):
                 rows.add(text=sample, level=level, share=share, **distance(reference, logits))
     for sample, needle in enumerate(make_needles(tokenizer, arguments.facts, arguments.tokens)):
-        left = [level for level in levels if not rows.has(fact=sample, level=level)]
-        if not left:
+        if not (left := [level for level in _LEVELS if not rows.has(fact=sample, level=level)]):
             continue
         ids = build_prompt(tokenizer, needle.document, needle.question)
         context = prefill(model, ids[:, : prefilled_tokens(ids.shape[1])])
         for level in left:
             held = context if level == _PREFILLED else streamed(context, level)[0]
-            text = answer(model, tokenizer, _filled(model, held), ids)
+            text = answer(model, tokenizer, replay(DynamicCache(config=model.config), model, held), ids)
             rows.add(fact=sample, level=level, answered=needle.code in text)
-    return summary(rows.rows, levels)
+    return summary(rows.rows)
 
 
-def _filled(model: Any, context: Context) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
-    replay(cache, model, context)
-    return cache
-
-
-def summary(rows: list[dict[str, Any]], levels: list[str]) -> dict[str, Any]:
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """By level: means over texts, and needles found of those found when prefilled."""
     known = {row["fact"] for row in rows if row["level"] == _PREFILLED and row.get("answered")}
     table: dict[str, dict[str, Any]] = {}
-    for level in levels:
+    for level in _LEVELS:
         texts = [row for row in rows if row["level"] == level and "text" in row]
         needles = [row for row in rows if row["level"] == level and row.get("fact") in known]
         means = {name: sum(row[name] for row in texts) / len(texts) for name in ("share", "kl", "top1") if texts}
@@ -92,7 +84,6 @@ STUDY = Study(
         "samples": (4, "texts"),
         "steps": (32, "tokens decoded after each, teacher-forced"),
         "facts": (20, "documents with a needle"),
-        "levels": (list(LEVELS), "levels", LEVELS),
     },
     {"tokens": 1536, "samples": 1, "steps": 8, "facts": 2},
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from typing import Any
 
 import numpy as np
@@ -13,22 +12,12 @@ from transformers import PreTrainedModel
 from hf_offload_cache.tuning import distance, perplexity_over
 
 from ..needles import parse_setting
-from .common import Options, Rows
+from .common import Rows
 from .contexts import Context, default_model, follow, open_cache, prefill, reference_texts, replay
-from .watch import Look, Watch, overlap
+from .watch import Look, Watch
 
 Fields = dict[str, Any]
 """Fields of a cache, as `open_cache` takes them."""
-
-
-def text_options(tokens: int, steps: int, samples: int) -> Options:
-    """Options of every teacher-forced study."""
-    return {
-        "tokens": (tokens, "prefilled tokens"),
-        "steps": (steps, "tokens decoded after them, teacher-forced"),
-        "samples": (samples, "texts"),
-        "timed": (0, "tokens after these, decoded unobserved, whose steps are timed"),
-    }
 
 
 def contenders_of(arguments: argparse.Namespace, usual: dict[str, Fields], **shared: Any) -> dict[str, Fields]:
@@ -41,46 +30,36 @@ def compare(arguments: argparse.Namespace, rows: Rows, contenders: dict[str, Fie
     """Add a row of `measure` for each text and contender. Each text is prefilled once."""
     model, tokenizer = default_model(loaded)
     last = arguments.tokens + arguments.steps
-    texts = reference_texts(tokenizer, arguments.samples, last + arguments.timed)
+    texts = reference_texts(tokenizer, arguments.samples, last)
     for sample, ids in enumerate(texts):
         left = {name: one for name, one in contenders.items() if not rows.has(sample=sample, name=name)}
         if not left:
             continue
-        context, new = prefill(model, ids[:, : arguments.tokens]), ids[:, arguments.tokens : last]
-        reference = reference_logits(model, context, new)
+        context, new = prefill(model, ids[:, : arguments.tokens]), ids[:, arguments.tokens :]
+        with open_cache(model, None, 0) as cache:
+            reference = follow(model, replay(cache, model, context), new)
         for name, fields in left.items():
-            found = measure(model, context, new, fields, reference, arguments.path, ids[:, last:])
-            rows.add(sample=sample, name=name, **found)
-
-
-def reference_logits(model: PreTrainedModel, context: Context, new: torch.Tensor) -> torch.Tensor:
-    """`DynamicCache`'s logits (S, V) for new (1, S) after the context."""
-    with open_cache(model, None, 0) as cache:
-        replay(cache, model, context)
-        return follow(model, cache, new)
+            rows.add(sample=sample, name=name, **measure(model, context, new, fields, reference, arguments.path))
 
 
 def measure(
     model: PreTrainedModel, context: Context, new: torch.Tensor, fields: Fields, reference: torch.Tensor,
-    path: str | None = None, timed: torch.Tensor | None = None,
+    path: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure one contender on one text, teacher-forced.
 
     Returns:
-        `mass`: attention mass on what is attended to, mean over layers, steps and heads; `worst` and `worst_layer`: of
-        the layer with the least; `layer_mass`: by layer; `outside` and `outside_worst`: the same of the mass outside
-        sinks and tail. `important`: share of the `attended` tokens that are among the most important tenth. `kl` in
-        nats and `top1` to `DynamicCache`; `perplexity` over `DynamicCache`'s. `overlap` of successive selections;
-        `hit_rate`; `judged`: evaluations over those of judging all tokens, if the method counts them. `peak_share` of
-        the full KV. A step's `megabytes` and `reads`, and those `written`; `clusters` a key head at the end, if there
-        are any. `fill_seconds`; and `ms`, the median of steps of the ids `timed` (1, n), which follow unobserved.
+        `mass`: attention mass on what is attended to, mean over layers, steps and heads; `worst`: of the layer with
+        the least; `layer_mass`: by layer; `outside` and `outside_worst`: the same of the mass outside sinks and tail.
+        `important`: share of the `attended` tokens that are among the most important tenth. `kl` in nats and `top1` to
+        `DynamicCache`; `perplexity` over `DynamicCache`'s. `hit_rate`; `judged`: evaluations over those of judging all
+        tokens, if the method counts them. `peak_share` of the full KV. A step's `megabytes` and `reads`, and those
+        `written`; `clusters` a key head at the end, if there are any.
     """
     count = len(context.keys)
-    mass: list[list[float]] = [[] for _ in range(count)]
-    groups: list[list[np.ndarray]] = [[] for _ in range(count)]
+    mass, outside = ([list[float]() for _ in range(count)] for _ in range(2))
     attended: list[float] = []
     important: list[float] = []
-    outside: list[list[float]] = [[] for _ in range(count)]
 
     def told(look: Look) -> None:
         mass[look.layer_idx].append(look.mass)
@@ -91,35 +70,26 @@ def measure(
             outside[look.layer_idx].append(look.between(cache.config.num_sinks, last)[0])  # type: ignore[attr-defined]
         attended.append(look.weights.shape[1] if columns is None else float(np.mean([len(own) for own in columns])))
         important.append(look.important(0.1))
-        if look.groups is not None:
-            groups[look.layer_idx].append(look.groups)
 
     with open_cache(model, fields, context.tokens + new.shape[1], path) as cache:
-        start = time.perf_counter()
         replay(cache, model, context)
-        filled, before = time.perf_counter() - start, cache.report()  # type: ignore[attr-defined]
+        before = cache.report()  # type: ignore[attr-defined]
         with Watch(cache, context.keys, told):  # type: ignore[arg-type]
             logits = follow(model, cache, new)
         report = cache.report()  # type: ignore[attr-defined]
         predictors = [getattr(layer, "predictor", None) for layer in cache.offloaded]  # type: ignore[attr-defined]
-        parts = [part for layer in cache.offloaded if (part := partition_of(layer))]  # type: ignore[attr-defined]
-        clusters = float(np.mean([part.used for part in parts])) if parts else None
-        seconds = []
-        for place in range(0 if timed is None else timed.shape[1]):
-            start = time.perf_counter()
-            follow(model, cache, timed[:, place : place + 1])  # type: ignore[index]
-            seconds.append(time.perf_counter() - start)
-    layers = [float(np.mean(part)) for part in mass]
-    row: dict[str, Any] = {"mass": float(np.mean(layers)), "worst": min(layers)}
-    row |= {"worst_layer": int(np.argmin(layers)), "attended": float(np.mean(attended)), **distance(reference, logits)}
-    row |= {"hit_rate": report.hit_rate, "peak_share": report.peak_memory_bytes / report.full_kv_bytes}
-    steps = new.shape[1]
-    row |= {"megabytes": (report.bytes_read - before.bytes_read) / 1e6 / steps}
-    row |= {"written": (report.bytes_written - before.bytes_written) / 1e6 / steps}
-    row |= {"reads": (report.reads - before.reads) / steps, "clusters": clusters, "fill_seconds": filled}
-    row["ms"] = 1e3 * float(np.median(seconds)) if seconds else None
-    row["perplexity"] = perplexity_over(reference, logits, new)
-    row["important"] = float(np.mean(important))
+        kept = [getattr(layer.history, "clustered", None) for layer in cache.offloaded]  # type: ignore[attr-defined]
+        clusters = float(np.mean([own.partition.used for own in kept])) if all(kept) else None
+    layers, steps = [float(np.mean(part)) for part in mass], new.shape[1]
+    row: dict[str, Any] = {
+        "mass": float(np.mean(layers)), "worst": min(layers), "attended": float(np.mean(attended)),
+        **distance(reference, logits), "hit_rate": report.hit_rate, "clusters": clusters,
+        "peak_share": report.peak_memory_bytes / report.full_kv_bytes,
+        "megabytes": (report.bytes_read - before.bytes_read) / 1e6 / steps,
+        "written": (report.bytes_written - before.bytes_written) / 1e6 / steps,
+        "reads": (report.reads - before.reads) / steps,
+        "perplexity": perplexity_over(reference, logits, new), "important": float(np.mean(important)),
+    }  # fmt: skip
     counted = [each for each in predictors if getattr(each, "judged", 0)]
     # two bounds of a chunk are as much to compare with as the keys of two tokens
     tokens = sum(each.judged for each in counted) / 2
@@ -127,14 +97,7 @@ def measure(
     if all(outside):
         there = [float(np.mean(part)) for part in outside]
         row |= {"outside": float(np.mean(there)), "outside_worst": min(there)}
-    alike = [overlap(part) for part in groups]
-    row["overlap"] = float(np.mean([share for part in alike for share in part])) if any(alike) else None
     return {**row, "layer_mass": layers}
-
-
-def partition_of(layer: Any) -> Any:
-    """Clusters of a layer's keys; None: it has none."""
-    return getattr(getattr(getattr(layer, "history", None), "clustered", None), "partition", None)
 
 
 def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -144,9 +107,8 @@ def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         own = [row for row in rows if row["name"] == name]
         layers = np.mean([row["layer_mass"] for row in own], 0)
         found: dict[str, Any] = {"mass": float(layers.mean()), "worst": float(layers.min())}
-        found["worst_layer"] = int(layers.argmin())
-        shown = ("attended", "important", "judged", "kl", "top1", "perplexity", "hit_rate", "overlap", "peak_share")
-        shown += ("outside", "outside_worst", "megabytes", "reads", "written", "clusters", "fill_seconds", "ms")
+        shown = ("attended", "important", "judged", "kl", "top1", "perplexity", "hit_rate", "peak_share")
+        shown += ("outside", "outside_worst", "megabytes", "reads", "written", "clusters")
         for field in shown:
             values = [row[field] for row in own if row.get(field) is not None]
             found[field] = float(np.mean(values)) if values else None

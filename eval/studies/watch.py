@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ class Look:
     columns: list[torch.Tensor] | None
     """(n,) positions that were attended to, ascending, for each row of heads: all of them, or those of a key head where
     these have groups of their own. None: all, in all rows."""
-    groups: np.ndarray | None
-    """(M,) groups selected, ascending, counted on from row to row; None: nothing was selected."""
 
     @property
     def mass(self) -> float:
@@ -67,19 +64,14 @@ class Look:
 
 
 class Watch:
-    """While entered, `told` gets a `Look` of every layer and single-query step of `cache` (batch 1, no padding).
-
-    Args:
-        cache: filled with a context, nothing decoded yet; in `exact=True` it attends to everything.
-        keys: that context's keys (1, Hk, T, D) by layer: read, not copied. Keys that come later are kept here.
-        told: gets the looks.
-    """
+    """While entered, `told` gets a `Look` of every layer and single-query step of `cache` (batch 1, no padding), which
+    is filled with a context of `keys` (1, Hk, T, D) by layer: read, not copied. Keys that come later are kept here."""
 
     def __init__(self, cache: OffloadCache, keys: list[torch.Tensor], told: Callable[[Look], object]) -> None:
         self.cache = cache
         self.keys: list[list[torch.Tensor]] = [[part] for part in keys]
         self.told = told
-        self._chosen: tuple[Choice, list[torch.Tensor]] | None = None
+        self._chosen: list[torch.Tensor] | None = None
         self._wrapped: list[tuple[Any, str]] = []
 
     def __enter__(self) -> Self:
@@ -102,7 +94,7 @@ class Watch:
 
     def _combine(self, layer: SelectiveLayer, combine: Callable[..., Any]) -> Callable[..., Any]:
         def watched(call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None) -> Any:
-            self._chosen = choice, attended_columns(layer, choice, fetched)
+            self._chosen = attended_columns(layer, choice, fetched)
             return combine(call, choice, fetched, visible)
 
         return watched
@@ -114,7 +106,7 @@ class Watch:
             tokens = nothing if layer.chosen is None else layer.chosen.tokens[0]
             latest = np.arange(history.length - history.recent.shape[1], history.length)
             columns = [np.concatenate([np.sort(own[own >= 0]), latest]) for own in tokens]
-            self._chosen = Choice.all_of(history.rows, 0), [torch.from_numpy(own) for own in columns]
+            self._chosen = [torch.from_numpy(own) for own in columns]
             return output
 
         return watched
@@ -128,17 +120,10 @@ class Watch:
             if came == 1:
                 weights = attention_weights(call.query[:, :, :1], kept, call.scaling)
                 assert weights.shape[1] == layer.length, "the context's keys are not those of the cache"
-                self.told(self._look(layer, weights))
+                self.told(Look(layer.layer_idx, weights, self._chosen))
             return output
 
         return watched
-
-    def _look(self, layer: OffloadLayer, weights: torch.Tensor) -> Look:
-        if self._chosen is None:
-            return Look(layer.layer_idx, weights, None, None)
-        units, columns = self._chosen[0].units, self._chosen[1]
-        counted = np.where(units < 0, -1, units + np.arange(len(units))[:, None] * layer.history.units)
-        return Look(layer.layer_idx, weights, columns, counted[units >= 0])
 
 
 def attention_weights(query: torch.Tensor, keys: list[torch.Tensor], scaling: float) -> torch.Tensor:
@@ -157,9 +142,3 @@ def attended_columns(layer: SelectiveLayer, choice: Choice, fetched: Fetched) ->
     return [
         torch.from_numpy(np.concatenate([np.sort(own[some]), latest])) for own, some in zip(places, there, strict=True)
     ]
-
-
-def overlap(selections: list[np.ndarray]) -> list[float]:
-    """Share of each selection, from the second on, that was in the one before it (KVSwap, figure 8)."""
-    pairs = itertools.pairwise(selections)
-    return [len(np.intersect1d(before, now)) / len(now) for before, now in pairs if len(now)]

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from letters import Letters
@@ -23,14 +22,10 @@ from hf_offload_cache.streaming import loader
 TEXT = "--tokens 700 --steps 4 --samples 1"
 CLUSTERS = "num_selected=64,reuse_capacity=32,cluster_size=16"
 SMALL = {
-    "gpu_batches": "",
     "long_decode": f"--prompt 320 --steps 32 --every 8 --set adaptive:cache=cluster,{CLUSTERS}",
-    "long_decode --of reads": f"--prompt 320 --steps 24 --set a:cache=cluster,{CLUSTERS}",
-    "long_growth --of mass": f"--prompt 320 --marks 64 --looks 2 --set adaptive:cache=cluster,{CLUSTERS}",
     "long_growth": f"--prompt 320 --marks 32 64 --set adaptive:cache=cluster,{CLUSTERS}",
-    "low_bit_attention": "--tokens 512",
     "quality": f"{TEXT} --memory none --set a:num_selected=48",
-    "quality --of fields": f"{TEXT} --timed 2 --set a:adapter=calibrated,num_selected=48",
+    "quality --of fields": f"{TEXT} --set a:adapter=calibrated,num_selected=48",
     "quality --of guess": f"{TEXT} --set a:cache=spec,num_selected=8",
     "quality --of bits": f"{TEXT} --set a:cache=spec",
     "quality --of chunks": f"{TEXT} --set a:cache=abstract-tree,num_selected=48",
@@ -43,7 +38,7 @@ SMALL = {
     "stream_quality": "--tokens 300 --steps 4 --facts 0",
     "stream_speed": "--tokens 640 --chunk 128",
 }
-SLOW = (*(name for name in SMALL if name.startswith("speed --of")), "quality --of bits", "long_growth --of mass")
+SLOW = (*(name for name in SMALL if name.startswith("speed --of")), "quality --of bits")
 
 
 def studies() -> list[Any]:
@@ -113,13 +108,12 @@ def test_weights_of_a_hand_made_attention() -> None:
     query = torch.tensor([[2.0, 0.0], [0.0, 3.0]])[None, :, None]
     weights = watch.attention_weights(query, [keys[:, :, :2], keys[:, :, 2:]], 0.5)
     torch.testing.assert_close(weights, torch.tensor([[1 / 8, 2 / 8, 5 / 8], [1 / 3, 1 / 3, 1 / 3]]))
-    look = watch.Look(0, weights, [torch.tensor([0, 2])], None)
+    look = watch.Look(0, weights, [torch.tensor([0, 2])])
     assert look.mass == pytest.approx((6 / 8 + 2 / 3) / 2)
     assert [look.important(share) for share in (0.3, 0.6, 1.0)] == [0.5, 0.5, 1.0]
-    assert watch.overlap([np.array([1, 2, 3, 4]), np.array([2, 3, 9])]) == pytest.approx([2 / 3])
     weights = torch.tensor([[0.5, 0.1, 0.2, 0.1, 0.1], [0.6, 0.1, 0.1, 0.1, 0.1]])
     columns = [torch.tensor([0, 1, 4]), torch.tensor([0, 2, 3, 4])]
-    assert watch.Look(0, weights, columns, None).between(1, 4) == pytest.approx(((0.25 + 2 / 3) / 2, (0.5 + 2 / 3) / 2))
+    assert watch.Look(0, weights, columns).between(1, 4) == pytest.approx(((0.25 + 2 / 3) / 2, (0.5 + 2 / 3) / 2))
 
 
 def test_needles_are_lost_of_those_that_the_full_cache_finds() -> None:

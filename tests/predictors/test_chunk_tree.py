@@ -29,10 +29,10 @@ class Scores:
         parts = self.of.reshape(len(self.of), -1, size)
         return np.take_along_axis(parts, np.maximum(nodes, 0)[..., None], 1)
 
-    def find(self, sizes: tuple[int, ...], wanted: int | np.ndarray, room: tuple[int | None, ...] = ()):
+    def find(self, sizes: tuple[int, ...], wanted: int | np.ndarray):
         chunks = self.of.shape[1] // sizes[0]
         upper, lower = self.bounds(np.broadcast_to(np.arange(chunks), (len(self.of), chunks)), sizes[0])
-        return important_tokens(upper, lower, sizes, np.broadcast_to(wanted, len(self.of)), self, room)
+        return important_tokens(upper, lower, sizes, np.broadcast_to(wanted, len(self.of)), self)
 
 
 def test_the_worked_example() -> None:

@@ -1,8 +1,7 @@
-"""What long texts are asked, for lm-eval: each function gives its task's samples, the same ones for the same arguments.
+"""Samples of long texts for lm-eval: each function gives its task's, the same ones for the same arguments.
 
-Texts are Python's own help topics, which are there wherever Python is, with facts planted in them. Arguments come of
-lm-eval's `--metadata` (JSON) and of the model's: `max_seq_lengths`, tokens of a prompt with its answer, [4096];
-`samples`, of each length, 20; `seed`.
+Texts are Python's own help topics, with facts planted in them. Arguments come of lm-eval's `--metadata` (JSON) and of
+the model's: `max_seq_lengths`, tokens of a prompt with its answer, [4096]; `samples`, of each length, 20; `seed`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import datasets
 
-from eval.needles import ADJECTIVES, NOUNS
+from eval.needles import ADJECTIVES, NOUNS, fact_of
 from eval.tokens import Tokens, tokens_of
 
 _TEMPLATE = 64
@@ -113,16 +112,12 @@ def _codes(generator: random.Random, count: int) -> list[str]:
     return [str(code) for code in generator.sample(range(10_000, 100_000), count)]
 
 
-def _fact(place: str, code: str) -> str:
-    return f"Remember this: the secret code of the {place} is {code}. The secret code of the {place} is {code}."
-
-
 @_task(48)
 def needle_single(text: Text, generator: random.Random) -> Sample:
     """One fact, and a question for it."""
     (place,), (code,) = _places(generator, 1), _codes(generator, 1)
     question = f"What is the secret code of the {place}? Answer with the number only."
-    return {"input": text.around([_fact(place, code)], question, generator), "outputs": [code]}
+    return {"input": text.around([fact_of(place, code)], question, generator), "outputs": [code]}
 
 
 @_task(48)
@@ -131,7 +126,7 @@ def needle_multikey(text: Text, generator: random.Random) -> Sample:
     facts = dict(zip(_places(generator, 8), _codes(generator, 8), strict=True))
     place = generator.choice(list(facts))
     question = f"What is the secret code of the {place}? Answer with the number only."
-    planted = [_fact(*one) for one in facts.items()]
+    planted = [fact_of(*one) for one in facts.items()]
     return {"input": text.around(planted, question, generator), "outputs": [facts[place]]}
 
 
@@ -150,7 +145,7 @@ def needle_multiquery(text: Text, generator: random.Random) -> Sample:
     facts = dict(zip(_places(generator, 4), _codes(generator, 4), strict=True))
     asked = ", ".join(f"the {place}" for place in facts)
     question = f"What are the secret codes of {asked}? Answer with the numbers only."
-    planted = [_fact(*one) for one in facts.items()]
+    planted = [fact_of(*one) for one in facts.items()]
     return {"input": text.around(planted, question, generator), "outputs": list(facts.values())}
 
 
