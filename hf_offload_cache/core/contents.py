@@ -332,7 +332,9 @@ class Contents:
     def _select_rows(self, change: str, argument: Any, rows: torch.Tensor) -> None:
         """Replace sequence i by the present sequence `rows[i]`: calls each layer's method `change` with `argument`.
 
-        Raises `BudgetError`, or `UnsupportedModelError` if a layer's state cannot follow, with nothing changed."""
+        Raises `BudgetError` for more rows than `max_batch`, or `UnsupportedModelError` if a layer's state cannot
+        follow, with nothing changed. Without `max_batch` a layer may exceed `memory` halfway: then `BudgetError` leaves
+        a cache that needs `reset`."""
         batch = self.tokens.batch
         if len(rows) != batch:
             check_planned(self.config, len(rows), 0)
