@@ -10,7 +10,7 @@ from typing import Any
 from ..config import OffloadConfig, parse_size
 from ..fetch.areas import Staging
 from ..fetch.write_queue import WriteQueue
-from ..history.records import RecordFormat, latest_tokens, together
+from ..history.records import RecordFormat, latest_tokens
 from ..memory.account import RECORDS
 from ..memory.fit import Search
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
@@ -100,10 +100,9 @@ def plan_cache(
     counts = Counter((kind, id(part)) for kind, part in layers)
     config_of = {id(part): part for _, part in layers}
     units = [kind.rows * kind.form.record_bytes for kind, _ in layers]
-    batches = [size * together(kind.form, part) for size, (kind, part) in zip(units, layers, strict=True)]
     queue = parse_size(config.write_queue)
     narrow = decoding_queue(queue, units) if selects else queue
-    largest = max(batches, default=0)  # groups that leave a tail together are written together
+    largest = max(units, default=0)
     ids = TokenLog.planned(context, batch)
     held = Planned.always(
         {
