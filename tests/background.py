@@ -71,6 +71,25 @@ def threads_of_ours() -> list[str]:
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("hf_offload_cache-"))
 
 
+def in_threads(*calls: Callable[[], object]) -> None:
+    """Run the calls at once. Raises the first exception of any."""
+    errors: list[BaseException] = []
+
+    def guarded(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 def join_threads() -> None:
     """Wait for the threads that serve reads and writes, `LONG` for each."""
     for thread in threading.enumerate():

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from background import in_threads
 from harness import SMALL, Decoded, prompt, tiny
 from saved_contexts import LONG, answer, feed, files_of, ids, opened, same
 
@@ -32,25 +31,6 @@ def context(saved_once: Path, tmp_path: Path) -> Path:
 def goes_on(cache: Any, seed: int, steps: int = 4) -> Decoded:
     feed(cache, ids(11, seed))
     return answer(cache, steps)
-
-
-def at_once(*calls: Callable[[], Any]) -> None:
-    """In threads. Raises what one of them raised."""
-    errors: list[BaseException] = []
-
-    def run(call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 @pytest.fixture
@@ -107,7 +87,8 @@ def test_three_save_into_one_place(context: Path) -> None:
         for number, cache in enumerate(caches):
             goes_on(cache, 50 + number, 1 + number)
         for _ in range(4):
-            at_once(*(lambda cache=cache: [cache.save(target, overwrite=True) for _ in range(3)] for cache in caches))
+            saves = (lambda cache=cache: [cache.save(target, overwrite=True) for _ in range(3)] for cache in caches)
+            in_threads(*saves)
             with opened(target) as cache:
                 assert any(torch.equal(cache.input_ids, own.input_ids) for own in caches)
                 goes_on(cache, 60, 1)
@@ -133,7 +114,7 @@ def test_two_save_into_one_library(tmp_path: Path) -> None:
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        at_once(lambda: keep(1), lambda: keep(2))
+        in_threads(lambda: keep(1), lambda: keep(2))
     said = [str(warning.message) for warning in told]
     assert [message for message in said if "passed over" in message or "damaged" in message] == []
     found = ContextLibrary(place).entries()

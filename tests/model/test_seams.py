@@ -19,6 +19,7 @@ import harness
 import pytest
 import torch
 import transformers
+from background import in_threads
 from batch_driver import Driver
 from harness import (
     CASES,
@@ -170,25 +171,6 @@ def test_a_sparse_cache_says_where_it_cannot_be_sparse() -> None:
 # ---------------------------------------------------------------------------------------------- used unusually
 
 
-def in_threads(works: list[Callable[[], None]]) -> None:
-    """Runs them at once; raises the first exception of any."""
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
 def test_two_threads_and_a_third_without() -> None:
     """Two caches of ours and a `DynamicCache` on one model, at once, three rounds each."""
     model = tiny("llama")
@@ -206,7 +188,7 @@ def test_two_threads_and_a_third_without() -> None:
             assert_exact(plain, CASES["batch"](model, dynamic(model)), bitwise=True)
 
     with unchanged(model):
-        in_threads([lambda: with_ours("greedy"), lambda: with_ours("left_padding"), without])
+        in_threads(lambda: with_ours("greedy"), lambda: with_ours("left_padding"), without)
 
 
 def test_threads_that_construct_and_close() -> None:
@@ -218,7 +200,7 @@ def test_threads_that_construct_and_close() -> None:
             DiskSwapCache(model, exact=True, engine="memory").close()
 
     with unchanged(model):
-        in_threads([construct_and_close] * 4)
+        in_threads(*[construct_and_close] * 4)
 
 
 @pytest.mark.parametrize("mode", MODES)
