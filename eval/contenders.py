@@ -50,7 +50,7 @@ METHODS = (*_PLANNED, *_UNBOUND, *IN_MEMORY)
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders of a run have in common."""
+    """Setting that all contenders of a run share."""
 
     shape: Shape
     tokens: int

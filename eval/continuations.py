@@ -38,8 +38,8 @@ class Continuations:
     """Scores in the thread that runs the model.
 
     A context goes through the model once, at batch 1; its continuations are scored through forks of what it left, up to
-    `batch` at once. Where one row has them all and texts go `whole`, it goes with the context, in one forward. Contexts
-    that begin the same share that only where no score depends on the pieces in which a text comes.
+    `batch` at once. If one row has all of them and texts are scored `whole`, it goes with the context, in one forward.
+    Contexts with the same beginning share it only if no score depends on the pieces of a text.
 
     Args:
         make: a cache; closed on leaving.

@@ -36,7 +36,7 @@ PARTS = ("text", "facts", "perplexity", "long", "speed")
 
 @dataclass(frozen=True)
 class Run:
-    """What all parts share."""
+    """Setting that all parts share."""
 
     arguments: argparse.Namespace
     rows: Rows

@@ -126,8 +126,8 @@ class Halves:
 
 
 class DescendingPredictor(AbstractTreePredictor):
-    """What is read is judged by bounds of its halves, and token by token where these do not decide (section 4.2). The
-    sum of exponentials is taken as known and not counted. For a CPU, rows without padding, and a key head a row."""
+    """Judges the chunks that it reads by bounds of their halves, and token by token if these do not decide (section
+    4.2). The sum of exponentials counts as known. For a CPU, rows without padding, and a key head a row."""
 
     parts: ClassVar[tuple[int, ...]] = (32, 2)
 

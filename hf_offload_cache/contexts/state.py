@@ -139,7 +139,7 @@ class StoredLayer(Protocol):
         """Make all records immutable and force them to the disk. The layer owns the stores; an empty one has none."""
 
     def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
-        """Which records of each frozen store are in use: (capacity,) bool."""
+        """Whether each record of each frozen store is in use: (capacity,) bool."""
 
     def capture(self) -> dict[str, Any]:
         """All but the records, as views that are valid until the next change. A new layer's tree has the same keys,

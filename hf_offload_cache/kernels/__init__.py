@@ -1,1 +1,1 @@
-"""What runs on the device, each kernel beside its twin in plain torch, of the same signature."""
+"""Kernels for a device, each next to its twin in plain torch with the same signature."""

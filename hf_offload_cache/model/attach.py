@@ -130,7 +130,7 @@ class _Attachment:
 
     caches: dict[int, weakref.ref] = field(default_factory=dict)
     tables: list[Place] = field(default_factory=list)
-    """Where files of the model have our attention table."""
+    """Places in the model's files that have our attention table."""
     at_death: weakref.finalize | None = None
     """Removes our tables if the model dies before its caches, whose `release` finds no model then."""
     configs: list[Any] = field(default_factory=list)

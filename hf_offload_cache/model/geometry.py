@@ -68,7 +68,7 @@ class Geometry:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Of a `PreTrainedModel`, or of one on the meta device (a configuration without weights).
+        """Geometry of a `PreTrainedModel`, or of one on the meta device (a configuration without weights).
 
         One token goes through a twin of the model on the meta device, which has no data: the `DynamicCache` then has
         the shapes, whatever the architecture. If the twin cannot run, the configuration's fields decide. Keeps the
@@ -211,7 +211,7 @@ def rows_of_ids(model: Any) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _joined_rows(kind: _Kind) -> int:
-    """How many of a twin's rows of ids become one sequence; one, if it does not run."""
+    """Number of a twin's rows of ids that become one sequence; one, if it does not run."""
     try:
         layers = _probe(kind)[0].layers
     except Exception:  # a model may fail in any way on tensors without data

@@ -409,7 +409,7 @@ class FreezableStore(Store):
     @property
     @abstractmethod
     def written(self) -> np.ndarray:
-        """Which records of a frozen store hold data: (capacity,), bool; the caller's."""
+        """Whether each record of a frozen store holds data: (capacity,), bool; the caller's."""
 
     @property
     def inode(self) -> tuple[int, int] | None:

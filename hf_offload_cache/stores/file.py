@@ -57,7 +57,7 @@ def spans(ids: np.ndarray, most: int, holding: Callable[[slice], np.ndarray]) ->
 
 
 class Blanks:
-    """Which records of a file were overwritten with zeros and not written since: `table` (count,), bool.
+    """Marks of the records of a file that were overwritten with zeros and not written since: `table` (count,), bool.
 
     `writing` is held from checking which records are empty until zeros are written there, so a record that another
     thread seals meanwhile is written after them. The store's owner may `resize` while another thread writes.

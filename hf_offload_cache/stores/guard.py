@@ -77,11 +77,11 @@ class RecordGuard(ABC):
 
     @property
     def written(self) -> np.ndarray:
-        """Which records hold data: (count,), bool."""
+        """Whether each record holds data: (count,), bool."""
         return self.holding(slice(None))
 
     def holding(self, some: slice) -> np.ndarray:
-        """Which of `some` records hold data, bool."""
+        """Whether each of `some` records holds data, bool."""
         return np.any(self._tags[some], axis=1)
 
     @property

@@ -18,7 +18,7 @@ from .record_file import BOUNCE_BYTES
 # The ids of each store
 
 class IdLayout:
-    """Which store has which ids. Immutable.
+    """Ids of each store. Immutable.
 
     Attributes:
         stores: the parts, and the own store if there is one.
@@ -111,7 +111,7 @@ MOST_TIMES = 2
 
 
 def parts_that_stay(capacities: Sequence[int]) -> int:
-    """How many of the parts with these `capacities` stay; those behind them are to be merged.
+    """Number of the parts with these `capacities` that stay; the later ones are to be merged.
 
     If there is nothing to merge, the result is all, or all but one. If parts are merged after each addition, the 4th is
     more than twice as large as the 5th, that more than twice as large as the 6th, and so on.

@@ -1,4 +1,4 @@
-"""Which cells to compute and which to stream, from the costs of both (SparKV, section IV-B). No network and no model.
+"""Plans of cells to compute and to stream, from the costs of both (SparKV, section IV-B). No network and no model.
 
 A cell is a chunk of tokens in one layer. A chunk is computed from the first layer up to its depth, and the layers above
 are streamed. The first layer is never streamed, because it is a projection of the tokens.

@@ -45,7 +45,7 @@ class ComparedPlan:
     num_selected: int | None = None
     """One of `WIDER`; None: the cache's default."""
     shortfalls: tuple[str, ...] = ()
-    """Those of `notes` that describe losses."""
+    """The `notes` that describe losses."""
 
     @property
     def label(self) -> str:
@@ -173,7 +173,7 @@ def written(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def not_measured(fields: dict[str, Any], config: OffloadConfig) -> dict[str, Any]:
-    """Those of `fields` that the shipped table was not measured with: other than the defaults of the class of `config`,
+    """The `fields` that the shipped table was not measured with: other than the defaults of the class of `config`,
     and not only for a run."""
     usual = type(config)()
     return {
