@@ -17,7 +17,7 @@ from hf_offload_cache.methods.disk_swap import (
     DiskSwapCache,
     DiskSwapConfig,
     DiskSwapLayer,
-    LearntKeys,
+    FittedKeys,
     LowRankPredictor,
 )
 from hf_offload_cache.model import LookAhead
@@ -40,8 +40,8 @@ class RandomPredictor(LowRankPredictor):
         self._generator = np.random.default_rng(given[-1])  # the layer's index
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
-        drawn = self._generator.random((self.rows, self.learnt.units), dtype=np.float32)
-        seen = self.learnt.seen(query)
+        drawn = self._generator.random((self.rows, self.fitted.units), dtype=np.float32)
+        seen = self.fitted.seen(query)
         return _best(with_sinks(drawn, self.rules.num_sinks, self.form.group_size, seen), budget)
 
 
@@ -74,7 +74,7 @@ class PaperSwapConfig(DiskSwapConfig):
     look_ahead: bool | None = True
 
 
-class PaperKeys(LearntKeys):
+class PaperKeys(FittedKeys):
     """Compact keys in the keys' own metric: queries have no part in it."""
 
     def fit(self, keys: Callable[[], Any], sealed: Sealed, seen: Any, visible: torch.Tensor | None) -> None:
@@ -88,10 +88,10 @@ class PaperPredictor(LowRankPredictor):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         form, rows, rules, shared, _, adapter, _ = given
-        self.learnt = PaperKeys(form, rows, rules, shared, adapter)
+        self.fitted = PaperKeys(form, rows, rules, shared, adapter)
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
-        keys, group, seen = self.learnt.keys, self.form.group_size, self.learnt.seen(query)
+        keys, group, seen = self.fitted.keys, self.form.group_size, self.fitted.seen(query)
         assert keys is not None
         low = keys.low_rank_query(query.states).sum(1, keepdims=True)
         best = np.concatenate([keys.best_of_units(low[row], row, group, seen) for row in range(self.rows)])

@@ -13,7 +13,7 @@ from ..stores.encryption import decrypt
 from .answers import line_of
 from .publish import form_of
 from .sparse_prefill import ActiveBlocks, SparsePrefill
-from .stream_manifest import ACTIVE, LEARNT, StreamManifest, StreamObject, binding
+from .stream_manifest import ACTIVE, FITTED, StreamManifest, StreamObject, binding
 from .streaming_lane import StreamingLane
 
 
@@ -41,13 +41,13 @@ class Extras:
             self.trouble.append("active blocks: none were published (active_mass=.98): everything is attended to")
         elif sparse and manifest.active is not None:
             self.wanted[ACTIVE] = manifest.active
-        if manifest.learnt is not None and not private:  # it is fitted to all queries
-            self.wanted[LEARNT] = manifest.learnt
+        if manifest.fitted is not None and not private:  # it is fitted to all queries
+            self.wanted[FITTED] = manifest.fitted
 
     def look(self, lane: StreamingLane) -> None:
         """Use the objects that have arrived since the last call."""
         device = self._cache.model.device
-        for name, use, place in ((ACTIVE, self._attend, torch.device("cpu")), (LEARNT, self._fit, device)):
+        for name, use, place in ((ACTIVE, self._attend, torch.device("cpu")), (FITTED, self._fit, device)):
             if (data := lane.taken(name)) is None:
                 continue
             try:
@@ -59,7 +59,7 @@ class Extras:
 
     def expects(self, lane: StreamingLane) -> bool:
         """Whether fitted state that this cache can use may still arrive."""
-        return self._fits and LEARNT in lane.beside
+        return self._fits and FITTED in lane.beside
 
     def _attend(self, tree: Any) -> None:
         manifest, account = self._manifest, self._cache.storage.account

@@ -37,7 +37,7 @@ from .objects import Objects
 from .sparse_prefill import BLOCK, measure_active_blocks
 from .stream_manifest import (
     ACTIVE,
-    LEARNT,
+    FITTED,
     MOST_BYTES,
     MOST_MANIFEST_BYTES,
     NAME,
@@ -281,7 +281,7 @@ class _Publishing:
         tokens, ids = cache.tokens, cache.capture()["ids"][0]
         chunks = range(-(-tokens // size))
         hidden = {chunk for chunk in chunks if overlaps(chunk, size, private)}
-        learnt = None if private else self._beside(pack(self._learnt()), LEARNT)
+        fitted = None if private else self._beside(pack(self._fitted()), FITTED)
         active = None if private or active_mass is None else self._active(ids, active_mass)
         cells: list[list[StreamObject | None]] = [[None] for _ in chunks]
         form = cache.offloaded[0].history.form
@@ -311,7 +311,7 @@ class _Publishing:
             dtype=str(form.dtype).removeprefix("torch."),  # type: ignore[arg-type]
             prefixes=tuple(ids_digests(ids, size)),
             cells=tuple(map(tuple, cells)),
-            learnt=learnt,
+            fitted=fitted,
             active=active,
             context=self._context,
         )
@@ -322,7 +322,7 @@ class _Publishing:
             )
         return manifest, data if self._key is None else encrypt(self._key, data, binding("", "manifest"))
 
-    def _learnt(self) -> dict[str, Any]:
+    def _fitted(self) -> dict[str, Any]:
         cache = self._cache
         lessons = {}
         for layer in cache.offloaded:

@@ -36,7 +36,7 @@ from .cells import Cells
 from .extras import Extras
 from .loader import MOST_TOKENS, Loader
 from .publish import as_ids, check_arguments, check_shapes, check_text, overlaps
-from .stream_manifest import FORMAT, LEARNT, MOST_MANIFEST_BYTES, NAME, StreamManifest, binding
+from .stream_manifest import FITTED, FORMAT, MOST_MANIFEST_BYTES, NAME, StreamManifest, binding
 from .streaming_lane import Spool, StreamingLane
 from .transport import Transport, fetch, transport_of
 
@@ -219,7 +219,7 @@ def _load(
         cells.stop()
         lane.stop()
         spool.close()
-    lane.trouble[:0] = [*extras.trouble, *(f"{LEARNT}: {one}" for one in filling.refused)]
+    lane.trouble[:0] = [*extras.trouble, *(f"{FITTED}: {one}" for one in filling.refused)]
     return loader, lane
 
 

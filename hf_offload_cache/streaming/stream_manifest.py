@@ -24,7 +24,7 @@ from .codec import ChunkShape
 NAME: Final = "stream.json"
 FORMAT: Final = "hf_offload_cache stream"
 VERSION: Final = 1
-LEARNT, ACTIVE = "fitted state", "active blocks"
+FITTED, ACTIVE = "fitted state", "active blocks"
 """Names of the objects besides the cells."""
 MOST_BYTES: Final = 64 * 2**20
 """Most bytes of fitted state, and of active blocks."""
@@ -86,7 +86,7 @@ class StreamManifest(_Checked):
     """Digest of all ids up to the end of each chunk."""
     cells: tuple[Annotated[tuple[StreamObject | None, ...], Field(max_length=_MOST_LAYERS)], ...]
     """By chunk and layer; None: not published. The first layer's cells never are."""
-    learnt: StreamObject | None = None
+    fitted: StreamObject | None = None
     active: StreamObject | None = None
     """The blocks of keys that its queries attend to most, if they were measured."""
     context: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -97,7 +97,7 @@ class StreamManifest(_Checked):
         chunks = -(-self.tokens // self.chunk_tokens)
         if len(self.prefixes) != chunks or len(self.cells) != chunks:
             raise ValueError(f"{self.tokens} tokens are {chunks} chunks of {self.chunk_tokens}")
-        if any(item is not None and item.bytes > MOST_BYTES for item in (self.learnt, self.active)):
+        if any(item is not None and item.bytes > MOST_BYTES for item in (self.fitted, self.active)):
             raise ValueError(f"fitted state and active blocks may have at most {MOST_BYTES:,} bytes")
         most = 2 * self.shape(0).nbytes + 65536 if chunks else 0
         for row in self.cells:

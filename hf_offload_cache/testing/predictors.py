@@ -104,7 +104,7 @@ class PredictorTests:
         except StopIteration as end:
             return cast(Choice, end.value)
 
-    def learnt(self, rows: int, account: MemoryAccount | None = None) -> tuple[Predictor, torch.Tensor]:
+    def fitted_predictor(self, rows: int, account: MemoryAccount | None = None) -> tuple[Predictor, torch.Tensor]:
         predictor, keys = self.make_predictor(rows, account or MemoryAccount()), self.keys(rows, self.tokens)
         self.learn(predictor, keys)
         return predictor, keys
@@ -122,7 +122,7 @@ class PredictorTests:
 
     def test_what_was_missed_is_learned_later(self) -> None:
         """From stored keys: then it chooses as if it had missed nothing."""
-        predictor, keys = self.learnt(2)
+        predictor, keys = self.fitted_predictor(2)
         more = torch.cat([keys, self.keys(2, 40, seed=2)], 2)
         assert self.learn(predictor, more, start=self.tokens + 20) and predictor.ready(more.shape[2] // 4)
         fresh = self.make_predictor(2, MemoryAccount())
@@ -132,7 +132,7 @@ class PredictorTests:
 
     def test_choices(self) -> None:
         """Within bounds and budget, with the sinks, also for a guess; and they depend on the query."""
-        predictor, keys = self.learnt(3)
+        predictor, keys = self.fitted_predictor(3)
         count, sinks = self.tokens // self.form.group_size, -(-self.num_sinks // self.form.group_size)
         seen = set()
         for seed in range(4):
@@ -161,7 +161,7 @@ class PredictorTests:
 
     def test_truncate(self) -> None:
         """As if it had never seen the later units; it continues from there."""
-        predictor, keys = self.learnt(2)
+        predictor, keys = self.fitted_predictor(2)
         left, units = keys[:, :, : self.tokens - 80], (self.tokens - 80) // self.form.group_size
         predictor.truncate(units)
         assert predictor.ready(units) and not predictor.ready(self.tokens // self.form.group_size)
@@ -172,7 +172,7 @@ class PredictorTests:
 
     def test_select_rows(self) -> None:
         """Row i chooses as row `rows[i]` did, and then continues separately."""
-        predictor, keys = self.learnt(3)
+        predictor, keys = self.fitted_predictor(3)
         before = self.chosen(predictor, self.query(3, keys))
         rows = [2, 0, 0, 1]
         predictor.select_rows(torch.tensor(rows))
@@ -184,7 +184,7 @@ class PredictorTests:
 
     def test_captured_and_restored(self) -> None:
         """The twin chooses the same at once; neither sees what the other one is given later."""
-        predictor, keys = self.learnt(2)
+        predictor, keys = self.fitted_predictor(2)
         tree = predictor.capture()
         twin = self.make_predictor(2, MemoryAccount())
         twin.restore({**tree, "units": self.tokens // self.form.group_size})
@@ -205,7 +205,7 @@ class PredictorTests:
 
     def test_a_lesson_makes_up_for_queries(self) -> None:
         """Keys without queries are ranked as with the queries that the prior was fitted to."""
-        predictor, keys = self.learnt(2)
+        predictor, keys = self.fitted_predictor(2)
         lesson, twin = predictor.lesson(), self.make_predictor(2, MemoryAccount())
         if lesson is not None:
             twin.restore({**lesson, "units": 0})
@@ -223,7 +223,7 @@ class PredictorTests:
         """At its peak, while it is fitted, chooses and moves rows; and `close` frees everything."""
         for rows in (1, 3):
             account = MemoryAccount()
-            predictor, keys = self.learnt(rows, account)
+            predictor, keys = self.fitted_predictor(rows, account)
             self.chosen(predictor, self.query(rows, keys))
             predictor.select_rows(torch.arange(rows).flip(0))
             run, units = DryRun(), self.tokens // self.form.group_size

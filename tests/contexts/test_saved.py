@@ -561,7 +561,7 @@ def test_a_budget_leaves_what_fits_as_it_was(tmp_path: Path) -> None:
     fields = {**SPARSE, "rank": None, "summary_dtype": "int8", "num_sinks": 8, "num_selected": 48}
     with _prefilled(model, **fields) as cache:
         cache.save(tmp_path / "context")
-        stored = cache.offloaded[0].predictor.learnt.keys.adapter.shape[-1]
+        stored = cache.offloaded[0].predictor.fitted.keys.adapter.shape[-1]
     with DiskSwapCache.open(tmp_path / "context", model, memory="100MiB", max_context=700) as cache:
         assert (cache.config.num_sinks, cache.config.num_selected, cache.config.rank) == (8, 48, None)
     least = "6/11"

@@ -105,8 +105,8 @@ def compact_keys(cache: Any) -> list[torch.Tensor]:
         return [torch.from_numpy(part.centroids.copy()) for part in parts if part.clusters]
     if isinstance(cache, AbstractTreeCache):
         return [abstracts(layer) for layer in cache.selective if layer.is_initialized and layer.predictor.units]
-    learnt = [layer.predictor.learnt.keys for layer in cache.layers if layer.predictor]
-    return [keys._rows.data.clone() for keys in learnt if keys is not None]
+    fitted = [layer.predictor.fitted.keys for layer in cache.layers if layer.predictor]
+    return [keys._rows.data.clone() for keys in fitted if keys is not None]
 
 
 def abstracts(layer: Any) -> torch.Tensor:
@@ -415,7 +415,7 @@ class Sparse(Caches):
         layer = cache.layers[0]
         before = cache.storage.counters.units_selected
         self.feed(cache, held, torch.full((held.rows, 1), 23))
-        if layer.history.units > 60 and layer.predictor is not None and layer.predictor.learnt.keys is not None:
+        if layer.history.units > 60 and layer.predictor is not None and layer.predictor.fitted.keys is not None:
             selected = (cache.storage.counters.units_selected - before) / held.rows / len(cache.layers)
             assert 0 <= selected <= 24, "all is read"  # none where the layers go on with what they chose
 

@@ -98,7 +98,7 @@ def test_a_loaded_adapter_is_used_from_the_first_group_on(adapter: Adapter, path
     with DiskSwapCache(model, adapter=path, summary_dtype="int8", **FIELDS) as cache, torch.no_grad():
         model(prompt(model, 1, 350), past_key_values=cache)
         for layer_idx, layer in enumerate(cache.offloaded):
-            keys = layer.predictor.learnt.keys
+            keys = layer.predictor.fitted.keys
             used = keys.adapter.flatten(0, 1)
             assert keys.tokens == 340
             torch.testing.assert_close(used, adapter.projections[layer_idx][:, : used.shape[1]].to(used.dtype))

@@ -92,13 +92,13 @@ def test_everything_is_attended_until_the_adapter_is_made() -> None:
             one, other = (Decoded(token, long_model()(token, past_key_values=held).logits) for held in (plain, cache))
             layer = cache.offloaded[0]
             sealed = layer.history.units * 4
-            if layer.predictor.learnt.keys is None:
+            if layer.predictor.fitted.keys is None:
                 assert sealed < 512
                 assert_exact(one, other)
                 continue
-            assert layer.predictor.learnt.keys.tokens == sealed >= 512
-            first = layer.predictor.learnt.keys if first is None else first
-            assert layer.predictor.learnt.keys is first
+            assert layer.predictor.fitted.keys.tokens == sealed >= 512
+            first = layer.predictor.fitted.keys if first is None else first
+            assert layer.predictor.fitted.keys is first
             differences.append(compare(one, other).deviation)
         assert len(differences) == 560 - 519
         assert np.median(differences) > 0.01
@@ -109,7 +109,7 @@ def test_rank_and_type_of_what_is_kept(rank: int, needed: int) -> None:
     """r bytes a token with 8 bits; nothing below 512 sealed tokens."""
     with sparse(rank=rank) as cache:
         feed(cache, prompt(long_model(), 2, needed + 8 - 1))
-        assert cache.offloaded[1].predictor.learnt.keys is None
+        assert cache.offloaded[1].predictor.fitted.keys is None
         feed(cache, prompt(long_model(), 2, 1))
         assert cache.storage.account.by_owner["compact keys"] == 3 * 2 * needed * rank
         assert cache.storage.account.by_owner["adapters"] == 3 * 32 * rank * (2 + 2)
@@ -122,17 +122,17 @@ def test_a_prompt_in_pieces_is_fitted_to_all_of_it(kind: str) -> None:
     with sparse(summary_dtype=kind, rank=None) as cache, sparse(summary_dtype=kind, rank=None) as whole:
         for start, stop in itertools.pairwise([0, 400, 800, 1200, 1600, 2000, 2300, 2400, 2440]):
             feed(cache, ids[:, start:stop], 400)
-            fitted.append(cache.offloaded[1].predictor.learnt.fitted_at)
+            fitted.append(cache.offloaded[1].predictor.fitted.fitted_at)
         assert fitted == [0, 792, 792, 792, 792, 2292, 2292, 2292]
         feed(whole, ids[:, :2300], 2300)
-        one, other = (each.offloaded[1].predictor.learnt.keys for each in (cache, whole))
+        one, other = (each.offloaded[1].predictor.fitted.keys for each in (cache, whole))
         assert cache.offloaded[1].predictor.ready(2432 // 4)
         if kind == "coded":
             torch.testing.assert_close(one.coding.mean, other.coding.mean, rtol=1e-4, atol=1e-5)
     with sparse(summary_dtype=kind, rank=None) as cache:
         for start in range(0, 2400, 400):
             feed(cache, ids[:, start : start + 400], 400)
-        assert cache.offloaded[1].predictor.learnt.fitted_at == 2392
+        assert cache.offloaded[1].predictor.fitted.fitted_at == 2392
 
 
 @pytest.mark.parametrize("pieces", [[600, 500], [600, 600, 130]])
@@ -146,7 +146,7 @@ def test_the_last_piece_of_few_is_fitted_too_also_by_a_fork(pieces: list[int]) -
             found = []
             for each in (cache, fork):
                 feed(each, ids[:, sum(pieces[:-1]) : sum(pieces)], pieces[-1])
-                assert each.offloaded[1].predictor.learnt.fitted_at == sum(pieces) // 4 * 4 - 8
+                assert each.offloaded[1].predictor.fitted.fitted_at == sum(pieces) // 4 * 4 - 8
                 logits = [long_model()(ids[:, place : place + 1], past_key_values=each).logits
                           for place in range(sum(pieces), sum(pieces) + 20)]  # fmt: skip
                 found.append(torch.cat(logits, 1))
@@ -158,14 +158,14 @@ def test_the_adapter_is_remade_when_the_length_has_grown_eightfold() -> None:
     with sparse(summary_dtype="int8") as cache:
         layer = cache.offloaded[1]
         feed(cache, ids[:, :568], 568)
-        first = layer.predictor.learnt.keys
+        first = layer.predictor.fitted.keys
         feed(cache, ids[:, 568:-4], 31)  # no pieces of a prompt: too few tokens at a time
-        assert layer.predictor.learnt.keys is first
+        assert layer.predictor.fitted.keys is first
         assert first.tokens == 8 * 560 - 4
         feed(cache, ids[:, -4:], 1)
-        assert layer.predictor.learnt.keys is not first
-        assert layer.predictor.learnt.keys.tokens == 8 * 560
-        remade = layer.predictor.learnt.keys.adapter.flatten(0, 1)
+        assert layer.predictor.fitted.keys is not first
+        assert layer.predictor.fitted.keys.tokens == 8 * 560
+        remade = layer.predictor.fitted.keys.adapter.flatten(0, 1)
         keys = layer.history.whole()[0][:, :, : 8 * 560].transpose(1, 2).flatten(2)[0].double()
         true = torch.linalg.svd(keys, full_matrices=False)[2][:16].T
         energy = [(keys @ part.double()).square().sum() for part in (remade, true, first.adapter.flatten(0, 1))]
@@ -340,7 +340,7 @@ def test_prefill_in_inference_mode_then_generate() -> None:
         with sparse() as cache:
             with torch.no_grad(), torch.inference_mode(first):
                 long_model()(ids[:, :-1], past_key_values=cache)
-                assert cache.offloaded[0].predictor.learnt.keys is not None
+                assert cache.offloaded[0].predictor.fitted.keys is not None
             with torch.inference_mode(second):
                 results.append(generate(long_model(), cache, ids, max_new_tokens=8))
                 cache.batch_repeat_interleave(2)
@@ -382,10 +382,10 @@ def test_sinks_that_come_later_are_the_rows_own(padding: int, num_sinks: int) ->
     mask[1, :padding] = 0
     with sparse(num_sinks=num_sinks) as cache, torch.no_grad():
         model(ids[:, :560], attention_mask=mask[:, :560], past_key_values=cache)
-        assert all(layer.predictor.learnt.sinks is None for layer in cache.selective)
+        assert all(layer.predictor.fitted.sinks is None for layer in cache.selective)
         model(ids[:, 560:], attention_mask=mask, past_key_values=cache)
         for layer in cache.selective:
-            keys, sinks = layer.keys, layer.predictor.learnt.sinks.keys
+            keys, sinks = layer.keys, layer.predictor.fitted.sinks.keys
             for row, first in enumerate((0, padding)):
                 assert torch.equal(sinks[row], keys[row, :, first : first + num_sinks])
 
@@ -398,11 +398,11 @@ def test_crop_into_groups_and_go_on() -> None:
         feed(cache, ids[:, :5], 1)
         cache.crop(-65)
         layer = cache.offloaded[0]
-        assert layer.predictor.learnt.keys.tokens == layer.history.units * 4 == 632
+        assert layer.predictor.fitted.keys.tokens == layer.history.units * 4 == 632
         feed(cache, other, 30)
         feed(cache, ids[:, -3:], 1)
         assert len(seen) == 8 * 3
-        assert layer.predictor.learnt.keys.tokens == layer.history.units * 4 == 692
+        assert layer.predictor.fitted.keys.tokens == layer.history.units * 4 == 692
         late = [groups[groups >= 632 // 4].size for _, groups in seen[-9:]]
         assert min(late) > 3
         assert cache.report().hit_rate > 0.5

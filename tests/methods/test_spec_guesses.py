@@ -161,7 +161,7 @@ def test_frequencies_that_hang_on_the_length_see_no_guess(kind: str) -> None:
     assert torch.equal(found, decoded(model, DynamicCache(config=model.config), ids, 20))
 
 
-def test_learnt_positions_end_where_they_end() -> None:
+def test_learned_positions_end_where_they_end() -> None:
     model = build(GPT2LMHeadModel, GPT2Config(vocab_size=199, n_embd=64, n_layer=2, n_head=4, n_positions=256))
     ids = prompt(model, 1, 240)
     with SpecCache(model, **ALL) as cache:

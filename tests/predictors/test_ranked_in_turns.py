@@ -16,7 +16,7 @@ from hf_offload_cache.memory import MemoryAccount, Workspace
 from hf_offload_cache.methods.disk_swap import (
     CANDIDATES,
     CodedKeys,
-    LearntKeys,
+    FittedKeys,
     LowRankPredictor,
     LowRankShared,
     Rules,
@@ -63,9 +63,9 @@ def chosen(one: LowRankPredictor, seed: int, rows: int = 2) -> np.ndarray:
 def ranked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was ranked, "all" or "some", select by select."""
     seen: list[str] = []
-    rank, among = LearntKeys.rank, LearntKeys.rank_among
-    monkeypatch.setattr(LearntKeys, "rank", lambda *a, **k: [seen.append("all"), rank(*a, **k)][1])
-    monkeypatch.setattr(LearntKeys, "rank_among", lambda *a, **k: [seen.append("some"), among(*a, **k)][1])
+    rank, among = FittedKeys.rank, FittedKeys.rank_among
+    monkeypatch.setattr(FittedKeys, "rank", lambda *a, **k: [seen.append("all"), rank(*a, **k)][1])
+    monkeypatch.setattr(FittedKeys, "rank_among", lambda *a, **k: [seen.append("some"), among(*a, **k)][1])
     return seen
 
 
@@ -92,10 +92,10 @@ def test_the_same_query_chooses_the_same(ranked: list[str]) -> None:
     one, keys = predictor("coded", 2), keys_of(2, UNITS)
     learn(one, keys)
     first = chosen(one, 0)
-    assert one.learnt.keys is not None and one.learnt.keys.has_rough_form
+    assert one.fitted.keys is not None and one.fitted.keys.has_rough_form
     again = chosen(one, 0)
     assert all(len(set(a) & set(b)) >= BUDGET - 1 for a, b in zip(again, first, strict=True))
-    best = one.learnt.rank(query_of(2, 0), BUDGET).importance
+    best = one.fitted.rank(query_of(2, 0), BUDGET).importance
     candidates = np.argsort(-best, 1)[:, : CANDIDATES * BUDGET]
     other, free = chosen(one, 1), predictor("coded", 2)
     learn(free, keys)
@@ -129,11 +129,11 @@ def test_a_prompt_begins_anew(ranked: list[str]) -> None:
 def test_sinks_that_come_later_change_no_codes() -> None:
     one, keys = predictor("coded", 2), keys_of(2, UNITS + 1)
     learn(one, keys[:, :, : UNITS * GROUP])
-    assert one.learnt.sinks is not None and isinstance(one.learnt.keys, CodedKeys)
-    coding, sinks, one.learnt.sinks = one.learnt.keys.coding, one.learnt.sinks, None
+    assert one.fitted.sinks is not None and isinstance(one.fitted.keys, CodedKeys)
+    coding, sinks, one.fitted.sinks = one.fitted.keys.coding, one.fitted.sinks, None
     learn(one, keys, GROUP)
-    assert one.learnt.keys.coding is coding
-    assert torch.equal(one.learnt.sinks.keys, sinks.keys) and torch.equal(sinks.keys, keys[:, :, :4])
+    assert one.fitted.keys.coding is coding
+    assert torch.equal(one.fitted.sinks.keys, sinks.keys) and torch.equal(sinks.keys, keys[:, :, :4])
 
 
 def test_nothing_is_left_of_nothing() -> None:
@@ -197,10 +197,10 @@ def test_what_is_known_of_the_rest_gives_candidates_the_weight_they_had(monkeypa
     even = dataclasses.replace(query_of(2, 0), states=query_of(2, 0).states / 8)  # there the rest weighs much
     with monkeypatch.context() as watching:
         watching.setattr(CodedKeys, "best_of_units", watched)
-        ranking = one.learnt.rank(even, BUDGET)
+        ranking = one.fitted.rank(even, BUDGET)
     candidates = np.stack(looked_at)
     assert candidates.shape == (2, CANDIDATES * BUDGET) and ranking.beyond is not None and ranking.beyond.min() > 1.5
     expected = np.take_along_axis(ranking.importance, candidates, 1)
-    found = one.learnt.rank_among(even, candidates, ranking.beyond)
+    found = one.fitted.rank_among(even, candidates, ranking.beyond)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
-    assert (one.learnt.rank_among(even, candidates) > 1.2 * expected).all()
+    assert (one.fitted.rank_among(even, candidates) > 1.2 * expected).all()

@@ -92,10 +92,10 @@ def told(found: list[Verdict]) -> str:
 
 
 def changed_beside(right: Path, folder: Path, count: int, seed: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What was learnt, and active blocks, of which one leaf is something else."""
+    """Fitted state and active blocks, with one leaf changed."""
     for number in range(count):
         place, manifest = copied(right)
-        name = ("learnt", "active")[number % 4 == 3]
+        name = ("fitted", "active")[number % 4 == 3]
         with contextlib.suppress(ValueError, OverflowError):
             data, what = change_state(object_of(place, manifest[name]), random.Random(f"{name} {seed} {number}"))
             serve(place, {**manifest, name: put(place, data)})
@@ -198,5 +198,5 @@ def test_manifests_that_say_too_much(tmp_path: Path) -> None:
 def test_a_state_is_read_back_as_it_was_published(tmp_path: Path) -> None:
     """Else the changes above would be of something else."""
     right = published(tmp_path)
-    data = object_of(right, manifest_of(right)["learnt"])
+    data = object_of(right, manifest_of(right)["fitted"])
     assert packed(*state_of(data)) == data

@@ -43,7 +43,7 @@ def test_a_repository_has_it_in_two_commits(repository: Hub, tmp_path: Path, mon
     stream_first(monkeypatch)
     manifest = publish(repository, tmp_path)
     objects, last = repository.commits
-    named = {cell.name for row in manifest.cells for cell in row if cell is not None} | {manifest.learnt.name}
+    named = {cell.name for row in manifest.cells for cell in row if cell is not None} | {manifest.fitted.name}
     assert sorted(objects) == sorted(f"contexts/manual/{name}" for name in named)
     assert last == [f"contexts/manual/{NAME}"]
     with stream_context(URL, long_model(), ids(), path=tmp_path, options=options(repository)) as cache:

@@ -1,4 +1,4 @@
-"""What one lane leaves to the other: cells that come while others are taken in, and what is learnt elsewhere."""
+"""What one lane leaves to the other: cells that come while others are added, and state fitted elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from long_llama import long_model
 from static_server import served
 
 from hf_offload_cache import stream_context
-from hf_offload_cache.methods.disk_swap import learnt_keys
+from hf_offload_cache.methods.disk_swap import fitted_keys
 from hf_offload_cache.streaming import Cells, ComputingSpeed, Extras, Loader, State
 
 pytestmark = pytest.mark.usefixtures("one_chunk_at_a_time")
@@ -39,9 +39,9 @@ def streamed_while_held_back(
 @pytest.fixture
 def fitted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """With how many tokens what is chosen by was found out."""
-    found, fit = list[int](), learnt_keys.fit_coding
+    found, fit = list[int](), fitted_keys.fit_coding
     monkeypatch.setattr(
-        learnt_keys, "fit_coding", lambda keys, tokens, *more: (found.append(tokens), fit(keys, tokens, *more))[1]
+        fitted_keys, "fit_coding", lambda keys, tokens, *more: (found.append(tokens), fit(keys, tokens, *more))[1]
     )
     return found
 
@@ -83,7 +83,7 @@ def test_what_comes_while_the_rest_is_taken_in_is_not_computed(
 def test_a_last_chunk_that_seals_nothing_leaves_no_layer_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was to be learnt never comes, and behind the last whole chunk lies one token."""
+    """The fitted state never comes, and behind the last whole chunk lies one token."""
     manifest = published(tmp_path / "published", tmp_path, tokens=ids()[:, : CONTEXT + 1])
     claim, last = Cells.claim, CONTEXT // SIZE
 
@@ -91,7 +91,7 @@ def test_a_last_chunk_that_seals_nothing_leaves_no_layer_without(
         return claim(cells) if cells.of_state()[State.FREE] > last * (cells.layers - 1) else None
 
     monkeypatch.setattr(Cells, "claim", claim_the_last_chunk)
-    with streamed_while_held_back(tmp_path / "published", tmp_path, manifest.learnt.name) as cache:
+    with streamed_while_held_back(tmp_path / "published", tmp_path, manifest.fitted.name) as cache:
         assert cache.get_seq_length() == CONTEXT + 1
         assert all(layer.predictor.ready(layer.history.units) for layer in cache.offloaded)
 
@@ -103,7 +103,7 @@ def test_what_is_of_no_use_is_not_waited_for(
     speed = ComputingSpeed()
     monkeypatch.setattr(ComputingSpeed, "of", lambda model: speed)
     compute_all(monkeypatch)
-    with streamed_while_held_back(place, tmp_path, manifest_at(place).learnt.name, summary_bytes=16):
+    with streamed_while_held_back(place, tmp_path, manifest_at(place).fitted.name, summary_bytes=16):
         assert fitted and min(fitted) < CONTEXT - SIZE
 
 
@@ -111,7 +111,7 @@ def test_what_is_of_no_use_is_not_waited_for(
 def test_what_is_to_come_is_not_found_out(
     comes: str, place: Path, tmp_path: Path, fitted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each layer's keys are made compact by what was learnt where the context was published."""
+    """Each layer's keys are made compact by the state fitted where the context was published."""
     go, look = threading.Event(), Extras.look
     compute_all(monkeypatch)
 
@@ -125,7 +125,7 @@ def test_what_is_to_come_is_not_found_out(
         look(extras, lane)
 
     monkeypatch.setattr(Extras, "look", look_late)
-    with streamed_while_held_back(place, tmp_path, manifest_at(place).learnt.name, go) as cache:
+    with streamed_while_held_back(place, tmp_path, manifest_at(place).fitted.name, go) as cache:
         assert cache.stream_report is not None and cache.stream_report.computed == cache.stream_report.cells
         layers = cache.offloaded
         assert all(layer.predictor.ready(layer.history.units) for layer in layers)

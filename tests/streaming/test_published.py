@@ -77,12 +77,12 @@ def test_nothing_is_begun_once_all_is_computed(tmp_path: Path, monkeypatch: pyte
     manifest, go = published(tmp_path, chunk_tokens=128, active_mass=0.9), threading.Event()
     compute_all(monkeypatch)
     with served(tmp_path / "published") as server:
-        server.trickles = manifest.learnt.name
+        server.trickles = manifest.fitted.name
         server.fault = lambda name, data: (go.wait(60), data)[1] if name == manifest.active.name else data
         with stream_context(server.url, long_model(), ids(), path=tmp_path, sparse=True) as cache:
             assert cache.stream_report.computed == cache.stream_report.cells
         go.set()
-        assert manifest.learnt.name not in server.asked
+        assert manifest.fitted.name not in server.asked
         server.trickles = ""
 
 
@@ -90,7 +90,7 @@ def test_what_there_is_no_room_for_is_not_begun(tmp_path: Path) -> None:
     """The budget is known to be too small before the network has answered."""
     manifest = published(tmp_path, chunk_tokens=CONTEXT)
     with served(tmp_path / "published") as server:
-        server.trickles = manifest.learnt.name
+        server.trickles = manifest.fitted.name
         own = DiskSwapCache.for_budget(long_model(), 262144, max_context=CONTEXT + 60, path=tmp_path)
         with stream_context(server.url, long_model(), ids(), own) as cache:
             assert "no room" in cache.stream_report.whole and cache.get_seq_length() == CONTEXT
@@ -183,14 +183,14 @@ def test_an_encrypted_manifest_may_begin_as_json_does(tmp_path: Path, monkeypatc
 
 def test_of_private_queries_nothing_is_told_and_nothing_asked_for(tmp_path: Path) -> None:
     hidden = published(tmp_path, chunk_tokens=128, active_mass=0.9, private=[(0, 10)])
-    assert hidden.active is None and hidden.learnt is None
+    assert hidden.active is None and hidden.fitted is None
     told = published(tmp_path, chunk_tokens=128, active_mass=0.9, overwrite=True)
     with served(tmp_path / "published") as server:
         asked: dict[str, Any] = {"path": tmp_path, "sparse": True, "private": [(0, 10)]}
         with stream_context(server.url, long_model(), ids(), **asked) as cache:
             assert any("private" in one for one in cache.stream_report.trouble)
             is_right(cache)
-        assert not {told.active.name, told.learnt.name} & set(server.asked)
+        assert not {told.active.name, told.fitted.name} & set(server.asked)
 
 
 # --- objects -------------------------------------------------------------------------------------------------------
@@ -247,14 +247,14 @@ def test_objects_that_are_damaged_are_written_again_and_no_others(
 def test_numbers_of_a_lesson_are_checked(
     name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learnt = publish._Publishing._learnt
+    fitted = publish._Publishing._fitted
 
     def wrong(own: Any) -> Any:
-        tree = learnt(own)
+        tree = fitted(own)
         return {**tree, "lessons": {index: {**one, name: value} for index, one in tree["lessons"].items()}}
 
     with monkeypatch.context() as patch:
-        patch.setattr(publish._Publishing, "_learnt", wrong)
+        patch.setattr(publish._Publishing, "_fitted", wrong)
         published(tmp_path)
     stream_first(monkeypatch)
     with stream_context(tmp_path / "published", long_model(), ids(), path=tmp_path) as cache:

@@ -48,7 +48,7 @@ def test_an_object_store_has_it(options: dict[str, Any], tmp_path: Path, monkeyp
         published(url, tmp_path, **given)
     store = s3fs.S3FileSystem(**options)
     named = {cell.name for row in manifest.cells for cell in row if cell is not None}
-    assert {path.rpartition("/")[2] for path in store.ls(f"{BUCKET}/manual")} == {NAME, manifest.learnt.name, *named}
+    assert {path.rpartition("/")[2] for path in store.ls(f"{BUCKET}/manual")} == {NAME, manifest.fitted.name, *named}
     lost = manifest.cells[1][1]
     assert lost is not None
     store.rm(f"{BUCKET}/manual/{lost.name}")

@@ -57,23 +57,23 @@ def test_it_is_as_if_it_was_prefilled(cls: Any, first: Any, tmp_path: Path, monk
             torch.testing.assert_close(answers(twin), answers(opened), rtol=1e-4, atol=1e-4)
 
 
-def test_what_was_learnt_of_the_prompt_comes_along(
+def test_state_fitted_to_the_prompt_comes_along(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`DiskSwapCache` fits its compact keys to queries, which a streamed prompt does not have."""
     stream_first(monkeypatch)
     with stream_context(place, long_model(), ids(), path=tmp_path) as cache:
-        learnt = [layer.predictor.learnt for layer in cache.layers]
+        fitted = [layer.predictor.fitted for layer in cache.layers]
         with DiskSwapCache(long_model(), path=tmp_path) as own:
             with torch.no_grad():
                 for part in ids()[:, :CONTEXT].split(SIZE, 1):
                     long_model()(part, past_key_values=own)
-            for layer, found in zip(own.layers, learnt, strict=True):
-                theirs = layer.predictor.learnt
+            for layer, found in zip(own.layers, fitted, strict=True):
+                theirs = layer.predictor.fitted
                 assert found.keys.tokens == theirs.keys.tokens > 0 and found.fitted_at == theirs.fitted_at
                 assert torch.equal(found.keys.coding.queries, theirs.keys.coding.queries)
     with stream_context(place, long_model(), ids(), path=tmp_path, summary_dtype="int8") as other:
-        assert all(not hasattr(layer.predictor.learnt.keys, "coding") for layer in other.layers)
+        assert all(not hasattr(layer.predictor.fitted.keys, "coding") for layer in other.layers)
         is_right(other)
 
 
@@ -84,7 +84,7 @@ def test_what_was_exchanged_is_computed(
     """An object that has its own digest, and is not of that cell's shape, which shows when it is decoded."""
     manifest = manifest_at(place)
     rows = [list(row) for row in manifest.cells]
-    rows[chunk][layer] = manifest.learnt
+    rows[chunk][layer] = manifest.fitted
     change_manifest(place, cells=tuple(map(tuple, rows)))
     stream_first(monkeypatch)
     with stream_context(place, long_model(), ids(), path=tmp_path) as cache:
@@ -226,7 +226,7 @@ def test_a_directory_is_published_with_its_model(tmp_path: Path) -> None:
     manifest = publish_context(saved, str(place), model=long_model(), chunk_tokens=128)
     assert manifest.tokens == CONTEXT and manifest.chunks == 5
     cells = {cell.name for row in manifest.cells for cell in row[1:]}
-    assert {file.name for file in place.iterdir()} == {NAME, manifest.learnt.name, *cells}
+    assert {file.name for file in place.iterdir()} == {NAME, manifest.fitted.name, *cells}
 
 
 def test_what_keeps_more_than_keys_and_values_is_not_published(tmp_path: Path) -> None:

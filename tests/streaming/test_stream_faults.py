@@ -76,11 +76,11 @@ def test_what_always_fails_is_computed_and_nothing_else(
             is_right(cache)
 
 
-@pytest.mark.parametrize(("what", "migrations"), combinations(["manifest", "learnt", "chunk"], [None, 0]))
+@pytest.mark.parametrize(("what", "migrations"), combinations(["manifest", "fitted", "chunk"], [None, 0]))
 def test_what_trickles_in_is_not_waited_for(what: str, migrations: int | None, place: Path, tmp_path: Path) -> None:
     manifest = manifest_at(place)
-    assert manifest.learnt is not None and manifest.cells[9][2] is not None
-    slow = {"manifest": NAME, "learnt": manifest.learnt.name, "chunk": manifest.cells[9][2].name}[what]
+    assert manifest.fitted is not None and manifest.cells[9][2] is not None
+    slow = {"manifest": NAME, "fitted": manifest.fitted.name, "chunk": manifest.cells[9][2].name}[what]
     with served(place) as server:
         server.trickles = slow
         options: dict[str, Any] = {"path": tmp_path, "silence": 0.3, "migrations": migrations}
@@ -95,8 +95,8 @@ def test_what_trickles_in_is_not_waited_for(what: str, migrations: int | None, p
         server.trickles = ""
 
 
-def test_what_was_learnt_may_come_late(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All was computed, with other queries: what is held is learnt anew by what came."""
+def test_fitted_state_may_come_late(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All was computed, with other queries: stored keys are learned again from what came."""
     compute_all(monkeypatch)
     run = loader.Loader.run
 
@@ -109,13 +109,13 @@ def test_what_was_learnt_may_come_late(place: Path, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(loader.Loader, "run", run_and_look)
     with stream_context(place, long_model(), ids(), path=tmp_path) as cache:
-        learnt = [layer.predictor.learnt for layer in cache.layers]
+        fitted = [layer.predictor.fitted for layer in cache.layers]
         with DiskSwapCache(long_model(), path=tmp_path) as own:
             with torch.no_grad():
                 for part in ids()[:, :CONTEXT].split(SIZE, 1):
                     long_model()(part, past_key_values=own)
-            for layer, found in zip(own.layers, learnt, strict=True):
-                theirs = layer.predictor.learnt
+            for layer, found in zip(own.layers, fitted, strict=True):
+                theirs = layer.predictor.fitted
                 assert found.keys.tokens == theirs.keys.tokens and found.fitted_at == theirs.fitted_at
                 for one, other in zip(found.keys.capture().values(), theirs.keys.capture().values(), strict=True):
                     if isinstance(one, torch.Tensor):
@@ -227,10 +227,10 @@ WRONG: dict[str, Any] = {
 def test_a_wrong_lesson_is_left(
     wrong: str, first: bool, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it comes before anything is held, or later: what is held is learnt of, as ever."""
+    """Whether it comes before anything is held, or later: its own state is fitted, as ever."""
     if first:
         stream_first(monkeypatch)
-    change_manifest(place, learnt=put(place, pack(WRONG[wrong])))
+    change_manifest(place, fitted=put(place, pack(WRONG[wrong])))
     with stream_context(place, long_model(), ids(), path=tmp_path) as cache:
         assert not any(layer.lesson for layer in cache.layers)
         report = cache.stream_report

@@ -70,7 +70,7 @@ def always(status: int, body: bytes = b"", **headers: str) -> Callable[[Asked], 
 )  # fmt: skip
 def test_names_go_into_the_path(place: str, path: str, query: str, store: WebStore, tmp_path: Path) -> None:
     manifest = publish_short(store.url + place, tmp_path)
-    names = {cell.name for row in manifest.cells for cell in row if cell is not None} | {manifest.learnt.name, NAME}
+    names = {cell.name for row in manifest.cells for cell in row if cell is not None} | {manifest.fitted.name, NAME}
     assert set(store.files) == {f"{path}/{name}" for name in names}
     assert streamed_short(store.url + place, tmp_path).lost == 0
     assert {one.query for one in store.asked} == {query}

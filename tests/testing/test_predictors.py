@@ -20,7 +20,7 @@ class TestLowRankPredictor(PredictorTests):
 
     def test_what_a_guess_goes_by_is_counted(self) -> None:
         """The importance of all units, which the latest choice leaves behind."""
-        predictor, keys = self.learnt(3)
+        predictor, keys = self.fitted_predictor(3)
         before = predictor.tables_nbytes
         self.chosen(predictor, self.query(3, keys))
         held, least = predictor.tables_nbytes, 3 * (self.tokens // self.form.group_size) * 4

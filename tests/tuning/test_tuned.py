@@ -128,7 +128,7 @@ def test_a_cache_generates_with_it(path: Path) -> None:
     with DiskSwapCache(model, config=path, max_batch=1, engine="memory") as cache:
         output = model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
         assert output.shape == (1, 703)
-        summary = cache.offloaded[0].predictor.learnt.keys
+        summary = cache.offloaded[0].predictor.fitted.keys
         kept = tuned().adapter.projections[0][:, :12].to(summary.adapter.dtype)
         torch.testing.assert_close(summary.adapter.flatten(0, 1), kept)
 

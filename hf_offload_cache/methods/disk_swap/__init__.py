@@ -48,11 +48,11 @@ from .compact_keys import LowRankKeys as LowRankKeys
 from .config import DiskSwapConfig as DiskSwapConfig
 from .fit import fit_disk_swap as fit_disk_swap
 from .fit import worth as worth
+from .fitted_keys import FittedKeys as FittedKeys
+from .fitted_keys import LowRankShared as LowRankShared
+from .fitted_keys import Rules as Rules
 from .integer_product import multiplied as multiplied
 from .integer_product import rounded as rounded
-from .learnt_keys import LearntKeys as LearntKeys
-from .learnt_keys import LowRankShared as LowRankShared
-from .learnt_keys import Rules as Rules
 from .predictor import LowRankPredictor as LowRankPredictor
 from .ranking import CANDIDATES as CANDIDATES
 from .ranking import few_of_many as few_of_many

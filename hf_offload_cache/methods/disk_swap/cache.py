@@ -27,7 +27,7 @@ from .coding import default_summary_bytes
 from .compact_keys import default_rank
 from .config import DiskSwapConfig
 from .fit import fit_disk_swap, shortfalls
-from .learnt_keys import LowRankShared, Rules
+from .fitted_keys import LowRankShared, Rules
 from .predictor import LowRankPredictor
 
 
@@ -76,7 +76,7 @@ class DiskSwapLayer(SelectiveLayer):
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         super().restore(tree, parts, device)
         if self.predictor is not None:
-            self.adapter = self.predictor.learnt.adapter
+            self.adapter = self.predictor.fitted.adapter
 
 
 class DiskSwapCache(SelectiveCache):

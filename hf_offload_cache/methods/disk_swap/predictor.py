@@ -15,7 +15,7 @@ from ...history.state import Number, State, Table
 from ...memory.dry_run import DryRun
 from ...predictors.base import Query
 from ...predictors.sinks import largest, with_sinks
-from .learnt_keys import LearntKeys, LowRankShared, Rules
+from .fitted_keys import FittedKeys, LowRankShared, Rules
 from .ranking import CANDIDATES, STEPS, few_of_many
 
 
@@ -49,7 +49,7 @@ class LowRankPredictor:
         phase: int = 0,
     ) -> None:
         self.form, self.rows, self.rules = form, rows, rules
-        self.learnt = LearntKeys(form, rows, rules, shared, adapter)
+        self.fitted = FittedKeys(form, rows, rules, shared, adapter)
         self._name = name
         self._latest: np.ndarray | None = None  # (rows, units): importance, by the latest query that ranked each
         self._beyond: np.ndarray | None = None  # see `Ranking`; by the latest query that ranked all
@@ -57,17 +57,17 @@ class LowRankPredictor:
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Predictor.rehearse`."""
-        self.learnt.rehearse(run, context, heads, wanted)
+        self.fitted.rehearse(run, context, heads, wanted)
         self._latest = np.empty((self.rows, context // self.form.group_size), dtype=np.float32)
         self._beyond = np.empty((self.rows, heads), dtype=np.float32)
 
     # --- learning ----------------------------------------------------------------------------------------------
 
     def ready(self, units: int) -> bool:
-        return self.learnt.keys is not None and self.learnt.units == units
+        return self.fitted.keys is not None and self.fitted.units == units
 
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
-        self.learnt.learn(sealed, queries, visible)
+        self.fitted.learn(sealed, queries, visible)
 
     def prompted(self) -> None:
         """Drop the ranking when a prompt arrives, because the importance before it no longer predicts anything."""
@@ -86,7 +86,7 @@ class LowRankPredictor:
             assert self._latest is not None
             self._since += 1
             return self._among_latest(query, budget, self._latest)
-        ranking, seen = self.learnt.rank(query, budget), self.learnt.seen(query)
+        ranking, seen = self.fitted.rank(query, budget), self.fitted.seen(query)
         importance = with_sinks(ranking.importance, self.rules.num_sinks, self.form.group_size, seen)
         self._since = self._phase % STEPS if self._latest is None else 0
         self._latest, self._beyond = importance, ranking.beyond
@@ -94,7 +94,7 @@ class LowRankPredictor:
 
     def _may_go_by_latest(self, budget: int, heads: int) -> bool:
         """True if few of many units are selected and all were ranked recently. Newly sealed units become candidates."""
-        latest, units = self._latest, self.learnt.units
+        latest, units = self._latest, self.fitted.units
         if self._beyond is not None and self._beyond.shape[1] != heads:
             self._beyond = None  # a context's, with another number of heads than this model
         if latest is None or self._beyond is None or not few_of_many(budget, units) or self._since >= STEPS - 1:
@@ -106,10 +106,10 @@ class LowRankPredictor:
 
     def _among_latest(self, query: Query, budget: int, latest: np.ndarray) -> Choice:
         """Select among the units of highest `latest` importance (B, units) float32, and update it for them in place."""
-        seen = self.learnt.seen(query)
+        seen = self.fitted.seen(query)
         candidates = largest(latest, min(CANDIDATES * budget, latest.shape[1]))
         candidates.sort(1)
-        np.put_along_axis(latest, candidates, self.learnt.rank_among(query, candidates, self._beyond), 1)
+        np.put_along_axis(latest, candidates, self.fitted.rank_among(query, candidates, self._beyond), 1)
         with_sinks(latest, self.rules.num_sinks, self.form.group_size, seen)
         best = _best(np.take_along_axis(latest, candidates, 1), budget)
         return Choice(np.take_along_axis(candidates, best.units, 1), importance=best.importance)
@@ -120,29 +120,29 @@ class LowRankPredictor:
         if not units:
             self._latest = self._beyond = None
         self.STATE.truncate(self, ranked=units)
-        self.learnt.truncate(units)
+        self.fitted.truncate(units)
 
     def select_rows(self, rows: torch.Tensor) -> None:
         self.STATE.select_rows(self, rows)
         self.rows = len(rows)
-        self.learnt.select_rows(rows)
+        self.fitted.select_rows(rows)
 
     @property
     def tables_nbytes(self) -> int:
         return sum([part.nbytes for part in (self._latest, self._beyond) if part is not None])
 
     def close(self) -> None:
-        self.learnt.close()
+        self.fitted.close()
         self._latest = self._beyond = None
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def lesson(self) -> dict[str, Any] | None:
-        learnt = self.learnt.lesson()
-        return None if learnt is None else {**learnt, "latest": None, "beyond": None, "since": 0}
+        state = self.fitted.lesson()
+        return None if state is None else {**state, "latest": None, "beyond": None, "since": 0}
 
     def capture(self) -> dict[str, Any]:
-        return {**self.learnt.capture(), **self.STATE.capture(self)}
+        return {**self.fitted.capture(), **self.STATE.capture(self)}
 
     def restore(self, tree: dict[str, Any]) -> None:
         """As `Predictor.restore`; "units" of `tree` is the history's number of units. Raises `ContextError`."""
@@ -152,7 +152,7 @@ class LowRankPredictor:
         if tree["latest"] is None and tree["beyond"] is not None:
             raise not_whole(self._name, "its ranking has beyond, but latest is None")
         self.STATE.restore(self, tree)
-        self.learnt.restore(tree)
+        self.fitted.restore(tree)
 
 
 def _best(importance: np.ndarray, budget: int) -> Choice:

@@ -151,7 +151,7 @@ class LowRankShared(NamedTuple):
     rest: Callable[[], None] = lambda: None  # frees the memory that only selecting needs
 
 
-class LearntKeys:
+class FittedKeys:
     """Compact keys of rows that are sequences, in units of `form.group_size` consecutive tokens, and the keys of the
     sinks. Sinks and the latest tokens get exact scores.
 
