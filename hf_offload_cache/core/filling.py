@@ -100,7 +100,7 @@ class Filling:
         if cache.held():
             raise PromptError(f"the cache holds {cache.held():,} tokens: fill a new one, or reset() it")
         self._cache = cache
-        self._taught: tuple[dict[int, Any], list[str]] | None = None
+        self._fitted: tuple[dict[int, Any], list[str]] | None = None
 
     @staticmethod
     def reason_against(cache: OffloadCache) -> str | None:
@@ -124,14 +124,14 @@ class Filling:
     def layers(self) -> list[OffloadLayer]:
         return self._cache.offloaded
 
-    def teach(self, lessons: dict[int, Any], states: list[str]) -> None:
-        """Use the fitted state of the context's own cache (see `Learner.lesson`), and its layers' attention states.
+    def use_fitted_state(self, fitted: dict[int, Any], states: list[str]) -> None:
+        """Use the fitted state of the context's own cache (`Learner.fitted_state`), and its layers' attention states.
 
         Layers with stored tokens learn them again. A state that a layer cannot use is in `refused`. Raises
         `ContextError`, with nothing changed."""
-        if not isinstance(lessons, dict) or not isinstance(states, list) or len(states) != len(self.layers):
+        if not isinstance(fitted, dict) or not isinstance(states, list) or len(states) != len(self.layers):
             raise ContextError(f"the fitted state must have {len(self.layers)} layers")
-        self._taught = lessons, states
+        self._fitted = fitted, states
         self._prepare()
 
     def postpone(self, postponed: bool) -> None:
@@ -153,12 +153,12 @@ class Filling:
 
     def _prepare(self) -> None:
         """Give empty layers their fitted state."""
-        if self._taught is None:
+        if self._fitted is None:
             return
-        lessons, states = self._taught
+        fitted, states = self._fitted
         for layer, state in zip(self.layers, states, strict=True):
-            if isinstance(layer, SelectiveLayer) and (lesson := lessons.get(layer.layer_idx)) is not None:
-                layer.teach(lesson)
+            if isinstance(layer, SelectiveLayer) and (given := fitted.get(layer.layer_idx)) is not None:
+                layer.use_fitted_state(given)
             if layer.state == "unknown" and state in ("tagged", "full"):
                 layer.state = state
 

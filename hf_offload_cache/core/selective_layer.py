@@ -85,8 +85,8 @@ class SelectiveLayer(OffloadLayer):
         self.watch_query: Callable[[int, torch.Tensor], object] | None = None
         """Called with the layer's index and queries (B, H, q, D) in each call of attention, until it returns True; set
         by the cache."""
-        self.lesson: dict[str, Any] | None = None
-        """Fitted state from elsewhere, for keys that come without queries: see `Learner.lesson`."""
+        self.given_state: dict[str, Any] | None = None
+        """Fitted state from elsewhere, for keys that come without queries: see `Learner.fitted_state`."""
         self.refused: str | None = None
         """Why the fitted state from elsewhere was rejected."""
         self.scaling, self.num_heads = 1.0, 0
@@ -197,26 +197,26 @@ class SelectiveLayer(OffloadLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         if self.selecting is not None:
-            self.predictor, lesson = self.make_predictor(), self.lesson
-            if lesson is not None:
-                self.teach(lesson)
+            self.predictor, state = self.make_predictor(), self.given_state
+            if state is not None:
+                self.use_fitted_state(state)
 
-    def teach(self, lesson: dict[str, Any]) -> None:
+    def use_fitted_state(self, state: dict[str, Any]) -> None:
         """Learn the stored keys again, beginning with the fitted state from elsewhere. If that state does not match
         this layer, `refused` says why, and the layer keeps its own."""
-        self.lesson, self.refused = lesson, None
+        self.given_state, self.refused = state, None
         if self.predictor is None:
             return
-        taught = self.make_predictor()
+        predictor = self.make_predictor()
         try:
-            taught.restore({**lesson, "units": 0})
+            predictor.restore({**state, "units": 0})
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-            taught.close()
+            predictor.close()
             what = f"{type(error).__name__}: {shown(str(error), 200)}"
-            self.lesson, self.refused = None, f"layer {self.layer_idx} learns anew ({what})"
+            self.given_state, self.refused = None, f"layer {self.layer_idx} learns anew ({what})"
             return
         self.predictor.close()
-        self.predictor = taught
+        self.predictor = predictor
         tokens, group = 0, self.history.form.group_size
         for block in self.history.blocks(self.history.units * group):
             tokens += block.keys.shape[2]
@@ -472,7 +472,7 @@ class SelectiveLayer(OffloadLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.lesson = None
+        self.given_state = None
 
     def close(self) -> None:
         self.drop_fetcher()

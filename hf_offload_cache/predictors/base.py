@@ -56,7 +56,7 @@ class Learner(Protocol):
         """Replace row i by the present row `rows[i]`."""
         return
 
-    def lesson(self) -> dict[str, Any] | None:
+    def fitted_state(self) -> dict[str, Any] | None:
         """State fitted to queries, as in `capture` without units, for a predictor of the same keys that sees no
         queries; None if nothing is fitted to queries, or not yet."""
         return None

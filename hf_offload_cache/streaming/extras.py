@@ -68,4 +68,4 @@ class Extras:
         self.sparse = SparsePrefill(blocks, self._cache.warn)
 
     def _fit(self, tree: Any) -> None:
-        self._filling.teach(tree["lessons"] if self._fits else {}, tree["states"])
+        self._filling.use_fitted_state(tree["fitted"] if self._fits else {}, tree["states"])

@@ -324,13 +324,13 @@ class _Publishing:
 
     def _fitted(self) -> dict[str, Any]:
         cache = self._cache
-        lessons = {}
+        fitted = {}
         for layer in cache.offloaded:
             predictor = getattr(layer, "predictor", None)
-            if predictor is not None and (lesson := predictor.lesson()) is not None:
-                lessons[layer.layer_idx] = lesson
+            if predictor is not None and (state := predictor.fitted_state()) is not None:
+                fitted[layer.layer_idx] = state
         states = [layer.state for layer in cache.offloaded]
-        return {"lessons": lessons, "states": states}
+        return {"fitted": fitted, "states": states}
 
     def _active(self, ids: torch.Tensor, mass: float) -> StreamObject | None:
         cache = self._cache

@@ -203,12 +203,12 @@ class PredictorTests:
             self.learn(fresh, torch.cat([keys[:, :, :-40], self.keys(2, 40, seed)], 2), start=self.tokens - 40)
             assert np.array_equal(units, self.chosen(fresh, query))
 
-    def test_a_lesson_makes_up_for_queries(self) -> None:
+    def test_fitted_state_stands_in_for_queries(self) -> None:
         """Keys without queries are ranked as with the queries that the prior was fitted to."""
         predictor, keys = self.fitted_predictor(2)
-        lesson, twin = predictor.lesson(), self.make_predictor(2, MemoryAccount())
-        if lesson is not None:
-            twin.restore({**lesson, "units": 0})
+        state, twin = predictor.fitted_state(), self.make_predictor(2, MemoryAccount())
+        if state is not None:
+            twin.restore({**state, "units": 0})
         self.learn(twin, keys, queries=0)
         assert twin.ready(self.tokens // self.form.group_size)
         query = self.query(2, keys)

@@ -254,7 +254,7 @@ def test_a_prior_lends_no_keys() -> None:
     summary = predictor(keys, 7, torch.int8, account)
     summary.reserve(500)
     summary.append(keys[:, :, :100])
-    assert summary.lesson()["keys"].shape == (2, 0, 7)
+    assert summary.fitted_state()["keys"].shape == (2, 0, 7)
     summary.append(keys[:, :, 100:200])
     assert account.peak == account.current
     summary.capture()

@@ -244,14 +244,14 @@ def test_objects_that_are_damaged_are_written_again_and_no_others(
 
 
 @pytest.mark.parametrize(("name", "value"), [("longest_piece", "x"), ("longest_piece", -1), ("fitted_at", 1.5)])
-def test_numbers_of_a_lesson_are_checked(
+def test_numbers_of_fitted_state_are_checked(
     name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fitted = publish._Publishing._fitted
 
     def wrong(own: Any) -> Any:
         tree = fitted(own)
-        return {**tree, "lessons": {index: {**one, name: value} for index, one in tree["lessons"].items()}}
+        return {**tree, "fitted": {index: {**one, name: value} for index, one in tree["fitted"].items()}}
 
     with monkeypatch.context() as patch:
         patch.setattr(publish._Publishing, "_fitted", wrong)

@@ -91,7 +91,7 @@ def test_what_was_exchanged_is_computed(
         report = cache.stream_report
         assert report.lost == 1 and f"chunk {chunk} layer {layer}" in report.trouble[0]
         assert report.recomputed_tokens >= SIZE if chunk == 0 else report.computed == 1
-        assert all(layer.lesson is not None for layer in cache.layers)
+        assert all(layer.given_state is not None for layer in cache.layers)
         is_right(cache)
 
 

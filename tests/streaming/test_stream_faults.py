@@ -104,7 +104,7 @@ def test_fitted_state_may_come_late(place: Path, tmp_path: Path, monkeypatch: py
         look, own._extras.look = own._extras.look, lambda lane: None
         run(own)
         deadline = time.monotonic() + 20
-        while not any(layer.lesson for layer in own._filling.layers) and time.monotonic() < deadline:
+        while not any(layer.given_state for layer in own._filling.layers) and time.monotonic() < deadline:
             look(own._lane)
 
     monkeypatch.setattr(loader.Loader, "run", run_and_look)
@@ -214,17 +214,17 @@ def test_what_ids_do_not_tell_is_refused(place: Path, tmp_path: Path, monkeypatc
 
 WRONG: dict[str, Any] = {
     "no tree": [1, 2],
-    "no lessons": {"lessons": [], "states": ["tagged"] * 3},
-    "few states": {"lessons": {}, "states": ["tagged"]},
-    "no states": {"lessons": {}, "states": [None] * 3},
-    "other fields": {"lessons": {0: {"other": 1}, 1: {}}, "states": ["tagged"] * 3},
-    "a number": {"lessons": {0: 5}, "states": ["tagged"] * 3},
-    "another layer": {"lessons": {99: {}}, "states": ["tagged"] * 3},
+    "a list": {"fitted": [], "states": ["tagged"] * 3},
+    "few states": {"fitted": {}, "states": ["tagged"]},
+    "no states": {"fitted": {}, "states": [None] * 3},
+    "other fields": {"fitted": {0: {"other": 1}, 1: {}}, "states": ["tagged"] * 3},
+    "a number": {"fitted": {0: 5}, "states": ["tagged"] * 3},
+    "another layer": {"fitted": {99: {}}, "states": ["tagged"] * 3},
 }
 
 
 @pytest.mark.parametrize(("wrong", "first"), combinations(list(WRONG), [True, False]))
-def test_a_wrong_lesson_is_left(
+def test_wrong_fitted_state_is_left(
     wrong: str, first: bool, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it comes before anything is held, or later: its own state is fitted, as ever."""
@@ -232,7 +232,7 @@ def test_a_wrong_lesson_is_left(
         stream_first(monkeypatch)
     change_manifest(place, fitted=put(place, pack(WRONG[wrong])))
     with stream_context(place, long_model(), ids(), path=tmp_path) as cache:
-        assert not any(layer.lesson for layer in cache.layers)
+        assert not any(layer.given_state for layer in cache.layers)
         report = cache.stream_report
         if first and wrong != "another layer":  # of which there is nothing to be told
             assert report is not None and any("fitted state" in one for one in report.trouble)

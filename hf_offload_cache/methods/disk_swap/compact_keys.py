@@ -256,7 +256,7 @@ class CompactKeys(ABC):
         return tokens if self._rows.each == 1 else tokens.view(-1, self._rows.each).t().flatten()
 
     @abstractmethod
-    def lesson(self) -> dict[str, Any]:
+    def fitted_state(self) -> dict[str, Any]:
         """As `capture`, without tokens: only the fitted state that makes keys compact."""
 
     @abstractmethod
@@ -376,9 +376,9 @@ class CodedKeys(CompactKeys):
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        return {**self.lesson(), "codes": self._rows.lend()}
+        return {**self.fitted_state(), "codes": self._rows.lend()}
 
-    def lesson(self) -> dict[str, Any]:
+    def fitted_state(self) -> dict[str, Any]:
         return {"coding": self.coding.capture(), "codes": self._rows.data[..., :0].clone()}
 
     @classmethod
@@ -485,9 +485,9 @@ class LowRankKeys(CompactKeys):
         self._host_scale = scale.float().cpu().numpy()
 
     def capture(self) -> dict[str, Any]:
-        return {**self.lesson(), "keys": self._rows.lend()}
+        return {**self.fitted_state(), "keys": self._rows.lend()}
 
-    def lesson(self) -> dict[str, Any]:
+    def fitted_state(self) -> dict[str, Any]:
         made_by = {"adapter": self.adapter, "queries": None if self._plain else self._queries, "scale": self.scale}
         return {**made_by, "keys": self._rows.data[:, :0].clone()}
 

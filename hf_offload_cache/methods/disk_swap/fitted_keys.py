@@ -325,10 +325,10 @@ class FittedKeys:
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
-    def lesson(self) -> dict[str, Any] | None:
-        """As `Learner.lesson`."""
+    def fitted_state(self) -> dict[str, Any] | None:
+        """As `Learner.fitted_state`."""
         keys = self.keys
-        return None if keys is None else {"summary": keys.lesson(), "sinks": None, **self.STATE.capture(self)}
+        return None if keys is None else {"summary": keys.fitted_state(), "sinks": None, **self.STATE.capture(self)}
 
     def capture(self) -> dict[str, Any]:
         """As `Predictor.capture`."""

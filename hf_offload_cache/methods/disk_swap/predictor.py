@@ -137,8 +137,8 @@ class LowRankPredictor:
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
-    def lesson(self) -> dict[str, Any] | None:
-        state = self.fitted.lesson()
+    def fitted_state(self) -> dict[str, Any] | None:
+        state = self.fitted.fitted_state()
         return None if state is None else {**state, "latest": None, "beyond": None, "since": 0}
 
     def capture(self) -> dict[str, Any]:
