@@ -272,13 +272,13 @@ class SelectiveConfig(OffloadConfig):
         """Tokens that a step attends to beyond sinks and latest ones, of `held` tokens per row."""
         return self.num_selected
 
-    def brought(self, held: int) -> int:
+    def tokens_fetched(self, held: int) -> int:
         """Tokens of the units that a step reads for that: more if it attends only to parts of units."""
         return self.attended(held)
 
-    def brought_at_most(self, held: int) -> int:
-        """As `brought`, including widened steps (see `Selecting.widen`)."""
-        return self.brought(held)
+    def most_tokens_fetched(self, held: int) -> int:
+        """As `tokens_fetched`, including widened steps (see `Selecting.widen`)."""
+        return self.tokens_fetched(held)
 
 
 @dataclass(frozen=True)

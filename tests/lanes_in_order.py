@@ -23,7 +23,7 @@ def compute_from(monkeypatch: pytest.MonkeyPatch, ready: Callable[[Loader], bool
 
 
 def stream_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computing begins when the network has brought all that it can."""
+    """Computing begins when the network has delivered all that it can."""
     compute_from(monkeypatch, lambda loader: not loader.cells.open)
 
 

@@ -91,7 +91,7 @@ class TokenJudgedLayer(PredictedLayer):
 
 
 class ChunkJudgedLayer(TokenJudgedLayer):
-    """InfiniGen-like: all of a layer is brought while the one before it computes, and chunks are judged."""
+    """InfiniGen-like: all keys of a layer are read while the layer before it computes, and chunks are judged."""
 
     predictor_class = AllKeysByChunkPredictor
 

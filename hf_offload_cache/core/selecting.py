@@ -50,8 +50,8 @@ class Selecting:
         """Units a row that a step selects in a layer of `config` with `held` tokens a row outside its tail, sinks
         included; `usual`: in steps that are not widened."""
         wide = self.widened and not usual
-        brought = config.brought_at_most(held) if wide else config.brought(held)
-        return -(-brought // unit_size) + sink_units(config.num_sinks, unit_size, self.padded)
+        fetched = config.most_tokens_fetched(held) if wide else config.tokens_fetched(held)
+        return -(-fetched // unit_size) + sink_units(config.num_sinks, unit_size, self.padded)
 
     def slots(self, config: SelectiveConfig, unit_size: int, units: int) -> int:
         """Slots a row for a layer of `units` units: at most what the layer can fill."""

@@ -179,7 +179,7 @@ class SelectiveLayer(OffloadLayer):
         view, widest = ((min(most, soon) + latest) * payload for most in (records, max(records, verified)))
         kept = self.most_kept(context)
         kept = rows * (kept + latest * form.group_size) * form.entry_bytes if kept else 0
-        widens = config.brought_at_most(context) > config.brought(context)
+        widens = config.most_tokens_fetched(context) > config.tokens_fetched(context)
         whole = widest if waiting else 0  # complete units are copied too if other entries follow them
         area = rows * min(records, soon) * form.record_bytes
         self.selecting.areas.rehearse(run, area, (view, widest), (kept, kept if widens else whole), kind.device)
@@ -283,10 +283,10 @@ class SelectiveLayer(OffloadLayer):
             asked, fetcher = next(decision), self.fetcher
             while True:
                 if isinstance(asked, Choice):
-                    brought = fetcher.bring(history, asked)
+                    entries = fetcher.bring(history, asked)
                 else:
-                    brought = fetcher.look(history, asked, again=guess or again)
-                asked = decision.send(brought)
+                    entries = fetcher.look(history, asked, again=guess or again)
+                asked = decision.send(entries)
         except StopIteration as end:
             return cast(Choice, end.value)
         finally:

@@ -154,7 +154,8 @@ def _least(configs: list[SelectiveConfig], context: int) -> int:
     """Tokens of which each configuration leaves a third unread, and which are long enough to recite from; at most
     `context`."""
     lengths = range(4 * RECITAL, context, 32)
-    return next((held for held in lengths if all(one.brought(held) * 3 // 2 <= held for one in configs)), context)
+    long_enough = (held for held in lengths if all(one.tokens_fetched(held) * 3 // 2 <= held for one in configs))
+    return next(long_enough, context)
 
 
 def _fitted(task: Task, fields: dict[str, Any], batch: int, context: int) -> Any:

@@ -115,10 +115,10 @@ def _planned(
         plan = cls.plan(geometry, config, context, batch)
     except BudgetError as error:
         return ComparedPlan(name, None, None, str(error), (), None, None, num_selected)
-    attended = brought = None
+    attended = fetched = None
     if isinstance(config, SelectiveConfig) and not config.exact:
-        attended, brought = (min(context, one(context)) for one in (config.attended, config.brought))
-    read = None if brought is None else round(brought / max(1, context) * plan.full_kv_bytes)
+        attended, fetched = (min(context, one(context)) for one in (config.attended, config.tokens_fetched))
+    read = None if fetched is None else round(fetched / max(1, context) * plan.full_kv_bytes)
     notes, lost = cls.notes(plan, config, geometry, fields), cls.shortfalls(config, geometry, fields)
     return ComparedPlan(name, plan, config, None, tuple(notes), attended, read, num_selected, tuple(lost))
 

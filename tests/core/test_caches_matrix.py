@@ -93,9 +93,9 @@ def test_every_sparse_gather_is_right(method: str) -> None:
         repeated = harness.repetitive_prompt(model, LENGTH)
         generate(model, cache, repeated, prompt_lookup_num_tokens=4, max_new_tokens=16)
         assert 0 < cache.report().selected_fraction < selected + 0.2
-    brought = max(-(-own.brought(LENGTH) // own.group_size) for own in of_layers)
+    fetched = max(-(-own.tokens_fetched(LENGTH) // own.group_size) for own in of_layers)
     assert len(cls.gathers) >= 3 * (5 + 9)
-    assert all(units.shape[1] <= 2 * (brought + 2) for _, units in cls.gathers)
+    assert all(units.shape[1] <= 2 * (fetched + 2) for _, units in cls.gathers)
     chosen = [units for _, units in cls.gathers if units.shape[1]]
     assert all((units[:, 0] <= 53 // 4 + 1).all() for units in chosen)  # the sinks' unit, of padded rows too
 

@@ -230,7 +230,7 @@ def test_rows_that_keep_equally_many_need_no_mask(storage: Storage) -> None:
     assert torch.equal(fetched.entries[1, :2], torch.stack([content(10)[2], content(17)[2]]))
 
 
-def test_what_was_brought_is_gathered_from_there(storage: Storage) -> None:
+def test_fetched_units_are_gathered_from_there(storage: Storage) -> None:
     store = ReadsSeen(filled(storage))
     source, seen, counters = Source(store, np.arange(20).reshape(2, 10)), fetcher(storage, 8), storage.counters
     seen.gather(source, Choice(units([3], [9])))
@@ -239,10 +239,10 @@ def test_what_was_brought_is_gathered_from_there(storage: Storage) -> None:
     seen._missing.ahead.read.tickets[0].wait()
     store.taken()
     wanted = Choice(units([3, 5, 6], [8, 9, -1]))
-    brought = seen.bring(source, wanted)
-    assert brought.shape == (2, 3, GROUP, WIDTH)
-    assert torch.equal(brought[0], torch.stack([content(3), content(5), content(6)]))
-    assert torch.equal(brought[1], torch.stack([content(18), content(19), torch.zeros(GROUP, WIDTH)]))
+    entries = seen.bring(source, wanted)
+    assert entries.shape == (2, 3, GROUP, WIDTH)
+    assert torch.equal(entries[0], torch.stack([content(3), content(5), content(6)]))
+    assert torch.equal(entries[1], torch.stack([content(18), content(19), torch.zeros(GROUP, WIDTH)]))
     before = dataclasses.replace(counters)
     keep = np.zeros((2, 3, GROUP), dtype=bool)
     keep[:, :2, 1] = True
@@ -259,7 +259,7 @@ def test_what_was_brought_is_gathered_from_there(storage: Storage) -> None:
 
 
 @pytest.mark.parametrize("between", ["another choice", "another gather", "changed rows", "another layer"])
-def test_what_was_brought_is_taken_for_nothing_else(storage: Storage, between: str) -> None:
+def test_fetched_units_stand_for_no_others(storage: Storage, between: str) -> None:
     """It is read again for whoever wants other units, or the same after the memory was used or rows have changed."""
     store, areas = ReadsSeen(filled(storage)), Areas(storage.account)
     source, seen = Source(store, np.arange(20).reshape(2, 10)), fetcher(storage, 0, areas=areas)

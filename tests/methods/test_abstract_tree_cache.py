@@ -52,13 +52,13 @@ def test_a_chunk_is_a_record() -> None:
         assert (config.chunk_size, config.group_size) == (16, 16)
 
 
-def test_how_many_are_attended_to_and_brought() -> None:
+def test_how_many_are_attended_to_and_fetched() -> None:
     config = AbstractTreeConfig()
-    assert (config.attended(9000), config.brought(9000)) == (400, 1600)
+    assert (config.attended(9000), config.tokens_fetched(9000)) == (400, 1600)
     share = AbstractTreeConfig(num_selected=None, selected_share=0.2)
-    assert (share.attended(9001), share.brought(9001)) == (1801, 7204)
+    assert (share.attended(9001), share.tokens_fetched(9001)) == (1801, 7204)
     wide = AbstractTreeConfig(num_selected=None, num_opened=3000)
-    assert [wide.brought(held) for held in (9000, 60_000)] == [3000, 6000]
+    assert [wide.tokens_fetched(held) for held in (9000, 60_000)] == [3000, 6000]
 
 
 def test_a_step_attends_to_the_tokens_that_it_keeps() -> None:
@@ -93,7 +93,7 @@ def test_a_share_within_a_budget_is_of_what_is_held() -> None:
     config = AbstractTreeCache.fit(
         geometry, geometry.full_kv_bytes(8192, 1), 8192, 1, {"num_selected": None, "dense_layers": 0}
     )
-    assert [(config.attended(held), config.brought(held)) for held in (500, 8000)] == [(50, 200), (800, 3200)]
+    assert [(config.attended(held), config.tokens_fetched(held)) for held in (500, 8000)] == [(50, 200), (800, 3200)]
 
 
 def test_early_steps_say_nothing_of_reading_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_budgets() -> None:
     for share in (4, 6, 13):
         config = AbstractTreeCache.fit(geometry, full // share, 32768, 1, {})
         assert AbstractTreeCache.plan(geometry, config, 32768, 1).peak_bytes <= full // share
-        found.append((config.num_selected, config.brought(32768), config.reuse_capacity))
+        found.append((config.num_selected, config.tokens_fetched(32768), config.reuse_capacity))
     assert found == sorted(found, reverse=True) and found[0][:2] == (400, 1600)
     given = AbstractTreeCache.fit(geometry, full // 6, 32768, 1, {"chunk_size": 16, "num_selected": 128})
     assert (given.chunk_size, given.num_selected) == (16, 128)

@@ -58,8 +58,8 @@ def test_what_applies_to_each_layer() -> None:
     first, third = config.of_layer(1), config.of_layer(2)
     assert (first.chunk_size, first.group_size, third.chunk_size) == (8, 8, 64) and third is config
     assert [first.attended(held) for held in (9001, 500)] == [4501, 400]
-    assert (first.brought(9000), third.brought(9000)) == (4500, 1600)
-    assert (first.brought_at_most(9000), third.brought_at_most(9000)) == (4500, 3200)
+    assert (first.tokens_fetched(9000), third.tokens_fetched(9000)) == (4500, 1600)
+    assert (first.most_tokens_fetched(9000), third.most_tokens_fetched(9000)) == (4500, 3200)
     on_disk = AbstractTreeConfig(resident_layers=0, dense_layers=3)
     assert [on_disk.of_layer(place).chunk_size for place in range(4)] == [16, 16, 16, 64]
     beyond = AbstractTreeConfig(resident_layers=3, dense_layers=0).of_layer(2)
@@ -270,7 +270,7 @@ def test_early_steps_are_in_the_plan() -> None:
     assert max(map(sum, held)) <= sum(wanted) and all(0 < one[2] <= wanted[2] for one in held)
     assert held[0][1] > held[-1][1]
     whole = AbstractTreeConfig(num_selected=200, num_opened=200)
-    assert whole.brought_at_most(LENGTH) == whole.brought(LENGTH) == 200
+    assert whole.most_tokens_fetched(LENGTH) == whole.tokens_fetched(LENGTH) == 200
 
 
 def test_early_steps_go_on_in_what_is_forked_and_opened(tmp_path: Path) -> None:

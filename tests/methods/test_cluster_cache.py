@@ -269,7 +269,8 @@ def test_centroids_on_the_disk_are_in_memory_while_they_are_used(
 def test_other_fields_are_checked_where_a_share_is_selected(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         ClusterConfig(num_selected=None, **fields)
-    assert ClusterConfig(num_selected=None).attended(1000) == ClusterConfig(num_selected=None).brought(1000) == 100
+    config = ClusterConfig(num_selected=None)
+    assert config.attended(1000) == config.tokens_fetched(1000) == 100
 
 
 @pytest.mark.parametrize("how", [{}, {"prompt_lookup_num_tokens": 4}], ids=str)

@@ -129,8 +129,8 @@ def test_what_a_guess_wants_is_begun_to_be_read_a_step_before(tmp_path: Any, mon
     for layer in layers:
         own = [(name, tokens) for name, history, tokens in told if history == layer]
         begun = [tokens for name, tokens in own if name == "ahead"]
-        brought = [tokens for name, tokens in own if name == "bring"][1:]  # the first of all was for the first token
-        assert len(begun) >= 9 and all(tokens in begun for tokens in brought) and any(brought)
+        fetched = [tokens for name, tokens in own if name == "bring"][1:]  # the first of all was for the first token
+        assert len(begun) >= 9 and all(tokens in begun for tokens in fetched) and any(fetched)
     assert report.hit_rate is not None and report.prefetch_hit_rate is not None
     assert report.hit_rate < report.prefetch_hit_rate <= 1
 

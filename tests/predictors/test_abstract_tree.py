@@ -21,7 +21,7 @@ from hf_offload_cache.testing import PredictorTests
 
 
 class TestAbstractTreePredictor(PredictorTests):
-    """Where all tokens are wanted, so that the chunks that are brought are as many as may be."""
+    """Where all tokens are wanted, so that the chunks that are fetched are as many as may be."""
 
     config = AbstractTreeConfig(chunk_size=4, num_sinks=PredictorTests.num_sinks, num_selected=PredictorTests.tokens)
 
@@ -52,13 +52,13 @@ class Case:
         self.products = (self.states.unflatten(1, (2, 3)) @ self.keys.transpose(2, 3)).flatten(1, 2)
 
     def choose(self, budget: int, visible: torch.Tensor | None = None) -> tuple[np.ndarray, Choice]:
-        """The chunks that are brought, and the choice."""
+        """The chunks that are fetched, and the choice."""
         query = Query(self.states, SCALING, visible, lambda: self.keys[:, :, :0])
         deciding = cast(Generator[Choice, torch.Tensor, Choice], self.predictor.select(query, budget, False))
         asked = next(deciding)
-        brought = self.entries.unflatten(1, (CHUNKS, CHUNK))[torch.arange(2)[:, None], np.maximum(asked.units, 0)]
+        fetched = self.entries.unflatten(1, (CHUNKS, CHUNK))[torch.arange(2)[:, None], np.maximum(asked.units, 0)]
         with pytest.raises(StopIteration) as end:
-            deciding.send(brought)
+            deciding.send(fetched)
         assert np.array_equal(end.value.value.units, asked.units)
         return asked.units, end.value.value
 
@@ -149,7 +149,7 @@ def test_shares_of_each_head_sum_to_one() -> None:
     np.testing.assert_allclose(whole, (products * SCALING).softmax(-1).sum(1).numpy(), rtol=1e-4, atol=1e-9)
 
 
-def test_the_best_chunks_are_brought_and_their_best_tokens_kept() -> None:
+def test_the_best_chunks_are_fetched_and_their_best_tokens_kept() -> None:
     case = Case()
     units, choice = case.choose(6)
     parts = case.keys.unflatten(2, (CHUNKS, CHUNK))
@@ -164,7 +164,7 @@ def test_the_best_chunks_are_brought_and_their_best_tokens_kept() -> None:
         assert kept == sorted(there[shares.topk(43).indices].tolist())
 
 
-def test_a_guess_names_what_would_be_brought() -> None:
+def test_a_guess_names_what_would_be_fetched() -> None:
     case = Case()
     query = Query(case.states, SCALING, None, lambda: case.keys[:, :, :0])
     guess = case.predictor.select(query, 6, True)
@@ -194,7 +194,7 @@ def test_a_row_with_little_that_is_no_padding_keeps_all_of_that() -> None:
 
 
 def test_what_is_judged_is_counted() -> None:
-    """All chunks, and half as many as the tokens of those that are brought: two tokens are one evaluation."""
+    """All chunks, and half as many as the tokens of those that are fetched: two tokens are one evaluation."""
     case = Case()
     case.choose(6)
     assert case.predictor.judged == 2 * TOKENS

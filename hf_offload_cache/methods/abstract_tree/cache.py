@@ -92,7 +92,7 @@ def tree_shortfalls(config: AbstractTreeConfig, given: Iterable[str]) -> list[st
     """Warnings for fields of `config` that a budget reduced and the user has not `given`: dense layers and examined
     tokens."""
     context, shortfalls = config.max_context or 1 << 40, []
-    wanted, opened = config.attended(context), config.brought(context)
+    wanted, opened = config.attended(context), config.tokens_fetched(context)
     if config.dense_layers and config.dense_share == _NONE_DENSE["dense_share"] and "dense_share" not in given:
         shortfalls.append(
             f"no room for dense_layers={config.dense_layers}: these layers attend to no more tokens than the others"

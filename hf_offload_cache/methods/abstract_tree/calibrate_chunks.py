@@ -83,7 +83,8 @@ def calibrate_chunks(
                 layer.watch_query = queries.__setitem__
             inner(input_ids=ids, past_key_values=cache, logits_to_keep=1)
             layers = [layer for layer in cache.selective if isinstance(layer, AbstractTreeLayer)]
-            if ids.shape[1] >= sizes[0] and any(layer.length > layer.config.brought(layer.length) for layer in layers):
+            longer = any(layer.length > layer.config.tokens_fetched(layer.length) for layer in layers)
+            if ids.shape[1] >= sizes[0] and longer:
                 measured.append([_shares(layer, queries[layer.layer_idx][:, :, -1], sizes) for layer in layers])
                 densities.append([layer.config.attended(layer.length) / layer.length for layer in layers])
                 lengths.append(ids.shape[1])
@@ -104,7 +105,7 @@ def _shares(layer: AbstractTreeLayer, states: torch.Tensor, sizes: list[int]) ->
     keys = keys[:, :, :length]
     query: Query = layer.query_of(states, None)
     scaled = (query.states * query.scaling).to(keys.dtype).reshape(keys.shape[0], -1, keys.shape[3])
-    wanted, to_open = layer.config.attended(length), layer.config.brought(length)
+    wanted, to_open = layer.config.attended(length), layer.config.tokens_fetched(length)
     left_open: list[float] = []
     opened: list[float] = []
     for size in sizes:

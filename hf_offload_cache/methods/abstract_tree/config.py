@@ -236,13 +236,13 @@ class AbstractTreeConfig(SelectedShareConfig):
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return cast(Self, DenseLayerConfig(**{**fields, **changes}))
 
-    def brought(self, held: int) -> int:
+    def tokens_fetched(self, held: int) -> int:
         wanted = self.attended(held)
         return wanted * 4 if self.num_opened is None else max(wanted, self.num_opened)
 
-    def brought_at_most(self, held: int) -> int:
-        looked_into = self.brought(held) > self.attended(held)
-        return (2 if self.early_steps and looked_into else 1) * self.brought(held)
+    def most_tokens_fetched(self, held: int) -> int:
+        looked_into = self.tokens_fetched(held) > self.attended(held)
+        return (2 if self.early_steps and looked_into else 1) * self.tokens_fetched(held)
 
     def host_bytes_of(self, layers: int) -> int:
         """A layer's part of `host_memory`, of so many layers: the ones that are not resident share it."""
@@ -257,8 +257,8 @@ class DenseLayerConfig(AbstractTreeConfig):
     def attended(self, held: int) -> int:
         return max(super().attended(held), math.ceil(self.dense_share * held))
 
-    def brought(self, held: int) -> int:
+    def tokens_fetched(self, held: int) -> int:
         return self.attended(held)
 
-    def brought_at_most(self, held: int) -> int:
+    def most_tokens_fetched(self, held: int) -> int:
         return self.attended(held)

@@ -174,7 +174,7 @@ class AbstractTreeLayer(SelectiveLayer):
 
     def most_kept(self, context: int) -> int:
         config = self.config
-        complete = config.brought(context) <= config.attended(context)
+        complete = config.tokens_fetched(context) <= config.attended(context)
         return 0 if complete else config.attended(context) + config.num_sinks
 
 

@@ -217,7 +217,8 @@ class AbstractTreePredictor(SummaryPredictor):
     @staticmethod
     def _most(config: SelectiveConfig, form: RecordFormat, chunks: int) -> int:
         group = form.group_size
-        return -(-config.brought_at_most(chunks * group) // group) + sink_units(config.num_sinks, group, padded=True)
+        opened = -(-config.most_tokens_fetched(chunks * group) // group)
+        return opened + sink_units(config.num_sinks, group, padded=True)
 
     def select(
         self, query: Query, budget: int, guess: bool, abstracts: torch.Tensor | None = None
@@ -250,7 +251,7 @@ class AbstractTreePredictor(SummaryPredictor):
             return Choice(units, importance=most)
         self.evaluations += self.rows * self.units
         self.judged += self.rows * self.units * group
-        if config.brought(self.units * group) <= attended:  # complete chunks are attended to
+        if config.tokens_fetched(self.units * group) <= attended:  # complete chunks are attended to
             return Choice(units, importance=most)
         return self.look_into(query, states, units, most, wanted)
 

@@ -114,7 +114,7 @@ class ClusterLayer(SelectiveLayer):
         if self._own.held_back:
             latest = call.query[:, :, -_PLACED_BY:].detach() * call.scaling
             queries = latest.unflatten(1, (self.rows.heads, -1)).flatten(0, 1)
-            self._own.place(queries, self.config.brought(self.length))
+            self._own.place(queries, self.config.tokens_fetched(self.length))
         try:
             return super()._attend(call)
         finally:

@@ -81,7 +81,7 @@ def fit_cluster(search: Search[ClusterConfig]) -> ClusterConfig:
 
 
 def _tried(search: Search[ClusterConfig]) -> Iterator[dict[str, Any]]:
-    wanted = search.config({}).brought(search.max_context)
+    wanted = search.config({}).tokens_fetched(search.max_context)
     chosen: dict[str, Any] = {"num_selected": wanted, "reuse_capacity": 0}
     savings: list[dict[str, Any]] = [{}, {"join_every": 1}]
     if search.fields.get("encryption_key") is None:
