@@ -32,8 +32,8 @@ def draw_front(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any)
         if places:
             axes.plot(*zip(*places, strict=True), marker="o", color=f"C{number}")
             name = cache_class(cache).__name__ + (f", num_selected={selected:,}" if selected else "")
-            beside = 7, {"cluster": 5, "abstract-tree": -6}.get(cache, 0)
-            label = {"xytext": beside, "textcoords": "offset points", "color": f"C{number}", "va": "center"}
+            offset = 7, {"cluster": 5, "abstract-tree": -6}.get(cache, 0)
+            label = {"xytext": offset, "textcoords": "offset points", "color": f"C{number}", "va": "center"}
             axes.annotate(name, places[-1], **label)
     ticks = ["1/34", "1/20", "1/13", "1/6.5", "1/4"]
     axes.set(xscale="log", yscale="log", xlabel="memory, of the full KV cache", xlim=(1 / 36, 0.62))

@@ -129,8 +129,8 @@ def shipped(summary: dict[str, Any]) -> dict[str, Any]:
         if len(row) == 3:
             continue
         memory, tokens = cell["memory"], cell["tokens"]
-        beside = {one["cache"] for one in cells if (one["memory"], one["tokens"]) == (memory, tokens) and "kl" in one}
-        lengths = [asked[cache, memory].keys() for cache in beside - WIDER.keys() if (cache, memory) in asked]
+        compared = {one["cache"] for one in cells if (one["memory"], one["tokens"]) == (memory, tokens) and "kl" in one}
+        lengths = [asked[cache, memory].keys() for cache in compared - WIDER.keys() if (cache, memory) in asked]
         own = asked.get((cell["cache"], memory), {})
         alike = set(own).intersection(*lengths) if lengths else set()
         if alike and (cell["cache"] not in WIDER or alike == set(lengths[0]).intersection(*lengths)):

@@ -104,7 +104,7 @@ class OffloadConfig:
     kept_on_open: ClassVar[tuple[str, ...]] = ("group_size", "exact", "num_sinks")
     """Fields that keep their saved values when a context is opened with a budget that its configuration does not
     fit."""
-    not_beside_exact: ClassVar[tuple[str, ...]] = ()
+    not_with_exact: ClassVar[tuple[str, ...]] = ()
     """Fields that have no effect with `exact`, and cannot be given together with it."""
 
     num_sinks: int = 4

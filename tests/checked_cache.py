@@ -51,15 +51,15 @@ def selections() -> Iterator[list[tuple[Any, np.ndarray]]]:
 def named_tokens(history: Any, units: np.ndarray, keep: np.ndarray) -> list[np.ndarray]:
     """Which tokens of each row a choice names, unit by unit, and those that come with every gather."""
     none = np.full((history.rows, 1), -1)
-    beside = history.positions(none)
-    beside = beside[:, beside.shape[1] - (0 if history.beside is None else history.beside[1].shape[1]) :]
+    extra = history.positions(none)
+    extra = extra[:, extra.shape[1] - (0 if history.extra_entries is None else history.extra_entries[1].shape[1]) :]
     found: list[list[np.ndarray]] = [[] for _ in range(history.rows)]
     for column in range(units.shape[1]):
         places = history.positions(units[:, column : column + 1])
-        for row, own in enumerate(places[:, : places.shape[1] - beside.shape[1]]):
+        for row, own in enumerate(places[:, : places.shape[1] - extra.shape[1]]):
             own = own[own >= 0]
             found[row].append(own[keep[row, column, : len(own)]])
-    return [np.concatenate([*parts, last[last >= 0]]) for parts, last in zip(found, beside, strict=True)]
+    return [np.concatenate([*parts, last[last >= 0]]) for parts, last in zip(found, extra, strict=True)]
 
 
 def checked(cls: type[Any]) -> type[Any]:

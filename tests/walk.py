@@ -378,7 +378,7 @@ def _compare_all(model: Any, cases: tuple[str, ...], make: MakeCache, bitwise: b
                 result.status, result.reason = "wrong", f"{case}: {found}"
         inert = True
         if bitwise:
-            found, _, inert = _run(model, "greedy", references["greedy"], make, "bitwise", beside=True)
+            found, _, inert = _run(model, "greedy", references["greedy"], make, "bitwise", plain=True)
             result.bitwise = found.bitwise
         restored = harness.fingerprint(model) == before
         for good, reason in (
@@ -394,14 +394,14 @@ def _compare_all(model: Any, cases: tuple[str, ...], make: MakeCache, bitwise: b
 
 
 def _run(
-    model: Any, case: str, reference: harness.Decoded, make: MakeCache, exact: bool | str, beside: bool = False
+    model: Any, case: str, reference: harness.Decoded, make: MakeCache, exact: bool | str, plain: bool = False
 ) -> tuple[harness.Comparison, dict[str, int], bool]:
-    """How a cache of ours compares, its layers' states, and (`beside`) whether `DynamicCache` is bitwise as before."""
+    """How a cache of ours compares, its layers' states, and (`plain`) whether `DynamicCache` is bitwise as before."""
     cache = make(model, exact=exact)
     try:
         decoded = harness.CASES[case](model, cache, NEW)
         layers = dict(cache.report().layers) if hasattr(cache, "report") else {}
-        inert = not beside or _is_as_before(model, case, reference)
+        inert = not plain or _is_as_before(model, case, reference)
     finally:
         getattr(cache, "close", lambda: None)()
     return harness.compare(reference, decoded), layers, inert

@@ -102,7 +102,7 @@ def opened_config(
             f"exact is {saved['exact']!r} in this context, which keeps nothing to select by: open it with exact=True"
         )
     if exact:
-        saved = {name: value for name, value in saved.items() if name not in config_class.not_beside_exact}
+        saved = {name: value for name, value in saved.items() if name not in config_class.not_with_exact}
     if memory is None:
         return config_class.load(None, {**saved, **fields}), []
     fields, geometry = resolve_engine(fields, path), Geometry.of(model)

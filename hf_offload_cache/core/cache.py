@@ -418,13 +418,13 @@ class OffloadCache(Cache):
         """Maximum memory of a cache of `config`, by owner, for `max_batch` sequences of up to `max_context` tokens.
 
         Raises `AdapterError` for an adapter file that cannot be read."""
-        beside = cls.plan_beside(geometry, config, max_batch)
+        others = cls.plan_outside_layers(geometry, config, max_batch)
         selects = cls.selects and not config.exact
         layer = cls.layer_class
-        return plan_cache(geometry, config, max_context, max_batch, layer.plan, layer.heads_apart, beside, selects)
+        return plan_cache(geometry, config, max_context, max_batch, layer.plan, layer.heads_apart, others, selects)
 
     @classmethod
-    def plan_beside(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:
+    def plan_outside_layers(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:
         """A method's memory in addition to its layers'."""
         return Planned()
 

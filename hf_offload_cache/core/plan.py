@@ -88,11 +88,11 @@ def plan_cache(
     batch: int,
     layer_plan: Callable[[LayerKind, OffloadConfig, int], LayerPlan],
     heads_apart: bool,
-    beside: Planned,
+    outside_layers: Planned,
     selects: bool = False,
 ) -> MemoryPlan:
-    """Maximum memory of a cache for `batch` sequences of up to `context` tokens: each layer's plan, and `beside`.
-    `selects`: its steps select.
+    """Maximum memory of a cache for `batch` sequences of up to `context` tokens: each layer's plan, and
+    `outside_layers`. `selects`: its steps select.
 
     `engine="auto"` counts as a file on disk that is read past the page cache.
     """
@@ -117,7 +117,7 @@ def plan_cache(
     planned, store_bytes = LayerPlan.of_layers(
         ((layer_plan(kind, config_of[part], context), count) for (kind, part), count in counts.items()), moving
     )
-    held = Planned.sum_of([(held, 1), (planned, 1), (beside, 1)])
+    held = Planned.sum_of([(held, 1), (planned, 1), (outside_layers, 1)])
     if config.engine == "mapped":  # pages that were requested and not yet released
         sides = Staging.sides(geometry.device)
         read = [each.get("stream buffers", 0) + each.get("staging", 0) for each in (held.prefill, held.decode)]

@@ -126,11 +126,11 @@ class SelectiveCache(OffloadCache):
             layer.watch_query = None if self.look_ahead is None else self.look_ahead.learn
 
     @classmethod
-    def plan_beside(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:
+    def plan_outside_layers(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:
         if config.exact or not isinstance(config, SelectiveConfig) or config.look_ahead is False:
-            return super().plan_beside(geometry, config, batch)
+            return super().plan_outside_layers(geometry, config, batch)
         held = LookAhead.planned(geometry.num_blocks, geometry.hidden_size, geometry.dtype.itemsize, batch)
-        return super().plan_beside(geometry, config, batch) + Planned.always(held)
+        return super().plan_outside_layers(geometry, config, batch) + Planned.always(held)
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:

@@ -173,7 +173,7 @@ class SelectiveLayer(OffloadLayer):
         history, form, rows, config = self.history, kind.form, kind.rows, self.config
         assert self.selecting is not None
         records, soon = self.most_records(config, form.group_size, wanted), records_soon(history.records)
-        waiting = 0 if history.beside is None else history.beside[0].shape[1]
+        waiting = 0 if history.extra_entries is None else history.extra_entries[0].shape[1]
         latest = -(-(history.recent.shape[1] + waiting) // form.group_size)
         payload = rows * form.payload_width * form.dtype.itemsize
         view, widest = ((min(most, soon) + latest) * payload for most in (records, max(records, verified)))

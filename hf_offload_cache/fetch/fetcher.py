@@ -103,7 +103,7 @@ class Fetcher:
         """
         self._at_work = True
         try:
-            form, recent, beside, filled = history.form, history.recent, history.beside, self._areas.filled
+            form, recent, extra, filled = history.form, history.recent, history.extra_entries, self._areas.filled
             latest = recent.shape[1]
             if filled is not None and filled.by is self and filled.units is choice.units:
                 extents = filled.extents
@@ -111,7 +111,7 @@ class Fetcher:
                 extents = history.extents(choice.units)
                 same = filled is not None and filled.by is self
                 if filled is None or not same or not np.array_equal(filled.extents.records, extents.records):
-                    behind = latest if beside is None else latest + beside[1].shape[1]
+                    behind = latest if extra is None else latest + extra[1].shape[1]
                     filled = self._fill_view(history, extents, choice, behind)
             width = extents.records.shape[1]
             present = int(np.count_nonzero(extents.records >= 0))
@@ -124,11 +124,11 @@ class Fetcher:
             chosen = width * form.group_size
             plain = present == extents.records.size and choice.keep is None and not runs
             valid = None if plain else valid_entries(choice, extents, form.group_size, present)
-            if beside is not None:
-                filled.view.entries[:, chosen : chosen + beside[1].shape[1]] = beside[0]
+            if extra is not None:
+                filled.view.entries[:, chosen : chosen + extra[1].shape[1]] = extra[0]
                 valid = np.ones((history.rows, chosen), dtype=bool) if valid is None else valid
-                valid, chosen = np.concatenate([valid, beside[1] >= 0], 1), chosen + beside[1].shape[1]
-            if choice.keep is not None or beside is not None:
+                valid, chosen = np.concatenate([valid, extra[1] >= 0], 1), chosen + extra[1].shape[1]
+            if choice.keep is not None or extra is not None:
                 assert valid is not None
                 fetched = kept_of(form, recent, filled.view, valid, self._areas)
             else:
@@ -146,8 +146,8 @@ class Fetcher:
 
         Valid until the next gather of any fetcher of the cache; a gather of the same units uses them. Waits, reads,
         keeps and raises as `gather` does."""
-        extents, beside = history.extents(choice.units), history.beside
-        behind = history.recent.shape[1] + (0 if beside is None else beside[1].shape[1])
+        extents, extra = history.extents(choice.units), history.extra_entries
+        behind = history.recent.shape[1] + (0 if extra is None else extra[1].shape[1])
         self._at_work = True
         try:
             filled = self._areas.filled = self._fill_view(history, extents, choice, behind)

@@ -106,7 +106,7 @@ class History(Protocol):
         """Entries (rows, t, entry width) of the tail, oldest first: a view, valid until the next change."""
 
     @property
-    def beside(self) -> tuple[torch.Tensor, np.ndarray] | None:
+    def extra_entries(self) -> tuple[torch.Tensor, np.ndarray] | None:
         """Entries that have left the tail but lie in no unit's record; None if the history never has any.
 
         Entries (rows, t, entry width), and each one's token index in its row, (rows, t) int64, -1: no entry. Every
@@ -121,7 +121,7 @@ class History(Protocol):
 
     def positions(self, units: np.ndarray) -> np.ndarray:
         """Positions in the sequence, (rows, N) int64, of the entries that a gather of `units` returns, -1: no entry.
-        The entries of `beside` are included."""
+        `extra_entries` are included."""
 
     def blocks(self, stop: int | None = None) -> Iterator[Block]:
         """Everything before token `stop` (None: all), block by block; the next block is read meanwhile."""

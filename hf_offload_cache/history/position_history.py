@@ -114,7 +114,7 @@ class PositionHistory:
         packing = packing_bytes(form, rows, latest, filled)
         run.passes("packing", prefill=packing, decode=packing_bytes(form, rows, latest, min(filled, self._together)))
 
-    beside = None
+    extra_entries = None
 
     records: int = property(attrgetter("table.num_groups"))  # type: ignore[assignment]
     units: int = property(attrgetter("table.num_groups"))  # type: ignore[assignment]

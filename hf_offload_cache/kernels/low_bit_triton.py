@@ -66,7 +66,7 @@ def _weighted(  # type: ignore[no-untyped-def]
     asked = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
     channel = tl.arange(0, WIDE)
     total = tl.zeros((QUERIES, WIDE), dtype=tl.float32)
-    beside = tl.zeros((QUERIES,), dtype=tl.float32)
+    offset = tl.zeros((QUERIES,), dtype=tl.float32)
     for first in range(part * per_part, min((part + 1) * per_part, tokens), TOKENS):
         token = first + tl.arange(0, TOKENS)
         there = token < tokens
@@ -82,10 +82,10 @@ def _weighted(  # type: ignore[no-untyped-def]
         codes = (codes >> (channel * BITS % 8)[None, :]) & ((1 << BITS) - 1)
         scale, zero = _half(rows + CHANNELS * BITS // 8, there), _half(rows + CHANNELS * BITS // 8 + 2, there)
         total += tl.dot(share * scale[None, :], codes.to(tl.float32), input_precision="tf32x3")
-        beside += tl.sum(share * zero[None, :], 1)
+        offset += tl.sum(share * zero[None, :], 1)
     into = out + part * out_part + head * out_stride + asked[:, None] * (GROUPS * CHANNELS)
     into += (group * CHANNELS + channel)[None, :]
-    tl.store(into, total + beside[:, None], mask=(asked < count)[:, None] & (channel < CHANNELS)[None, :])
+    tl.store(into, total + offset[:, None], mask=(asked < count)[:, None] & (channel < CHANNELS)[None, :])
 
 
 @on_its_device

@@ -58,10 +58,10 @@ class _NoBackward(torch.autograd.Function):
         )
 
 
-def no_backward(tensor: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
-    """`tensor` (a leaf), whose values joined a graph that contains `beside`: a backward pass through it raises instead
-    of being silently wrong."""
-    if not (torch.is_grad_enabled() and beside.requires_grad):
+def no_backward(tensor: torch.Tensor, in_graph: torch.Tensor) -> torch.Tensor:
+    """`tensor` (a leaf), whose values joined a graph that contains `in_graph`: a backward pass through it raises
+    instead of being silently wrong."""
+    if not (torch.is_grad_enabled() and in_graph.requires_grad):
         return tensor
     return _NoBackward.apply(tensor.requires_grad_())
 

@@ -59,7 +59,7 @@ class Extras:
 
     def expects(self, lane: StreamingLane) -> bool:
         """Whether fitted state that this cache can use may still arrive."""
-        return self._fits and FITTED in lane.beside
+        return self._fits and FITTED in lane.pending_objects
 
     def _attend(self, tree: Any) -> None:
         manifest, account = self._manifest, self._cache.storage.account

@@ -126,7 +126,7 @@ class Forecast:
     @property
     def _extra_bytes(self) -> int:
         """Bytes of the other objects that have yet to arrive."""
-        return sum(item.bytes for name, item in self._extras.wanted.items() if name in self._lane.beside)
+        return sum(item.bytes for name, item in self._extras.wanted.items() if name in self._lane.pending_objects)
 
     def sooner_computed(self, first: int, stop: int, layer: int) -> bool:
         """Whether the model reaches the cells on their way above a layer before they arrive, if half of their bytes are

@@ -281,7 +281,7 @@ class _Publishing:
         tokens, ids = cache.tokens, cache.capture()["ids"][0]
         chunks = range(-(-tokens // size))
         hidden = {chunk for chunk in chunks if overlaps(chunk, size, private)}
-        fitted = None if private else self._beside(pack(self._fitted()), FITTED)
+        fitted = None if private else self._put_optional(pack(self._fitted()), FITTED)
         active = None if private or active_mass is None else self._active(ids, active_mass)
         cells: list[list[StreamObject | None]] = [[None] for _ in chunks]
         form = cache.offloaded[0].history.form
@@ -335,9 +335,9 @@ class _Publishing:
     def _active(self, ids: torch.Tensor, mass: float) -> StreamObject | None:
         cache = self._cache
         blocks = measure_active_blocks(cache.given_model, ids, mass, path=cache.storage.directory)
-        return self._beside(pack(blocks.captured()), ACTIVE)
+        return self._put_optional(pack(blocks.captured()), ACTIVE)
 
-    def _beside(self, data: bytes, name: str) -> StreamObject | None:
+    def _put_optional(self, data: bytes, name: str) -> StreamObject | None:
         """Publish an optional object; None: it is too large for readers."""
         if len(data) > MOST_BYTES // 2:
             text = f"{name} has {len(data):,} bytes, more than {MOST_BYTES // 2:,}: it is not published"

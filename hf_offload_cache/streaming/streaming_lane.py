@@ -171,19 +171,19 @@ class StreamingLane:
     """A thread with its own event loop, from `start` to `stop`.
 
     Args:
-        beside: objects fetched before all cells, by name: see `taken`.
+        extra_objects: objects fetched before all cells, by name: see `taken`.
         together: number of simultaneous requests.
         silence: longest wait, in seconds, that a server may ask for; a link that asks for more counts as dead.
 
     Attributes:
-        beside: names of the objects in `beside` that have neither arrived nor failed.
+        pending_objects: names of the `extra_objects` that have neither arrived nor failed.
         began: when the first bytes arrived, by `time.perf_counter`; `ended`: the last ones.
         trouble: failures, a line each.
     """
 
     def __init__(
         self, manifest: StreamManifest, cells: Cells, transport: Callable[[], Transport], spool: Spool,
-        timeline: Timeline, beside: dict[str, StreamObject], together: int = 2, silence: float = 10.0,
+        timeline: Timeline, extra_objects: dict[str, StreamObject], together: int = 2, silence: float = 10.0,
     ) -> None:  # fmt: skip
         self._manifest, self.cells, self._make, self.spool = manifest, cells, transport, spool
         self._timeline, self.together, self._silence = timeline, together, silence
@@ -191,8 +191,8 @@ class StreamingLane:
         self._tasks: dict[Cell | str, asyncio.Future[bytes]] = {}
         self._workers: list[asyncio.Task[None]] = []
         self._tries = Counter[Cell]()
-        self._wanted, self._received_beside = beside, dict[str, bytes]()
-        self.beside = set(beside)
+        self._wanted, self._received_objects = extra_objects, dict[str, bytes]()
+        self.pending_objects = set(extra_objects)
         self._stopping = threading.Event()
         self._recent: deque[tuple[float, int]] = deque()
         self._lock = threading.Lock()
@@ -225,8 +225,8 @@ class StreamingLane:
                 loop.call_soon_threadsafe(call)
 
     def taken(self, name: str) -> bytes | None:
-        """An arrived object of `beside`, once. Any thread."""
-        return self._received_beside.pop(name, None)
+        """An arrived object of `extra_objects`, once. Any thread."""
+        return self._received_objects.pop(name, None)
 
     @property
     def bandwidth(self) -> float | None:
@@ -247,7 +247,7 @@ class StreamingLane:
         except Exception as error:  # of any kind: computing continues without the network
             self.trouble.append(f"{type(error).__name__}: {error}")
         finally:
-            self.beside.clear()
+            self.pending_objects.clear()
             self.cells.stop()
 
     async def _stream(self) -> None:
@@ -256,19 +256,19 @@ class StreamingLane:
             return
         transport = self._make()
         try:
-            beside = [self._wanted, *[dict[str, StreamObject]()] * (self.together - 1)]
-            self._workers = [asyncio.ensure_future(self._worker(transport, first)) for first in beside]
+            objects = [self._wanted, *[dict[str, StreamObject]()] * (self.together - 1)]
+            self._workers = [asyncio.ensure_future(self._worker(transport, first)) for first in objects]
             for result in await asyncio.gather(*self._workers, return_exceptions=True):
                 if isinstance(result, Exception):
                     raise result
         finally:
             await transport.close()
 
-    async def _worker(self, transport: Transport, beside: dict[str, StreamObject]) -> None:
-        for name, item in beside.items():
+    async def _worker(self, transport: Transport, objects: dict[str, StreamObject]) -> None:
+        for name, item in objects.items():
             if self._stopping.is_set():
                 return
-            await self._fetch_beside(transport, name, item)
+            await self._fetch_object(transport, name, item)
         while not self._stopping.is_set() and self._failures < _FAILURES:
             if (wait := self._not_before - time.monotonic()) > 0:
                 await asyncio.sleep(wait)
@@ -280,15 +280,15 @@ class StreamingLane:
             else:
                 return
 
-    async def _fetch_beside(self, transport: Transport, name: str, item: StreamObject) -> None:
+    async def _fetch_object(self, transport: Transport, name: str, item: StreamObject) -> None:
         try:
-            self._received_beside[name] = await self._get(transport, item, name)
+            self._received_objects[name] = await self._get(transport, item, name)
         except asyncio.CancelledError:
             return
         except Exception as error:
             self._note(error)
         finally:
-            self.beside.discard(name)
+            self.pending_objects.discard(name)
 
     async def _get(self, transport: Transport, item: StreamObject, key: Cell | str) -> bytes:
         """The object's bytes, checked against its digest. `_tasks[key]` cancels it."""

@@ -108,10 +108,10 @@ class HistoryTests:
         if history.units:
             none = np.full((history.rows, 1), -1)
             assert (history.extents(none).records == -1).all()
-            beside = np.empty((history.rows, 0)) if history.beside is None else history.beside[1]
+            extra = np.empty((history.rows, 0)) if history.extra_entries is None else history.extra_entries[1]
             places = history.positions(none)
-            assert np.array_equal(places[:, places.shape[1] - beside.shape[1] :], beside)
-            assert (places[:, : places.shape[1] - beside.shape[1]] == -1).all()
+            assert np.array_equal(places[:, places.shape[1] - extra.shape[1] :], extra)
+            assert (places[:, : places.shape[1] - extra.shape[1]] == -1).all()
 
     def test_what_came_in_comes_out(self) -> None:
         """Bitwise, for any pieces."""

@@ -17,7 +17,7 @@ from ..memory.dry_run import DryRun
 from ..predictors.base import Predictor, Query
 
 _LATEST = 64
-"""Tokens that may be in a tail, beside the sealed ones."""
+"""Tokens that may be in a tail, in addition to the sealed ones."""
 BUDGET = 9
 """Units per row that the tests ask for."""
 

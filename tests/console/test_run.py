@@ -77,9 +77,9 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 def serve():
     threading.main_thread().join()
-    import beside
+    import neighbour
     found = model.generate(torch.arange(5, 45)[None], max_new_tokens=6, do_sample=False)
-    print("answer", found[0, 40:].tolist(), beside.NAME)
+    print("answer", found[0, 40:].tolist(), neighbour.NAME)
 threading.Thread(target=serve).start()
 idle = ThreadPoolExecutor(1)
 idle.submit(int).result()
@@ -90,11 +90,11 @@ sys.exit("the main thread ends")
 def test_threads_that_outlive_the_main_one_are_offloaded(program: Path, tiny: Path, tmp_path: Path) -> None:
     """Until they end; an idle worker of a pool keeps nobody waiting. A text to exit with is said, and is code 1."""
     program.write_text(LEFT_BEHIND)
-    (program.parent / "beside.py").write_text("NAME = 'beside'")
+    (program.parent / "neighbour.py").write_text("NAME = 'neighbour'")
     command = [*MAIN, str(tmp_path), str(program), str(tiny)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 1, ended.stderr
-    assert f"answer {answer_of(tiny)} beside" in ended.stdout
+    assert f"answer {answer_of(tiny)} neighbour" in ended.stdout
     assert "the main thread ends\n" in ended.stderr and "Traceback" not in ended.stderr
     assert "1 requests were offloaded\n" in ended.stderr and "full KV" in ended.stderr
 

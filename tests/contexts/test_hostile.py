@@ -185,9 +185,9 @@ def test_what_a_hostile_manifest_does(saved_once: Path, tmp_path: Path) -> None:
             shutil.rmtree(tmp_path / "changed", ignore_errors=True)
             shutil.copytree(tmp_path / "right", tmp_path / "changed")
             change(tmp_path / "changed")
-            beside = tmp_path / "library" / ("0" * 32)
-            shutil.rmtree(beside, ignore_errors=True)
-            shutil.copytree(tmp_path / "changed", beside)
+            stored = tmp_path / "library" / ("0" * 32)
+            shutil.rmtree(stored, ignore_errors=True)
+            shutil.copytree(tmp_path / "changed", stored)
             yield f"{name}, opened", lambda: use(DiskSwapCache, tmp_path / "changed")
             yield f"{name}, verified", lambda: verify(tmp_path / "changed").findings
             yield f"{name}, listed", lambda: console("ls", str(tmp_path / "library"))

@@ -36,7 +36,7 @@ def test_which_models_let_a_cache_be_cropped(name: str, may: bool) -> None:
 def test_configurations_name_fields_that_they_have(cls: type[OffloadCache]) -> None:
     config_class = cls.config_class
     fields = config_class.__dataclass_fields__
-    for name in ("stored_format", "of_a_run", "kept_on_open", "not_beside_exact"):
+    for name in ("stored_format", "of_a_run", "kept_on_open", "not_with_exact"):
         named = getattr(config_class, name)
         assert set(named) <= set(fields) and len(set(named)) == len(named), name
     assert not set(config_class.kept_on_open) & set(config_class.of_a_run)

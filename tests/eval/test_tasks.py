@@ -51,10 +51,10 @@ def made(name: str, **arguments: Any) -> list[dict[str, Any]]:
 def has_what_is_asked_for(name: str, samples: list[dict[str, Any]]) -> None:
     """As many tokens as asked, less those of a chat template and of an answer, and less than a paragraph or a
     hundredth."""
-    tokenizer, beside = default_tokenizer(), 64 + ANSWERS[name]
+    tokenizer, not_text = default_tokenizer(), 64 + ANSWERS[name]
     for one in samples:
         length = len(tokenizer(one["input"], verbose=False)["input_ids"])
-        assert one["length"] - beside - max(30, one["length"] // 100) < length <= one["length"] - beside
+        assert one["length"] - not_text - max(30, one["length"] // 100) < length <= one["length"] - not_text
         wanted = one["choices"] if name == "document_qa" else one["outputs"]
         assert all(answer in one["input"] for answer in wanted)
         short = name == "long_generation" and one["length"] < 2048

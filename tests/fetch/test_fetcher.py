@@ -68,7 +68,7 @@ class ReadsSeen(WrapperStore):
 class Source:
     """Units of a history without one: unit u of row b lies in record `table[b, u]`, or in `spread`'s extents of it."""
 
-    form, device, beside = FORM, CPU, None
+    form, device, extra_entries = FORM, CPU, None
 
     def __init__(self, store: Any, table: np.ndarray, tail: int = 3) -> None:
         self.store, self.table = store, table

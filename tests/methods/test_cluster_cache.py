@@ -130,8 +130,8 @@ def test_clusters_that_are_larger_than_what_is_selected(selected: int) -> None:
         for step in range(100):
             feed(cache, prompt(model, 1, 1, seed=step))
         group, layer = 16, cache.layers[1]
-        beside = layer.history.length - layer.held
-        assert cache.report().selected_fraction * 1000 <= selected + 2 * group + beside + 32
+        latest = layer.history.length - layer.held
+        assert cache.report().selected_fraction * 1000 <= selected + 2 * group + latest + 32
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2])

@@ -28,7 +28,7 @@ def cache(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.mark.parametrize(("other", "attached", "held"), combinations(("llama", "qwen3"), (False, True), (0, 12)))
 def test_another_model_is_refused(cache: Any, other: str, attached: bool, held: int) -> None:
     stranger = fresh(other, seed=3)
-    beside = DiskSwapCache(stranger, exact=True, engine="memory") if attached else None
+    its_cache = DiskSwapCache(stranger, exact=True, engine="memory") if attached else None
     own = tiny("llama")
     with torch.no_grad():
         if held:
@@ -41,8 +41,8 @@ def test_another_model_is_refused(cache: Any, other: str, attached: bool, held: 
         with pytest.raises(PromptError):
             CASES["greedy"](stranger, cache)
     assert_exact(reference("llama", "greedy"), CASES["greedy"](own, cache))
-    if beside is not None:
-        beside.close()
+    if its_cache is not None:
+        its_cache.close()
 
 
 def test_a_copy_of_its_model_is_another(cache: Any) -> None:

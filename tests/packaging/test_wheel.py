@@ -119,7 +119,7 @@ runpy.run_path({str(installed / "bin" / "hf-offload-cache")!r}, run_name="__main
 @pytest.mark.timeout(1500)
 def test_the_quickstart_in_a_clean_environment(built: dict[str, Path], tmp_path: Path) -> None:
     """The README's commands without make: an environment of nothing but the wheel, and the demo's answer."""
-    home, beside = tmp_path / "environment", tmp_path / "beside"
+    home, folder = tmp_path / "environment", tmp_path / "folder"
     venv.create(home, with_pip=True)
     pip = [str(home / "bin" / "python"), "-m", "pip", "install", "-qq", "-c", str(ROOT / "constraints.txt")]
     pinned = {name: re.search(rf"^{name} := (.*)$", MAKEFILE, re.M) for name in ("TORCH", "MODEL")}
@@ -131,7 +131,7 @@ def test_the_quickstart_in_a_clean_environment(built: dict[str, Path], tmp_path:
         subprocess.run([*pip, *(stands_for.get(word, word) for word in words)], check=True)
     assert stands_for.keys() <= {word for words in installs for word in words}
     document = Path(parser().parse_args(generate[1:]).prompt_file)
-    (beside / document).parent.mkdir(parents=True)
-    shutil.copy(ROOT / document, beside / document)
+    (folder / document).parent.mkdir(parents=True)
+    shutil.copy(ROOT / document, folder / document)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    assert "4817" in asked(environment, [str(home / "bin" / generate[0]), *generate[1:]], beside)
+    assert "4817" in asked(environment, [str(home / "bin" / generate[0]), *generate[1:]], folder)

@@ -91,7 +91,7 @@ def told(found: list[Verdict]) -> str:
     return "\n".join(map(str, found))
 
 
-def changed_beside(right: Path, folder: Path, count: int, seed: int) -> Iterator[tuple[str, Callable[[], object]]]:
+def changed_objects(right: Path, folder: Path, count: int, seed: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Fitted state and active blocks, with one leaf changed."""
     for number in range(count):
         place, manifest = copied(right)
@@ -106,7 +106,7 @@ def test_what_comes_along_with_a_context(tmp_path: Path) -> None:
     """It can be done without: the context is loaded whatever it is."""
     right = published(tmp_path)
     cases = [("as it was published", functools.partial(load, right, tmp_path))]
-    found = judged(itertools.chain(cases, changed_beside(right, tmp_path, 16, 1)), ROOM)
+    found = judged(itertools.chain(cases, changed_objects(right, tmp_path, 16, 1)), ROOM)
     assert len(found) > 12 and {one.kind for one in found} == {"answered"}, told(found)
     assert not faults(found, PEAK), told(faults(found, PEAK))
 
@@ -114,7 +114,7 @@ def test_what_comes_along_with_a_context(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2, 5))
 def test_much_that_comes_along_with_a_context(seed: int, tmp_path: Path) -> None:
-    found = judged(changed_beside(published(tmp_path), tmp_path, 100, seed), ROOM)
+    found = judged(changed_objects(published(tmp_path), tmp_path, 100, seed), ROOM)
     assert {one.kind for one in found} == {"answered"}, told([one for one in found if one.kind != "answered"])
     assert not faults(found, PEAK), told(faults(found, PEAK))
 

@@ -119,7 +119,7 @@ def test_what_is_to_come_is_not_found_out(
         if comes != "never" and lane.cells.of_state()[State.COMPUTED] >= lane.cells.layers:
             go.set()
             for _ in range(1000):
-                if not lane.beside:
+                if not lane.pending_objects:
                     break
                 time.sleep(0.01)
         look(extras, lane)

@@ -73,7 +73,7 @@ def test_an_older_publication_is_told_from_the_latest(tmp_path: Path) -> None:
 
 
 def test_nothing_is_begun_once_all_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first object beside the chunks stalls; the one behind it would come byte by byte, for minutes."""
+    """The first object besides the chunks stalls; the one behind it would come byte by byte, for minutes."""
     manifest, go = published(tmp_path, chunk_tokens=128, active_mass=0.9), threading.Event()
     compute_all(monkeypatch)
     with served(tmp_path / "published") as server:

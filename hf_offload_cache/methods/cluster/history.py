@@ -126,8 +126,8 @@ class ClusterHistory:
     """A history of clusters of keys: unit c of a row is its cluster c, in pages of `group_size` entries, one record
     each, in sequence order. Each row has its own clusters and buffered entries: see `ClusteredEntries`.
 
-    Buffered entries are `beside` the units' records, and every gather includes them. See `History` for its guarantees.
-    A method with other clusters sets `partition_class`.
+    Buffered entries are the `extra_entries`, and every gather includes them. See `History` for its guarantees. A method
+    with other clusters sets `partition_class`.
     """
 
     STATE: ClassVar[State] = State("history", length=Number())
@@ -177,7 +177,7 @@ class ClusterHistory:
     recent: torch.Tensor = property(attrgetter("tail.entries"))  # type: ignore[assignment]
 
     @property
-    def beside(self) -> tuple[torch.Tensor, np.ndarray]:
+    def extra_entries(self) -> tuple[torch.Tensor, np.ndarray]:
         """Entries (rows, t, width) that are in no record, and their tokens (rows, t), -1: empty."""
         return self.clustered.buffer.entries, self.clustered.buffer.places
 
@@ -258,7 +258,7 @@ class ClusterHistory:
         rows, page, column, at, width = self._laid_out(units)
         tokens = np.full((len(units), width, self.form.group_size), -1, dtype=np.int64)
         tokens[rows, at] = members(self.clustered, rows, units[rows, column], page)
-        return np.concatenate([tokens.reshape(len(units), -1), self.beside[1]], 1)
+        return np.concatenate([tokens.reshape(len(units), -1), self.extra_entries[1]], 1)
 
     def _laid_out(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
         """List every page of units (rows, M), row by row: its row, its index in its cluster, its unit's column and its
@@ -276,7 +276,7 @@ class ClusterHistory:
             block = self._step * self.form.group_size * self.rows
             with clustered.holding(streaming(self.form, int(clustered.page_counts.sum()), block, clustered.sealed)):
                 yield from cluster_blocks(clustered, self._storage, self.device, stop, self._step)
-        entries, tokens = self.beside
+        entries, tokens = self.extra_entries
         if (tokens >= 0).any():
             yield Block(*self.form.split(entries), np.where(tokens < stop, tokens, -1))
         if clustered.sealed < stop:

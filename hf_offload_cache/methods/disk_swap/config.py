@@ -22,7 +22,7 @@ class DiskSwapConfig(SelectiveConfig):
     kept_on_open: ClassVar[tuple[str, ...]] = (
         *SelectiveConfig.kept_on_open, "summary_bytes", "rank", "summary_dtype",
     )  # fmt: skip
-    not_beside_exact: ClassVar[tuple[str, ...]] = ("adapter",)
+    not_with_exact: ClassVar[tuple[str, ...]] = ("adapter",)
 
     summary_bytes: int | None = None
     """Bytes of a coded compact key, for each token and layer. None: a sixteenth of a key in 16 bits, from 8 to 128."""
