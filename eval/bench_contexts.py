@@ -32,7 +32,7 @@ from .synthetic import SMOLLM2, Inputs, build_model, decode_step, fill
 
 @dataclass(frozen=True)
 class Opening:
-    """What a child does: open `directory` with the real model or one of SmolLM2's shape, and make one token."""
+    """A child's task: open `directory` with the real model or one of SmolLM2's shape, and make one token."""
 
     directory: str
     real: bool

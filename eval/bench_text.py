@@ -27,7 +27,7 @@ ALONE, DYNAMIC, STATIC = "model alone", "DynamicCache", "StaticCache"
 SHORT = 64
 """Tokens of history of the model alone."""
 TOKENS = 7936
-"""Of the history: with the steps after it no more positions than the model was trained for."""
+"""Tokens of the history: with the steps after it, no more positions than the model was trained for."""
 FIRST = 16
 """Steps after a prefill that are told apart from those that follow."""
 USUAL: dict[str, dict[str, Any]] = {"1/13": {"memory": "1/13"}, "default": {}}
@@ -73,8 +73,8 @@ class Contender:
         self.place += 1
 
     def row(self, reference: torch.Tensor | None, alone: float | None) -> dict[str, Any]:
-        """What was measured: seconds of prefill and of a step; where there is a `reference`, logits (B, S, V) of
-        `DynamicCache`, the distance to it; `alone`: seconds of a step of the model alone."""
+        """Measured values: seconds of prefill and of a step; with `reference`, logits (B, S, V) of `DynamicCache`, the
+        distance to it. `alone`: seconds of a step of the model alone."""
         first, settled = self.seconds[:FIRST], self.seconds[FIRST:]
         quartiles = statistics.quantiles(settled, n=4)
         row: dict[str, Any] = {

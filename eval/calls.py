@@ -1,5 +1,5 @@
-"""How many Python functions a decoding step calls, and how many of the package's files it enters: what a step costs
-beside its tensors, whatever the machine.
+"""Python functions that a decoding step calls, and the package's files that it enters: a step's cost besides its
+tensors, on any machine.
 
 `python -m eval.calls` counts steps of every cache on a model of 30 layers. All have one token less to select than by
 default: a cache with fields of its own does not weigh whether selecting pays, so that every step counted selects.
@@ -23,7 +23,7 @@ from .studies.common import Options, one_run, write_json
 from .synthetic import SMOLLM2, Inputs, Shape, build_model, decode_step, fill
 
 LIKENESS = 0.9
-"""Of successive inputs, about as text's: a step reads some groups and finds others in memory."""
+"""Likeness of successive inputs, about as text's: a step reads some groups and finds others in memory."""
 
 PACKAGE = str(Path(hf_offload_cache.__file__).parent)
 

@@ -20,10 +20,10 @@ _LEAST_SHARED = 256
 
 
 class Needed(NamedTuple):
-    """What a cache is made for."""
+    """The size that a cache is made for."""
 
     tokens: int
-    """Of the longest sequence."""
+    """Length of the longest sequence."""
     rows: int
     """The most sequences at a time."""
     requests: int
@@ -118,8 +118,8 @@ class Continuations:
         self, before: Tokens, rows: dict[Tokens, list[int]], asked: Sequence[Asked], cache: Any, *, whole: bool,
         held: bool,
     ) -> Iterator[tuple[int, Scored]]:  # fmt: skip
-        """Of the continuations behind the one row that the cache has `held` anything of, and of what is `before` a row
-        that is alone. Shorter rows end with what nobody asks for."""
+        """Score the continuations of `rows`. `held`: the cache holds earlier tokens, in one row. `before`: tokens to
+        run in front of the only row. Shorter rows are padded with tokens that nobody asks for."""
         if len(rows) > 1 and held:
             cache.reorder_cache(torch.zeros(len(rows), dtype=torch.long))  # the only one that layers with a state have
         places = [place for own in rows.values() for place in own]

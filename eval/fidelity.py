@@ -109,7 +109,7 @@ def _memory(name: str) -> str:
 def _reference(
     model: Any, context: Any, new: torch.Tensor, windows: list[str], room: int
 ) -> tuple[torch.Tensor, dict[str, list[float]]]:
-    """What an exact cache says, and of the attention mass in it, by layer, what windows would see."""
+    """An exact cache's logits, and the share of its attention mass, by layer, that each window would see."""
     kept = {}
     for memory in windows:
         with contextlib.suppress(BudgetError):
@@ -239,8 +239,8 @@ def uncertainty(reference: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor
 
 
 def _speed(shared: Run, everyone: Contenders) -> None:
-    """Steps of all caches in turns, with those in memory; needs an idle machine, and all of torch's threads. What was
-    timed in an earlier run is timed again beside what was not: times of two runs are of two machines."""
+    """Steps of all caches in turns, with those in memory; needs an idle machine, and all of torch's threads. Caches
+    timed in an earlier run are timed again with the others: times of two runs are of two machines."""
     arguments, rows, model = shared.arguments, shared.rows, shared.model
     for tokens in arguments.tokens:
         key = {"part": "speed", "tokens": tokens}

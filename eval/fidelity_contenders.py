@@ -1,4 +1,4 @@
-"""Who is compared by `eval.fidelity`: names, and the fields that each is opened with."""
+"""The contenders of `eval.fidelity`: names, and the fields that each is opened with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOORS: dict[str, dict[str, Any]] = {
     "random": {"cache": "eval.baselines.swap_variants:RandomSwapCache"},
     "window": {"cache": "window"},
 }
-"""What chooses without looking: `DiskSwapCache`'s way with groups drawn at random, and first and latest tokens."""
+"""Contenders that choose without looking: `DiskSwapCache` with groups drawn at random, and first and latest tokens."""
 
 
 def _fields(name: str) -> dict[str, Any]:

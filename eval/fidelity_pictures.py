@@ -46,8 +46,8 @@ def draw_front(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any)
 
 
 def draw_layers(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
-    """Of the longest context, and the memory in which most were measured (of several the first), the attention mass of
-    each layer."""
+    """Draw each layer's attention mass, at the longest context and the memory in which most were measured (of several
+    the first)."""
     cells = [cell for cell in summary["cells"] if "layer_mass" in cell]
     axes = figure.subplots()
     if not cells:

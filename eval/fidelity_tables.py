@@ -1,4 +1,4 @@
-"""What `eval.fidelity` has measured, as tables, and as what `offload_cache` chooses from."""
+"""Measurements of `eval.fidelity` as tables, and as the table that `offload_cache` chooses from."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def markdown(summary: dict[str, Any]) -> str:
 
 
 def shipped(summary: dict[str, Any]) -> dict[str, Any]:
-    """Of the registry's caches what their choice depends on, by context length and share of memory. Facts are of all
+    """Values that the choice of a cache depends on, by context length and share of memory. Facts are of all
     lengths at which each that is compared there was asked, and not refused in all, of those that were at any: a dozen
     of one tell little. A wider step that was not asked at all of these has none."""
     kept = ("tokens", "cache", "memory", "kl", "perplexity", "seconds", "long_kl", "long_perplexity")

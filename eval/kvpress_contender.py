@@ -1,4 +1,4 @@
-"""kvpress beside our caches: its own process, in an environment that it can be installed in."""
+"""kvpress next to our caches: its own process, in an environment that it can be installed in."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Prefill:
         self._layers.append((module, given, output[1]))
 
     def kept(self, press: str, ratio: float) -> DynamicCache:
-        """What a press leaves, in a cache of its own."""
+        """The entries that a press leaves, in a cache of its own."""
         cache = DynamicCache(config=self._model.config)
         chosen = getattr(kvpress, press)(compression_ratio=ratio)
         with chosen(self._model):  # what it makes of the model, and then each layer as in a forward
@@ -48,14 +48,14 @@ class Prefill:
 
 
 class Presses:
-    """Of one model; keeps the latest prefill for the next job."""
+    """The presses of one model. The latest prefill is kept for the next job."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._prefill: Prefill | None = None
 
     def answered(self, job: dict[str, Any]) -> dict[str, Any]:
-        """What comes out of a job: {"held": bytes of keys and values after the prefill, "answer": ids of it}."""
+        """The result of a job: {"held": bytes of keys and values after the prefill, "answer": ids of it}."""
         ids = torch.tensor([job["ids"]])
         first = len(job["ids"]) if "next" in job else job["first"]
         cache = self._prefilled(ids[:, :first]).kept(job["press"], job["ratio"])

@@ -127,7 +127,7 @@ class OffloadLM(HFLM):
         return found
 
     def _fitting(self, context: list[int], continuation: list[int]) -> Asked:
-        """What the model has room for, the last of it, as `hf` cuts it."""
+        """The last tokens of a request that fit the model, as `hf` cuts them."""
         for name, ids in (("context", context), ("continuation", continuation)):
             if not ids:
                 raise ConfigError(f"a request's {name} must have a token at least, got none: mend the task's texts")
@@ -154,7 +154,7 @@ class OffloadLM(HFLM):
         return logits[:, -wanted:].log_softmax(-1, dtype=self.softmax_dtype)  # some models give all
 
     def _model_call(self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None) -> torch.Tensor:
-        """Of `hf`'s own way, which gives whole texts in one forward each."""
+        """Logits for `hf`'s own way, which gives whole texts in one forward each."""
         if self._plain:
             return super()._model_call(inps, attn_mask, labels)
         rows, tokens = inps.shape
@@ -234,8 +234,8 @@ def _there(device: str | None) -> str:
 
 
 class _OurTasks(TaskManager):
-    """Knows the tasks beside this file, and those that a user includes, which come first where they have a name of
-    ours."""
+    """Knows the tasks next to this file, and those that a user includes, which come first if they have the name of one
+    of ours."""
 
     def __init__(self, *args: Any, include_path: Any = None, **kwargs: Any) -> None:
         given = include_path if isinstance(include_path, list | tuple) else [include_path] if include_path else []
@@ -243,7 +243,7 @@ class _OurTasks(TaskManager):
 
 
 def main() -> None:
-    """lm-eval's own, which finds the tasks beside this file, too, and says above its table which cache it was. A user's
+    """lm-eval's own, which also finds the tasks next to this file, and names the cache above its table. A user's
     mistake is one line, and exits with 2."""
     theirs, table = lm_eval.tasks.TaskManager, lm_eval.utils.make_table
 

@@ -42,7 +42,7 @@ _CHILD_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a child does. `chunk` 0: prefill in one piece; `real`: the embedded model instead of the light one."""
+    """A child's task. `chunk` 0: prefill in one piece; `real`: the embedded model instead of the light one."""
 
     tokens: int = 7168
     chunk: int = 0

@@ -21,12 +21,12 @@ def _parameters(function: Any) -> set[str]:
 
 _OF_HF = _parameters(HFLM.__init__)
 BITS = _parameters(BitsAndBytesConfig.__init__)
-"""That make a quantization configuration."""
+"""Arguments that make a quantization configuration."""
 _LOADING = _parameters(PreTrainedModel.from_pretrained) | BITS | {
     "adapter_kwargs", "allow_all_kernels", "attn_implementation", "code_revision", "device_map",
     "experts_implementation", "key_mapping", "max_memory", "offload_buffers", "torch_dtype", "use_kernels", "variant",
 }  # fmt: skip
-"""What `from_pretrained` takes, the last ones among its `kwargs`."""
+"""Arguments of `from_pretrained`, the last ones among its `kwargs`."""
 _READING = ("revision", "subfolder", "trust_remote_code", "gguf_file")
 _OF_A_NAME = {
     "autogptq", "delta", "gguf_file", "gptqmodel", "parallelize", "peft", "revision", "subfolder", "tp_plan",
@@ -41,11 +41,11 @@ class ModelArguments(NamedTuple):
     of_hf: dict[str, Any]
     of_cache: dict[str, Any]
     loading: dict[str, Any]
-    """Of `from_pretrained`."""
+    """Arguments of `from_pretrained`."""
 
 
 def sort_arguments(given: Mapping[str, Any], cache: str, pretrained: Any) -> ModelArguments:
-    """Whose each is: of `hf`, of the cache, or of `from_pretrained`; the first of these that knows its name has it.
+    """Give each argument to `hf`, the cache or `from_pretrained`: to the first of these that knows its name.
 
     `pretrained`: a name or folder, whose configuration's attributes `from_pretrained` takes, too; or a model, or None
     for the default one. Raises `ConfigError` for what nobody takes, before a model is loaded.

@@ -1,4 +1,4 @@
-"""Where the time of a decoding step goes: a table by phase, from the trace that the cache itself writes.
+"""Time of a decoding step by phase, as a table, from the trace that the cache itself writes.
 
 `python -m eval.phases` decodes real text with a real model. A phase is what it takes beyond the phases within it, of
 all layers together; medians over the steps after the first ones. A trace adds some 2 ms to a step of 30 layers.
@@ -38,7 +38,7 @@ MEANS = {
     "attend": "the model's attention over what was gathered",
     "look ahead": "a guess of the next layer's choice, and its requests", "rest of block": "norms and feed-forward",
 }  # fmt: skip
-"""What each phase is."""
+"""Meaning of each phase."""
 
 
 def phases(events: list[dict[str, Any]], first: int = FIRST) -> dict[str, float]:

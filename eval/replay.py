@@ -23,10 +23,11 @@ from .contenders import FULL, IN_MEMORY, SLOW, Setting, in_turns, make, models, 
 from .synthetic import LLAMA_1B, LLAMA_8B, SMOLLM2, Inputs, Shape, decode_step, fill
 
 LIKENESS = 0.97
-"""Of successive inputs of a shape with a model's weights: gives about the hit rate of the real model on text, 0.75."""
+"""Likeness of successive inputs of a shape with a model's weights. It gives about the hit rate of the real model on
+text, 0.75."""
 REPLAY_LIKENESS = 0.95
-"""Of successive inputs (see `Inputs`) of a replay: gives about the hit rate of a real model on text, 0.75, with as many
-tokens of reuse as are selected, 400."""
+"""Likeness of successive inputs (see `Inputs`) of a replay. It gives about the hit rate of a real model on text, 0.75,
+with as many tokens of reuse as are selected, 400."""
 
 
 @contextlib.contextmanager
@@ -169,7 +170,7 @@ def compare(
             own_memory, own_disk = needs(name, setting)
             reason = reason_against(name, setting)
             if reason is None and (memory + own_memory > memory_limit or disk + own_disk > disk_limit):
-                reason = f"takes {own_memory >> 20:,} MiB of memory and {own_disk >> 20:,} of disk beside the others"
+                reason = f"takes {own_memory >> 20:,} MiB of memory and {own_disk >> 20:,} of disk besides the others"
             if reason is not None:
                 left_out[name] = reason
                 continue

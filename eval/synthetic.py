@@ -22,7 +22,7 @@ SHIFT = 509
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides the time and the memory of a step; SmolLM2-135M's by default."""
+    """Sizes that decide a step's time and memory; SmolLM2-135M's by default."""
 
     layers: int = 30
     heads: int = 9
@@ -38,7 +38,7 @@ class Shape:
         return 4 * self.layers * self.kv_heads * self.head_dim
 
     def light(self, layers: int | None = None) -> Shape:
-        """The same cache (of `layers` layers) beside a model that is next to nothing: to measure the cache alone."""
+        """The same cache (of `layers` layers) with a model that is next to nothing: to measure the cache alone."""
         return Shape(layers or self.layers, self.heads, self.kv_heads, self.head_dim, 8 * self.heads, 64, 256)
 
 

@@ -1,4 +1,4 @@
-"""How many tokens texts have, of which the tasks in `tasks/` make prompts. lm-eval imports a task's functions anew for
+"""Token counts of the texts that the tasks in `tasks/` make prompts of. lm-eval imports a task's functions anew for
 each task, and this module is what they share."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Tokens:
 
 
 def tokens_of(arguments: dict[str, Any]) -> Tokens:
-    """Of the model that lm-eval's arguments name, or else of the default one. The tokenizer is loaded once in a
-    process, also where its folder changes meanwhile."""
+    """Tokenizer of the model that lm-eval's arguments name, or else of the default one. It is loaded once in a process,
+    even if its folder changes meanwhile."""
     name = arguments.get("tokenizer") or arguments.get("pretrained")
     if not isinstance(name, str):
         return _tokens_of(None)

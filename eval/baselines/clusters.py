@@ -33,7 +33,7 @@ class StaticPartition(Partition):
         return (self.counts > self.capacity) & ~self.closed
 
     def nearest(self, keys: np.ndarray) -> np.ndarray:
-        """Of several of one centroid the last, which has room."""
+        """Nearest cluster of each key; of several with one centroid the last, which has room."""
         found = super().nearest(keys)
         own = self.centroids
         for row, clusters in enumerate(found):

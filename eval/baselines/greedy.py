@@ -99,7 +99,7 @@ def potential_aware(costs: Costs, stage: float, weights: tuple[float, float] = (
 
 
 class _State:
-    """Which cells are left, and how deep each chunk is computed."""
+    """The cells that are left, and the computed depth of each chunk."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs

@@ -44,7 +44,7 @@ class WindowLayer(DynamicLayer):
 
 
 def window_tokens(memory: Any, max_context: int) -> int:
-    """How many tokens `memory`, a share, keeps of `max_context`; `BudgetError` where that is hardly more than sinks."""
+    """Tokens that `memory`, a share, keeps of `max_context`. Raises `BudgetError` if that is hardly more than sinks."""
     kept = parse_memory(memory, max_context)
     if kept < 2 * SINKS:
         raise BudgetError(f"memory must keep at least {2 * SINKS} tokens, got {memory}, {kept} of {max_context:,}")
@@ -69,7 +69,8 @@ def quantized_cache(model: PreTrainedModel, bits: int) -> Cache:
 
 
 def quantized_share(model: PreTrainedModel, bits: int, tokens: int) -> float:
-    """What `quantized_cache` holds of the full KV between steps, its residual full; a step unpacks a layer beside."""
+    """Share of the full KV that `quantized_cache` holds between steps, with a full residual. A step also unpacks a
+    layer."""
     element = 8 * model.dtype.itemsize
     packed = (bits + 2 * 16 / _GROUP) / element
     late = min(1.0, _RESIDUAL / tokens)

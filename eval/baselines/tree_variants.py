@@ -29,7 +29,7 @@ class BoundsPredictor(AbstractTreePredictor):
 
 @dataclass(frozen=True)
 class Found:
-    """Which tokens are important, and what it took."""
+    """The important tokens, and the evaluations that it took to find them."""
 
     keep: np.ndarray
     """(rows, tokens) bool."""

@@ -23,7 +23,7 @@ ESTIMATES = ("dropped", "direction", "codes", "both", "means", "true")
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step reads, and what it makes of the rest."""
+    """The entries that a step reads, and its estimate of the rest."""
 
     tokens: int | None = None
     """Selected, besides the first and last ones; None: it attends to everything."""
@@ -31,7 +31,7 @@ class Plan:
     """One of `ESTIMATES`: none; a direction a head; values from the codes of keys; both; means of groups; the values
     themselves, which is the limit for any."""
     among: int | None = None
-    """Of the best groups, the most whose remainder is estimated; the others count as dropped. None: all."""
+    """Most groups, the best ones, whose remainder is estimated; the others count as dropped. None: all."""
     by_mass: bool = False
     per_head: bool = False
 
@@ -72,7 +72,7 @@ class Step:
             self.mapped[:, there] = self.fit.values(self.codes.components(keys.float()))
 
     def attend(self, plan: Plan, at: int, queries: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Of queries (H, n, D) of tokens from `at` on: outputs, and the mean share of attention that is not read."""
+        """Outputs for queries (H, n, D) of tokens from `at` on, and the mean share of attention that is not read."""
         heads, count = self.keys.shape[0], queries.shape[1]
         tokens = -(-(at + count) // GROUP) * GROUP
         positions = torch.arange(at, at + count)

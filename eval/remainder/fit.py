@@ -15,7 +15,7 @@ GROUP, RECENT, SINKS = 16, 32, 1
 """Tokens of a group; the least tokens at the end, and groups at the start, that each step attends to."""
 HIDDEN = -1e4
 QUERIES = 128
-"""Of the prompt's latest, the most that are used."""
+"""Most queries used, the prompt's latest."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Codes:
 
     @classmethod
     def of(cls, keys: torch.Tensor, queries: torch.Tensor, nbytes: int) -> Codes:
-        """Of keys (Hk, T, D) in the metric of queries (Hk R, n, D), `nbytes` bytes a token."""
+        """Fit codes to keys (Hk, T, D) in the metric of queries (Hk R, n, D), with `nbytes` bytes a token."""
         heads, tokens, _ = keys.shape
         return cls(fit_coding([keys[None]], tokens, heads, None, nbytes, queries[None]), heads)
 
@@ -104,8 +104,8 @@ class Fit:
     def of(
         cls, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor, codes: Codes, plan: tuple[int, bool]
     ) -> Fit:
-        """Of keys and values (Hk, T, D) and the latest queries (Hk R, n, D), for steps of `plan`: so many groups, and
-        whether each key head chooses for itself."""
+        """Fit to keys and values (Hk, T, D) and the latest queries (Hk R, n, D), for steps of `plan`: so many groups,
+        and whether each key head chooses for itself."""
         heads, length, dim = keys.shape
         every = max(1, queries.shape[1] // QUERIES)
         positions = torch.arange(length - queries.shape[1], length)[::every]

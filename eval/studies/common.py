@@ -120,7 +120,7 @@ class Study:
     plots: dict[str, Plot] = field(default_factory=dict)
     """Option -> what it draws."""
     size: tuple[float, float] = (8.0, 4.5)
-    """Of a plot, in inches."""
+    """Size of a plot in inches."""
     module: str | None = None
     """Module of the command; None: the one of its name in `eval.studies`."""
     of_a_run: tuple[str, ...] = ()

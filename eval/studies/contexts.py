@@ -35,7 +35,7 @@ def default_model(loaded: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class Context:
-    """What a prefill of token ids (1, T) in one piece leaves: for each layer keys and values (1, Hk, T, D) as
+    """State after a prefill of token ids (1, T) in one piece: for each layer keys and values (1, Hk, T, D) as
     `DynamicCache` holds them, and the latest queries (1, H, at most LATEST, D); or that in several rows. Read only:
     contenders copy."""
 

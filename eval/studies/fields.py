@@ -20,7 +20,7 @@ SHARED: Values = {
     "block_tokens": (256, 4096),
     "write_queue": ("64KiB", "16MiB"),
 }
-"""Of all caches, with `DiskSwapCache`."""
+"""Fields of all caches, tried with `DiskSwapCache`."""
 OWN: dict[str, Values] = {
     "disk-swap": {
         **SHARED,

@@ -34,7 +34,7 @@ class LongContender:
         self._before: dict[str, Any] = self._report()
 
     def restart(self) -> None:
-        """What was measured until now does not count; what was looked at does."""
+        """Forget the times and reads measured so far. Pictures and attention mass are kept."""
         self.seconds, self.settling, self._before = [], 0.0, self._report()
 
     @property
@@ -139,8 +139,8 @@ class LongContender:
 
 
 def clusters_of(layer: SelectiveLayer, row: int) -> tuple[np.ndarray, np.ndarray, tuple[float, int]]:
-    """Of the keys (n, D) of one row which cluster each is in, (n,), -1: none; and the mean squared distance to the mean
-    of their cluster, and how many clusters there are. Clusters of one centroid are one."""
+    """The keys (n, D) of one row, and the cluster of each, (n,), -1: none; the mean squared distance to the mean of
+    their cluster, and the number of clusters. Clusters of one centroid are one."""
     assert isinstance(layer, ClusterLayer)
     own = layer.history.clustered  # type: ignore[attr-defined]
     keys = layer.history.whole()[0][row].transpose(0, 1).flatten(1).float().cpu().numpy()

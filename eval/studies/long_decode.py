@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was measured by contender, with the last third of what is by thirds."""
+    """Measurements by contender, with the last third of those by thirds."""
     table: dict[str, dict[str, Any]] = {}
     for row in rows:
         flat = {key: value for key, value in row.items() if isinstance(value, int | float)}

@@ -22,7 +22,7 @@ PROMISED = "1/13"
 REFERENCE = "DynamicCache"
 """Name of the contender without fields, which all studies ask as well."""
 NEW_TOKENS = 24
-"""Of an answer, at most."""
+"""Most tokens of an answer."""
 
 
 def ask(

@@ -24,7 +24,7 @@ _LEVELS = (_PREFILLED, *LEVELS)
 
 
 def streamed(context: Context, level: str) -> tuple[Context, float]:
-    """What a cache holds after it, and the bytes of all objects over those of keys and values."""
+    """The context as it arrives, and the bytes of all objects over those of keys and values."""
     keys, values, sent, whole = [context.keys[0]], [context.values[0]], 0, 0
     for own_keys, own_values in zip(context.keys[1:], context.values[1:], strict=True):
         parts = []

@@ -37,8 +37,8 @@ class Look:
         return float(torch.cat(found).mean())
 
     def between(self, first: int, last: int) -> tuple[float, float]:
-        """Of the attention mass on positions `first` to `last` - 1 the share on what was attended to there, and on as
-        many with most of it, for each row; means over rows of heads."""
+        """Shares of the attention mass on positions `first` to `last` - 1: on those attended to, and on as many with
+        most of it, for each row; means over rows of heads."""
         assert self.columns is not None
         found = []
         for own, columns in zip(self.weights.unflatten(0, (len(self.columns), -1)), self.columns, strict=True):
@@ -50,8 +50,8 @@ class Look:
         return tuple(np.mean(found, 0).tolist())  # type: ignore[return-value]
 
     def important(self, share: float) -> float:
-        """Of what was attended to, the share that is among the `share` of all tokens that have most of the attention of
-        the row's heads, summed."""
+        """Share of the tokens attended to that are among the `share` of all tokens with most of the attention of the
+        row's heads, summed."""
         if self.columns is None:
             return share
         found = []

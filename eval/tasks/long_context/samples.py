@@ -82,8 +82,8 @@ def _planted(paragraphs: list[str], planted: list[str], generator: random.Random
 
 
 def _task(answer: int) -> Callable[[Make], Callable[..., dict[str, datasets.Dataset]]]:
-    """Of a task with so many tokens for its answer (`max_gen_toks`): lm-eval cuts the beginning of a prompt that leaves
-    less of a model's length."""
+    """Make a task with so many tokens for its answer (`max_gen_toks`): lm-eval cuts the beginning of a prompt that
+    leaves less of a model's length."""
 
     def task(make: Make) -> Callable[..., dict[str, datasets.Dataset]]:
         @functools.wraps(make)
@@ -151,7 +151,7 @@ def needle_multiquery(text: Text, generator: random.Random) -> Sample:
 
 @_task(96)
 def variable_tracking(text: Text, generator: random.Random) -> Sample:
-    """A value is handed on from variable to variable, and another one beside it (RULER)."""
+    """A value is handed on from variable to variable, next to another chain (RULER)."""
     names = ["".join(generator.sample(string.ascii_uppercase, 5)) for _ in range(10)]
     chains, values = (names[:5], names[5:]), _codes(generator, 2)
     first, second = (
