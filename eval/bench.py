@@ -40,9 +40,9 @@ _JOBS: dict[str, list[str]] = {
     "memory, low bits": ["-m", "eval.memory", "--cache", "spec", "--budget", "1/5"],
     "needles": ["-m", "eval.studies.quality_needles_budget"],
     "needles, tree": [*_NEEDLES.split(), _TENTH],
-    "needles, tree, one of four": [*_NEEDLES.split(), _TENTH, "--facts", "4"],
+    "needles, tree, one of four": [*_NEEDLES.split(), _TENTH, "--needles", "4"],
     "needles, low bits": [*_NEEDLES.split(), _ONE_BIT],
-    "needles, low bits, one of four": [*_NEEDLES.split(), _ONE_BIT, "--facts", "4"],
+    "needles, low bits, one of four": [*_NEEDLES.split(), _ONE_BIT, "--needles", "4"],
     **{
         name: ["-m", f"eval.studies.{name}"]
         for name in (

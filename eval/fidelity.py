@@ -1,4 +1,4 @@
-"""What does each cache lose, in which memory? All of them and their floors, on real text and planted facts."""
+"""What does each cache lose, in which memory? All of them and their floors, on real text and planted needles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import bench_text
 from .baselines.in_memory import SINKS, quantized_share, window_tokens
 from .fidelity_contenders import FIXED, FLOORS, WIDER, contenders, missing
 from .fidelity_pictures import draw_front, draw_layers
-from .fidelity_tables import LONGEST_FACTS, markdown, shipped, summarised
+from .fidelity_tables import LONGEST_NEEDLES, markdown, shipped, summarised
 from .kvpress_contender import PRESSES, KVPress
 from .needles import make_needles
 from .studies.common import Rows, Study, main, write_json
@@ -31,7 +31,7 @@ from .studies.watch import Look, Watch
 Contenders = dict[str, dict[str, Any]]
 """Name, as "disk-swap 1/13" -> fields."""
 BUDGETS = ("1/4", "1/6.5", "1/13", "1/20", "1/34")
-PARTS = ("text", "facts", "perplexity", "long", "speed")
+PARTS = ("text", "needles", "perplexity", "long", "speed")
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
         for tokens in arguments.tokens:
             if "text" in arguments.parts:
                 _texts(shared, everyone, tokens)
-            if "facts" in arguments.parts:
-                _facts(shared, everyone, tokens)
+            if "needles" in arguments.parts:
+                _needles(shared, everyone, tokens)
             if "perplexity" in arguments.parts:
                 _perplexity(shared, few, tokens)
         if "long" in arguments.parts:
@@ -154,13 +154,13 @@ def _text(
 _KEPT = ("kl", "top1", "perplexity", "peak_share", "mass", "worst", "layer_mass", "attended", "hit_rate")
 
 
-def _facts(shared: Run, everyone: Contenders, tokens: int) -> None:
-    """Planted facts are asked for, of those that `DynamicCache` knows."""
+def _needles(shared: Run, everyone: Contenders, tokens: int) -> None:
+    """Needles are asked for, of those that `DynamicCache` knows."""
     arguments, rows, tokenizer = shared.arguments, shared.rows, shared.tokenizer
     known = argparse.Namespace(path=arguments.path, known=True)
-    for facts in (1, 4):
-        key = {"part": "facts", "tokens": tokens, "facts": facts}
-        needles = list(make_needles(tokenizer, arguments.documents, min(tokens, LONGEST_FACTS), 0, facts))
+    for planted in (1, 4):
+        key = {"part": "needles", "tokens": tokens, "planted": planted}
+        needles = list(make_needles(tokenizer, arguments.documents, min(tokens, LONGEST_NEEDLES), 0, planted))
         ask(known, rows, everyone, needles, shared.model, tokenizer, **key)
         for sample, needle in enumerate(needles) if shared.press else ():
             if not rows.has(sample=sample, name=REFERENCE, answered=True, **key):

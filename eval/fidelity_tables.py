@@ -20,11 +20,11 @@ from .studies.quality_needles_budget import lost
 
 _MEANS = ("kl", "top1", "perplexity", "mass", "worst", "peak_share", "attended", "hit_rate")
 _HEADS = (
-    "cache", "memory", "held", "KL", "same token", "perplexity", "mass", "worst layer", "facts", "ms a step",
+    "cache", "memory", "held", "KL", "same token", "perplexity", "mass", "worst layer", "needles", "ms a step",
     "KL, long output",
 )  # fmt: skip
-LONGEST_FACTS = 7168
-"""Tokens of the longest context that facts are asked in: what is left of 8K is for question and answer."""
+LONGEST_NEEDLES = 7168
+"""Tokens of the longest context with needles: what is left of 8K is for question and answer."""
 Cell = dict[str, Any]
 
 
@@ -62,13 +62,13 @@ def _cell(tokens: int, name: str, here: list[dict[str, Any]]) -> Cell:
         cell |= {"layer_mass": means.tolist(), "worst": float(means.min()), "worst_layer": int(means.argmin())}
     if not cache:
         cell |= {"kl": 0.0, "top1": 1.0, "perplexity": 1.0, "peak_share": 1.0}
-    asked = lost([row for row in here if row["part"] == "facts"])
+    asked = lost([row for row in here if row["part"] == "needles"])
     if name in asked:
         own_of, beyond = asked[name]["of"], asked[name]["of_refused"]
-        cell |= {"facts_refused": beyond} if beyond else {}
+        cell |= {"needles_refused": beyond} if beyond else {}
         if own_of:  # what was refused was not found; where all was, nothing is known
             cell |= {"found": own_of - asked[name]["lost"], "known": own_of + beyond}
-            cell["fact_tokens"] = min(tokens, LONGEST_FACTS)
+            cell["needle_tokens"] = min(tokens, LONGEST_NEEDLES)
     for row in own:
         if row["part"] == "speed":
             cell |= {"seconds": row["median_seconds"], "quartiles": row["quartiles"]}
@@ -92,14 +92,14 @@ def markdown(summary: dict[str, Any]) -> str:
             if "uncertain" in cell:
                 perplexity += f" ± {cell['uncertain']:.4f}"
             held = f"1/{1 / cell['peak_share']:.1f}" if cell.get("peak_share") else ""
-            facts = f"{cell['found']} of {cell['known']}" if "found" in cell else ""
-            if beyond := cell.get("facts_refused"):
-                facts = f"{facts} ({beyond} refused)" if facts else "refused"
+            needles = f"{cell['found']} of {cell['known']}" if "found" in cell else ""
+            if beyond := cell.get("needles_refused"):
+                needles = f"{needles} ({beyond} refused)" if needles else "refused"
             step = f"{1e3 * cell['seconds']:.0f}" if "seconds" in cell else ""
             rows.append((
                 cell["cache"], cell["memory"], "refused" if cell.get("refused") else held, _number(cell, "kl", 4),
                 _number(cell, "top1", 3), perplexity, _number(cell, "mass", 3),
-                _number(cell, "worst", 2), facts, step, "refused" if cell.get("long_refused") else
+                _number(cell, "worst", 2), needles, step, "refused" if cell.get("long_refused") else
                 _number(cell, "long_kl", 4),
             ))  # fmt: skip
         table = Table(box=box.MARKDOWN)
@@ -113,7 +113,7 @@ def markdown(summary: dict[str, Any]) -> str:
 
 
 def shipped(summary: dict[str, Any]) -> dict[str, Any]:
-    """Values that the choice of a cache depends on, by context length and share of memory. Facts are of all
+    """Values that the choice of a cache depends on, by context length and share of memory. Needles are of all
     lengths at which each that is compared there was asked, and not refused in all, of those that were at any: a dozen
     of one tell little. A wider step that was not asked at all of these has none."""
     kept = ("tokens", "cache", "memory", "kl", "perplexity", "seconds", "long_kl", "long_perplexity")
@@ -135,6 +135,6 @@ def shipped(summary: dict[str, Any]) -> dict[str, Any]:
         alike = set(own).intersection(*lengths) if lengths else set()
         if alike and (cell["cache"] not in WIDER or alike == set(lengths[0]).intersection(*lengths)):
             row |= {field: sum(own[length][field] for length in alike) for field in ("found", "known")}
-            row["fact_tokens"] = sorted(own[length]["fact_tokens"] for length in alike)
+            row["needle_tokens"] = sorted(own[length]["needle_tokens"] for length in alike)
         found.append({**row, **WIDER.get(cell["cache"], {}), "memory": share(memory)})
     return {"cells": found}

@@ -1,4 +1,4 @@
-"""Needles in a haystack: documents with planted facts and questions for them."""
+"""Needles in a haystack: documents with planted sentences and questions for them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from hf_offload_cache.tuning import bundled_prose
 ADJECTIVES = ("amber", "silent", "northern", "crooked", "golden", "hidden", "frozen", "scarlet", "hollow", "distant")
 NOUNS = ("lighthouse", "orchard", "library", "harbour", "windmill", "greenhouse", "tower", "bridge", "museum", "well")
 _TEMPLATE_TOKENS = 130
-"""About as many tokens as the fact, the question and the chat template have."""
+"""About as many tokens as the needle, the question and the chat template have."""
 
 
 @dataclass(frozen=True)
 class Needle:
-    """A document with a fact in it, and the question for it. The wording makes `DynamicCache` answer 18 of 20 at 4K
-    tokens; a fact said once and asked plainly gave 9."""
+    """A document with a needle in it, and the question for it. The wording makes `DynamicCache` answer 18 of 20 at 4K
+    tokens; a needle said once and asked plainly gave 9."""
 
     document: str
-    fact: str
+    text: str
     question: str
     code: str
     depth: float
 
 
 def make_needles(
-    tokenizer: PreTrainedTokenizerBase, count: int, tokens: int, seed: int = 0, facts: int = 1
+    tokenizer: PreTrainedTokenizerBase, count: int, tokens: int, seed: int = 0, planted: int = 1
 ) -> Iterator[Needle]:
-    """Yield `count` samples of about `tokens` tokens, each with its own text, fact and depth, fixed by `seed`. One of
-    several `facts` in a document is asked for; the others name other places, and are spread evenly."""
+    """Yield `count` samples of about `tokens` tokens, each with its own text, needle and depth, fixed by `seed`. One
+    of several `planted` in a document is asked for; the others name other places, and are spread evenly."""
     paragraphs = bundled_prose()
     generator = random.Random(seed)
     paragraphs = paragraphs[(shift := seed * 97 % len(paragraphs)) :] + paragraphs[:shift]
@@ -42,10 +42,10 @@ def make_needles(
         adjective, noun = generator.choice(ADJECTIVES), generator.choice(NOUNS)
         code = str(generator.randrange(10_000, 100_000))
         depth = (index + 0.5) / count
-        adjectives = generator.sample([name for name in ADJECTIVES if name != adjective], facts - 1)
-        nouns = generator.sample([name for name in NOUNS if name != noun], facts - 1)
+        adjectives = generator.sample([name for name in ADJECTIVES if name != adjective], planted - 1)
+        nouns = generator.sample([name for name in NOUNS if name != noun], planted - 1)
         codes = [str(generator.randrange(10_000, 100_000)) for _ in nouns]
-        others = list(map(fact_of, map(" ".join, zip(adjectives, nouns, strict=True)), codes))
+        others = list(map(needle_of, map(" ".join, zip(adjectives, nouns, strict=True)), codes))
         chosen: list[str] = []
         lengths: list[int] = []
         room = tokens - _TEMPLATE_TOKENS - sum(len(tokenizer(other)["input_ids"]) + 1 for other in others)
@@ -60,17 +60,17 @@ def make_needles(
                 continue
             chosen.append(paragraph)
             lengths.append(length)
-        fact = fact_of(f"{adjective} {noun}", code)
-        places = [(depth + number / facts) % 1 for number in range(facts)]
-        for place, planted in sorted(zip(places, [fact, *others], strict=True), reverse=True):
+        needle = needle_of(f"{adjective} {noun}", code)
+        places = [(depth + number / planted) % 1 for number in range(planted)]
+        for place, sentences in sorted(zip(places, [needle, *others], strict=True), reverse=True):
             before = next(i for i in range(len(lengths) + 1) if sum(lengths[:i]) >= place * sum(lengths))
-            chosen.insert(before, planted)
+            chosen.insert(before, sentences)
         question = f"What is the secret code of the {adjective} {noun}? Answer with the number only."
-        yield Needle("\n\n".join(chosen), fact, question, code, depth)
+        yield Needle("\n\n".join(chosen), needle, question, code, depth)
 
 
-def fact_of(place: str, code: str) -> str:
-    """A fact, said twice."""
+def needle_of(place: str, code: str) -> str:
+    """A needle: its sentence, said twice."""
     sentence = f"he secret code of the {place} is {code}."
     return f"Remember this: t{sentence} T{sentence}"
 

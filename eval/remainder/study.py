@@ -48,12 +48,12 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
             found, lost = follow(model, context, new, scaled(PLANS[name], arguments.scale), arguments.bytes)
             near = distance(reference, found) | {"perplexity": perplexity_over(reference, found, new)}
             rows.add(kind="text", sample=sample, plan=name, lost=lost, **near)
-    needles = make_needles(tokenizer, arguments.needles, arguments.tokens, facts=4)
+    needles = make_needles(tokenizer, arguments.needles, arguments.tokens, planted=4)
     for sample, needle in enumerate(needles):
         ids = build_prompt(tokenizer, needle.document, needle.question)
         asked = len(tokenizer(needle.question, add_special_tokens=False)["input_ids"]) + 16
         context = prefill(model, ids[:, :-asked])
-        said = needle.fact.partition(". ")[2].removesuffix(".")  # the model answers with the fact's second sentence
+        said = needle.text.partition(". ")[2].removesuffix(".")  # the model answers with the needle's second sentence
         answer = tokenizer(said, add_special_tokens=False, return_tensors="pt")["input_ids"]
         if not (right := log_loss(model, context, ids, answer, Plan(), arguments.bytes))[0]:
             continue  # full attention does not answer

@@ -88,17 +88,17 @@ def lost(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _needle(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["prompt"], row["sample"], row["code"], row.get("facts")
+    return row["prompt"], row["sample"], row["code"], row.get("planted")
 
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
     model, tokenizer = default_model(loaded)
     contenders = contenders_of(arguments, {share: {"memory": share} for share in arguments.memory})
-    needles = make_needles(tokenizer, arguments.samples, arguments.tokens, 0, arguments.facts)
+    needles = make_needles(tokenizer, arguments.samples, arguments.tokens, 0, arguments.needles)
     ask(arguments, rows, contenders, needles, model, tokenizer)
     table = lost(rows.rows)
     share = table[PROMISED]["lost_share"] if PROMISED in table else None
-    figure = f"needles lost at {PROMISED}, {arguments.tokens} tokens, {arguments.facts} in each document"
+    figure = f"needles lost at {PROMISED}, {arguments.tokens} tokens, {arguments.needles} in each document"
     return {"contenders": table, "must_reach": [judged(figure, share, most=0.05)]}
 
 
@@ -107,7 +107,7 @@ STUDY = Study(
     {
         "tokens": (7168, "tokens of a document"),
         "samples": (20, "documents"),
-        "facts": (1, "needles in a document, of which one is asked for"),
+        "needles": (1, "needles in a document, of which one is asked for"),
         "known": (False, "ask only what DynamicCache answers"),
         "memory": (["1/4", "1/6.5", "1/13", "1/20", "1/34"], "memory budgets: shares of the full KV, or sizes"),
     },

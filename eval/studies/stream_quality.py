@@ -53,25 +53,25 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
             reference = logits if reference is None else reference
             if not rows.has(text=sample, level=level):
                 rows.add(text=sample, level=level, share=share, **distance(reference, logits))
-    for sample, needle in enumerate(make_needles(tokenizer, arguments.facts, arguments.tokens)):
-        if not (left := [level for level in _LEVELS if not rows.has(fact=sample, level=level)]):
+    for sample, needle in enumerate(make_needles(tokenizer, arguments.needles, arguments.tokens)):
+        if not (left := [level for level in _LEVELS if not rows.has(needle=sample, level=level)]):
             continue
         ids = build_prompt(tokenizer, needle.document, needle.question)
         context = prefill(model, ids[:, : prefilled_tokens(ids.shape[1])])
         for level in left:
             held = context if level == _PREFILLED else streamed(context, level)[0]
             text = answer(model, tokenizer, replay(DynamicCache(config=model.config), model, held), ids)
-            rows.add(fact=sample, level=level, answered=needle.code in text)
+            rows.add(needle=sample, level=level, answered=needle.code in text)
     return summary(rows.rows)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """By level: means over texts, and needles found of those found when prefilled."""
-    known = {row["fact"] for row in rows if row["level"] == _PREFILLED and row.get("answered")}
+    known = {row["needle"] for row in rows if row["level"] == _PREFILLED and row.get("answered")}
     table: dict[str, dict[str, Any]] = {}
     for level in _LEVELS:
         texts = [row for row in rows if row["level"] == level and "text" in row]
-        needles = [row for row in rows if row["level"] == level and row.get("fact") in known]
+        needles = [row for row in rows if row["level"] == level and row.get("needle") in known]
         means = {name: sum(row[name] for row in texts) / len(texts) for name in ("share", "kl", "top1") if texts}
         table[level] = {**means, "answered": sum(row["answered"] for row in needles), "of": len(known)}
     return {"levels": table}
@@ -83,9 +83,9 @@ STUDY = Study(
         "tokens": (4096, "tokens of a context"),
         "samples": (4, "texts"),
         "steps": (32, "tokens decoded after each, teacher-forced"),
-        "facts": (20, "documents with a needle"),
+        "needles": (20, "documents with a needle"),
     },
-    {"tokens": 1536, "samples": 1, "steps": 8, "facts": 2},
+    {"tokens": 1536, "samples": 1, "steps": 8, "needles": 2},
 )  # fmt: skip
 
 if __name__ == "__main__":

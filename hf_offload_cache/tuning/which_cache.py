@@ -229,7 +229,7 @@ def measured_caches(
 
     A cell has "cache", "tokens" and "memory" (a share of the full KV, "1/13"), "num_selected" if that was not the
     default's, and those of the following that were measured: "kl" in nats and "perplexity" relative to
-    `DynamicCache`'s, "found" of "known" needles in contexts of "fact_tokens", "seconds" per step, and the first two
+    `DynamicCache`'s, "found" of "known" needles in contexts of "needle_tokens", "seconds" per step, and the first two
     after a long output, "long_kl" and "long_perplexity". Raises `ConfigError` for an invalid file, for a table of
     another model than `model`, as far as that is known, and for one measured with other `fields` (None: not compared).
     The shipped table, a first guess, is for all models and fields; but for exact caches, which all give the same
@@ -361,8 +361,8 @@ def _check(cell: Cell) -> None:
     for name in ("kl", "perplexity", "seconds", "found", "known", "long_kl", "long_perplexity"):
         if not (name not in cell or math.isfinite(cell[name])):
             raise ValueError(f"{name} is {shown(cell[name])}")
-    if not all(_is_count(length) for length in cell.get("fact_tokens", ())):
-        raise ValueError(f"fact_tokens is {shown(cell['fact_tokens'])}")
+    if not all(_is_count(length) for length in cell.get("needle_tokens", ())):
+        raise ValueError(f"needle_tokens is {shown(cell['needle_tokens'])}")
     if "kl" in cell and "perplexity" not in cell:
         raise ValueError("a distance without a perplexity")
 
@@ -376,7 +376,7 @@ def _sentence(cell: Cell) -> str:
     if "kl" in cell:
         parts.append(f"KL {cell['kl']:.3g}, perplexity {cell['perplexity']:.3f} times DynamicCache's")
     if cell.get("known"):
-        lengths = [f"{length:,}" for length in cell.get("fact_tokens", ())]
+        lengths = [f"{length:,}" for length in cell.get("needle_tokens", ())]
         of = f" in contexts of {', '.join(lengths)} tokens" if lengths else ""
         parts.append(f"{cell['found']} of {cell['known']} needles{of}")
     if "long_kl" in cell:

@@ -61,7 +61,7 @@ def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
         assert texts[name].get("kl", -1) > -1e-6 and texts[name]["peak_share"] <= 0.9, texts[name]
         assert len(texts[name]["layer_mass"]) == long_model().config.num_hidden_layers
     assert texts["disk-swap 9/10"]["mass"] > texts["random 9/10"]["mass"]
-    assert {row["name"] for row in measured.where(part="facts", facts=4)} >= {"DynamicCache"}
+    assert {row["name"] for row in measured.where(part="needles", planted=4)} >= {"DynamicCache"}
     assert {row["name"] for row in measured.where(part="speed")} > {"DynamicCache", "disk-swap 9/10", "cluster 9/10"}
     for part in ("perplexity", "long"):
         scored = {row["name"]: row for row in measured.where(part=part)}

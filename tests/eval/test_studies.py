@@ -35,7 +35,7 @@ SMALL = {
     "speed --of links": "--tokens 1100 --steps 20 --memory none",
     "speed --of guess": "--tokens 700 --steps 20 --devices ufs",
     "stream_costs": "--tokens 512 --chunk 256",
-    "stream_quality": "--tokens 300 --steps 4 --facts 0",
+    "stream_quality": "--tokens 300 --steps 4 --needles 0",
     "stream_speed": "--tokens 640 --chunk 128",
 }
 SLOW = (*(name for name in SMALL if name.startswith("speed --of")), "quality --of bits")

@@ -193,7 +193,7 @@ def test_the_papers_budgets_fit(geometry: Geometry, context: int, part: str, bat
     if part == "1/13":
         assert config.num_selected == 400
         assert config.block_tokens >= 256  # a prefill in pieces over blocks of 64 takes two thirds more time
-        assert config.summary_bytes >= width // 8  # facts are lost with less
+        assert config.summary_bytes >= width // 8  # needles are lost with less
     else:
         assert config.num_selected >= 128
 
@@ -209,7 +209,7 @@ def test_what_more_memory_buys() -> None:
     assert [config.block_tokens for config in configs][-1] == 2048
 
 
-def test_no_slot_is_bought_with_the_bytes_that_find_facts() -> None:
+def test_no_slot_is_bought_with_the_bytes_that_find_needles() -> None:
     """Between 1/20 and 1/34 of 7,000 tokens: codes are as long as what all of the prefill leaves allows, and the
     shorter they are the more is lost."""
     full = SMOL.full_kv_bytes(7230, 1)

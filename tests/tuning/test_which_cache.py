@@ -44,7 +44,7 @@ BOTH = ("disk-swap", "cluster")
     [
         ({"kl": 0.01}, {"kl": 0.02}, "fidelity", "long-prompt", "disk-swap"),
         ({"kl": 0.02}, {"kl": 0.01}, "fidelity", "long-prompt", "cluster"),
-        # two facts in ten are worth more than any distance, one is not, nor is one in a hundred
+        # two needles in ten are worth more than any distance, one is not, nor is one in a hundred
         ({"kl": 0.02}, {"kl": 0.01, "found": 8}, "fidelity", "long-prompt", "disk-swap"),
         ({"kl": 0.02}, {"kl": 0.01, "found": 9}, "fidelity", "long-prompt", "cluster"),
         ({"kl": 0.02, "found": 100, "known": 100}, {"found": 99, "known": 100}, "fidelity", "long-prompt", "cluster"),
@@ -98,8 +98,8 @@ def test_long_outputs_that_were_measured_in_another_memory_say_nothing() -> None
     assert unmeasured.endswith("because none has a measurement of speed")
 
 
-def test_facts_are_said_with_the_lengths_at_which_they_were_asked_for() -> None:
-    cells = [cell("disk-swap", fact_tokens=[2048, 4096]), cell("cluster")]
+def test_needles_are_said_with_the_lengths_at_which_they_were_asked_for() -> None:
+    cells = [cell("disk-swap", needle_tokens=[2048, 4096]), cell("cluster")]
     lines = which_cache(fitting(*BOTH), cells, 1 / 13, 4096).why.splitlines()
     assert "10 of 10 needles in contexts of 2,048, 4,096 tokens, " in lines[0]
     assert "10 of 10 needles, KL" in next(line for line in lines if line.startswith("cluster"))
@@ -108,7 +108,7 @@ def test_facts_are_said_with_the_lengths_at_which_they_were_asked_for() -> None:
 SMALL = Geometry.uniform(4, 8, 2, 32, torch.bfloat16)
 
 
-def test_wider_steps_are_planned_where_they_cost_no_fact() -> None:
+def test_wider_steps_are_planned_where_they_cost_no_needle() -> None:
     def labels(context: int, share: int, **fields: Any) -> list[str]:
         full = SMALL.full_kv_bytes(context, 1)
         plans = compare_plans(SMALL, full // share, context, 1, fields, wider=True)
@@ -142,7 +142,7 @@ def test_a_wider_step_is_chosen_where_it_was_measured_to_be_better() -> None:
     assert any(line.startswith("disk-swap: at 4,096 tokens and 1/13: KL 0.02") for line in lines)
     assert len(lines) == len(registry.CACHES) + 1
     assert which_cache(plans, cells, 1 / 4, 16384, "speed").plan.num_selected is None
-    del wider["found"], wider["known"]  # a wider step has the facts of its cache
+    del wider["found"], wider["known"]  # a wider step has the needles of its cache
     assert which_cache(plans, cells, 1 / 4, 16384).why.splitlines()[0].endswith(", needles as of disk-swap")
     assert which_cache(plans, cells, 1 / 4, 16384).plan.num_selected == 800
     cells[0]["found"] = 5
@@ -157,9 +157,9 @@ def test_where_nothing_was_measured_that_is_said() -> None:
     cells = [{name: value for name, value in cell("spec").items() if name != "seconds"}, cell("cluster", seconds=9.0)]
     chosen = which_cache(fitting("cluster", "spec"), cells, 1 / 13, 4096, "speed")
     assert chosen.name == "cluster" and "spec: no measurement there" in chosen.why
-    facts_unknown = [cell("cluster", found=0, kl=0.5), cell("spec", known=0)]
-    assert which_cache(fitting("cluster", "spec"), facts_unknown, 1 / 13, 4096).name == "cluster"
-    assert which_cache(fitting("spec"), facts_unknown, 1 / 13, 4096).name == "spec"
+    needles_unknown = [cell("cluster", found=0, kl=0.5), cell("spec", known=0)]
+    assert which_cache(fitting("cluster", "spec"), needles_unknown, 1 / 13, 4096).name == "cluster"
+    assert which_cache(fitting("spec"), needles_unknown, 1 / 13, 4096).name == "spec"
 
 
 @pytest.mark.parametrize("wrong", [{"goal": "fast"}, {"hint": "long"}])
@@ -178,8 +178,8 @@ def test_another_goal_is_refused(wrong: dict[str, str]) -> None:
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "kl": NaN, "perplexity": 1}]}',
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "kl": 0}]}',
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "num_selected": "many"}]}',
-        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "fact_tokens": [0]}]}',
-        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "fact_tokens": "all"}]}',
+        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "needle_tokens": [0]}]}',
+        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "needle_tokens": "all"}]}',
     ],
 )
 def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
@@ -198,17 +198,17 @@ def test_the_shipped_table_has_every_cache() -> None:
             assert any(field in each for each in own), (name, field)
         assert len({each["tokens"] for each in own}) > 1 and len({each["memory"] for each in own}) > 1
     for each in cells:
-        assert ("found" in each) == ("fact_tokens" in each)
+        assert ("found" in each) == ("needle_tokens" in each)
         assert 0 < Fraction(each["memory"]) <= 1 and each.get("found", 0) <= each.get("known", 0)
         assert all(each.get(field, 0) >= 0 for field in ("kl", "long_kl")) and each.get("seconds", 1) > 0
     json.dumps(cells, allow_nan=False)
 
 
-def test_facts_of_the_shipped_table_are_of_the_same_questions_wherever_caches_are_compared() -> None:
+def test_needles_of_the_shipped_table_are_of_the_same_questions_wherever_caches_are_compared() -> None:
     asked: dict[tuple[int, str], set[tuple[int, ...]]] = {}
     for each in measured_caches():
         if "known" in each:
             place = asked.setdefault((each["tokens"], each["memory"]), set())
-            place.add((each["known"], *each["fact_tokens"]))
+            place.add((each["known"], *each["needle_tokens"]))
     assert all(len(place) == 1 for place in asked.values()), asked
     assert {7168} < set().union(*(one[1:] for place in asked.values() for one in place))  # as long as was asked

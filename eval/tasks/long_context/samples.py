@@ -1,6 +1,6 @@
 """Samples of long texts for lm-eval: each function gives its task's, the same ones for the same arguments.
 
-Texts are Python's own help topics, with facts planted in them. Arguments come of lm-eval's `--metadata` (JSON) and of
+Texts are Python's own help topics, with needles planted in them. Arguments come of lm-eval's `--metadata` (JSON) and of
 the model's: `max_seq_lengths`, tokens of a prompt with its answer, [4096]; `samples`, of each length, 20; `seed`.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import datasets
 
-from eval.needles import ADJECTIVES, NOUNS, fact_of
+from eval.needles import ADJECTIVES, NOUNS, needle_of
 from eval.tokens import Tokens, tokens_of
 
 _TEMPLATE = 64
@@ -114,25 +114,25 @@ def _codes(generator: random.Random, count: int) -> list[str]:
 
 @_task(48)
 def needle_single(text: Text, generator: random.Random) -> Sample:
-    """One fact, and a question for it."""
+    """One needle, and a question for it."""
     (place,), (code,) = _places(generator, 1), _codes(generator, 1)
     question = f"What is the secret code of the {place}? Answer with the number only."
-    return {"input": text.around([fact_of(place, code)], question, generator), "outputs": [code]}
+    return {"input": text.around([needle_of(place, code)], question, generator), "outputs": [code]}
 
 
 @_task(48)
 def needle_multikey(text: Text, generator: random.Random) -> Sample:
-    """Eight facts, and a question for one of them."""
-    facts = dict(zip(_places(generator, 8), _codes(generator, 8), strict=True))
-    place = generator.choice(list(facts))
+    """Eight needles, and a question for one of them."""
+    codes = dict(zip(_places(generator, 8), _codes(generator, 8), strict=True))
+    place = generator.choice(list(codes))
     question = f"What is the secret code of the {place}? Answer with the number only."
-    planted = [fact_of(*one) for one in facts.items()]
-    return {"input": text.around(planted, question, generator), "outputs": [facts[place]]}
+    planted = [needle_of(*one) for one in codes.items()]
+    return {"input": text.around(planted, question, generator), "outputs": [codes[place]]}
 
 
 @_task(128)
 def needle_multivalue(text: Text, generator: random.Random) -> Sample:
-    """Four facts of one place, all asked for."""
+    """Four needles of one place, all asked for."""
     (place,), codes = _places(generator, 1), _codes(generator, 4)
     planted = [f"Remember this: one of the secret codes of the {place} is {code}." for code in codes]
     question = f"What are the four secret codes of the {place}? Answer with the numbers only."
@@ -141,12 +141,12 @@ def needle_multivalue(text: Text, generator: random.Random) -> Sample:
 
 @_task(128)
 def needle_multiquery(text: Text, generator: random.Random) -> Sample:
-    """Four facts of four places, all asked for."""
-    facts = dict(zip(_places(generator, 4), _codes(generator, 4), strict=True))
-    asked = ", ".join(f"the {place}" for place in facts)
+    """Four needles of four places, all asked for."""
+    codes = dict(zip(_places(generator, 4), _codes(generator, 4), strict=True))
+    asked = ", ".join(f"the {place}" for place in codes)
     question = f"What are the secret codes of {asked}? Answer with the numbers only."
-    planted = [fact_of(*one) for one in facts.items()]
-    return {"input": text.around(planted, question, generator), "outputs": list(facts.values())}
+    planted = [needle_of(*one) for one in codes.items()]
+    return {"input": text.around(planted, question, generator), "outputs": list(codes.values())}
 
 
 @_task(96)
@@ -206,7 +206,7 @@ def frequent_words(text: Text, generator: random.Random) -> Sample:
 
 @_task(16)
 def document_qa(text: Text, generator: random.Random) -> Sample:
-    """Two of sixteen facts have to be put together; one of four answers is right."""
+    """Two of sixteen planted sentences have to be put together; one of four answers is right."""
     rooms, keepers = _places(generator, 8), generator.sample(_NAMES, 8)
     kept = generator.sample(_THINGS, 8)
     planted = [f"{keeper} is the keeper of the {room}." for keeper, room in zip(keepers, rooms, strict=True)]
@@ -222,12 +222,12 @@ def document_qa(text: Text, generator: random.Random) -> Sample:
 
 @_task(640)
 def long_generation(text: Text, generator: random.Random) -> Sample:
-    """All facts of a text, one a line: a long answer over a long text. Below 2,048 tokens there is room for eight."""
+    """All needles of a text, one a line: a long answer over a long text. Below 2,048 tokens there is room for eight."""
     count = 24 if text.tokens >= 2048 else 8
-    facts = dict(zip(_places(generator, count), _codes(generator, count), strict=True))
-    planted = [f"The secret code of the {place} is {code}." for place, code in facts.items()]
+    codes = dict(zip(_places(generator, count), _codes(generator, count), strict=True))
+    planted = [f"The secret code of the {place} is {code}." for place, code in codes.items()]
     question = "List all the secret codes in the text above, one a line, each with its place."
-    return {"input": text.around(planted, question, generator), "outputs": list(facts.values())}
+    return {"input": text.around(planted, question, generator), "outputs": list(codes.values())}
 
 
 _NAMES = (
