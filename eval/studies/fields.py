@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Values = dict[str, tuple[Any, ...]]
-"""Field -> values that are tried, one at a time, while the other fields stay."""
+"""Field -> values that are tried, one at a time. Other fields stay, except those of `_ADDED`."""
 Fields = dict[str, Any]
 
 SHARED: Values = {
@@ -55,14 +55,14 @@ OUTPUT: dict[str, Values] = {
     "cluster": {"split_threshold": (1.05, 1e9), "append_buffer": (0, 64), "join_every": (4, 128)}
 }
 """Fields that matter in a long output."""
-_BESIDES: dict[str, Fields] = {
+_ADDED: dict[str, Fields] = {
     "block_tokens": {"exact": True},
     "cluster_capacity": {"cluster_size": 12},
     "dense_share": {"dense_chunk_size": 8},
     "selected_share": {"num_selected": None},
     "summary_dtype": {"rank": 48},
 }
-"""Fields that another needs to have an effect, or to have only its own."""
+"""Fields that another needs to have an effect, or to have only its own. The label names them too."""
 DEFAULT = "default fields"
 _VARIANTS = "eval.baselines.swap_variants:"
 RULES: dict[str, Fields] = {
@@ -73,12 +73,14 @@ RULES: dict[str, Fields] = {
 
 
 def contenders(tables: Mapping[str, Values]) -> dict[str, Fields]:
-    """By "cache: field=value", first each cache's default. Whether a cache looks ahead is not left to times."""
+    """By "cache: field=value, added=value", each cache's default first. No cache measures whether to look ahead."""
     found: dict[str, Fields] = {}
     for cache, values in tables.items():
         base: Fields = {"cache": cache, **({} if cache == "spec" else {"look_ahead": False})}
         found[f"{cache}: {DEFAULT}"] = base
         for field, several in values.items():
             for value in several:
-                found[f"{cache}: {field}={value}"] = {**base, **_BESIDES.get(field, {}), field: value}
+                own = {field: value, **_ADDED.get(field, {})}
+                label = ", ".join(f"{name}={one}" for name, one in own.items())
+                found[f"{cache}: {label}"] = {**base, **own}
     return found

@@ -98,8 +98,10 @@ def test_a_study_resumes_where_it_was_interrupted(tmp_path: Path, capsys: pytest
 def test_values_that_are_tried_are_valid(name: str) -> None:
     given = {**fields.contenders(fields.OWN), **fields.contenders(fields.OUTPUT)}[name]
     config = cache_class(given["cache"]).config_class(**{key: one for key, one in given.items() if key != "cache"})
-    field, equals, value = name.partition(": ")[2].partition("=")
-    assert not equals or str(getattr(config, field)) == value
+    label = name.partition(": ")[2]
+    shown = {} if label == fields.DEFAULT else dict(pair.split("=") for pair in label.split(", "))
+    assert {key: str(getattr(config, key)) for key in shown} == shown
+    assert not shown or given.keys() - shown.keys() <= {"cache", "look_ahead"}
 
 
 def test_weights_of_a_hand_made_attention() -> None:
