@@ -24,9 +24,19 @@ Where to find the paper:
   `Partition.rest`; the next layer's clusters are prefetched: `SelectiveCache.leave_attention` in `core`
 * section 6.2, cluster-aligned replacement: `ClusterAligned` in `fetch`; updated clusters stay: `ClusterLayer.renewed`
 
-Three things differ from algorithm 1. Tokens join in batches (the field join_every), and layers settle in turns. Every
-new entry is buffered first, because a page on disk is only rewritten after it was read. The flag is computed from
-the variance, which a joining key updates at once.
+What differs from algorithm 1:
+
+* Tokens join in batches (the field join_every), and layers settle in turns.
+* Every new entry is buffered first, because a page on disk is only rewritten after it was read.
+* The flag is computed from the variance, which a joining key updates at once: `Partition.to_split`.
+* The threshold tau of a head is not an input. It is 1.25 times (split_threshold) the mean variance of the head's
+  clusters at the last bulk clustering.
+* A cluster over capacity is split whatever its variance, and into more than two parts if they would be over capacity:
+  `Partition.parts`.
+* A variance splits no cluster once the head's clusters reserve 2.5 times the disk space of its keys: `Partition.roomy`.
+* Over the buffer budget, as many of the fullest clusters as needed are settled (`fullest`), and only flagged ones are
+  split. The paper always splits the fullest one.
+* Shared clusters are closed: no key joins them, and they are not split (`Partition.nearest`, `Partition.close`).
 """
 
 from .append_buffer import AppendBuffer as AppendBuffer

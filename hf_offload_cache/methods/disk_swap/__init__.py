@@ -1,5 +1,10 @@
 """`DiskSwapCache`: KVSwap. Compact keys in memory rank the groups on disk.
 
+A decoding step in reading order: `predictor.py` selects groups (`select`). `fitted_keys.py` ranks them by their
+compact keys (`compact_keys.py`, `ranking.py`, `integer_product.py`). `core` and `fetch` gather them for the attention,
+and guess the next layer's query. Keys that leave the latest tokens become compact keys (`learn`). `coding.py` fits the
+coding to the prompt, `cache.py` coordinates the layers, and `fit.py` fits a budget.
+
 Where to find the paper:
 
 * section 3.2, the adapter A by SVD: `principal_directions`; offline, from sample text: `calibrate` in
