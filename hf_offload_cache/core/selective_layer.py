@@ -213,7 +213,7 @@ class SelectiveLayer(OffloadLayer):
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             predictor.close()
             what = f"{type(error).__name__}: {shown(str(error), 200)}"
-            self.given_state, self.refused = None, f"layer {self.layer_idx} learns anew ({what})"
+            self.given_state, self.refused = None, f"layer {self.layer_idx} is fitted again ({what})"
             return
         self.predictor.close()
         self.predictor = predictor
