@@ -153,8 +153,8 @@ def _own(cache: Any, *, alone: bool) -> AbstractContextManager[Any]:
 
 
 def runs(contexts: Sequence[Tokens]) -> Iterator[tuple[list[Tokens], int]]:
-    """Neighbours of sorted contexts that begin alike, and how many tokens all of them do, each less its last token; one
-    that is alone, and 0."""
+    """Neighbouring sorted contexts that begin with the same tokens, and the number of these, without the last token of
+    each. A context without such neighbours comes with 0."""
     first = 0
     while first < len(contexts):
         own, stop = contexts[first], first + 1

@@ -130,7 +130,7 @@ class OffloadLM(HFLM):
         """The last tokens of a request that fit the model, as `hf` cuts them."""
         for name, ids in (("context", context), ("continuation", continuation)):
             if not ids:
-                raise ConfigError(f"a request's {name} must have a token at least, got none: mend the task's texts")
+                raise ConfigError(f"a request's {name} must have a token at least, got none: fix the task's texts")
         if len(continuation) > self.max_length:
             raise ConfigError(
                 f"a request's continuation must have at most max_length={self.max_length} tokens, got "
@@ -225,8 +225,8 @@ def _check_dtype(name: str, value: Any) -> None:
 
 
 def _there(device: str | None) -> str:
-    """The device, or the usual one in the place of one of CUDA's that there is not: lm-eval's command says `cuda:0`
-    where nothing is said, and `hf` takes it for nothing."""
+    """The device, or the default one if this CUDA device does not exist. lm-eval's command passes `cuda:0` by
+    default, and `hf` ignores it then."""
     here = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if device is not None and (not device.startswith("cuda") or device in (*here, "cuda" if here else "")):
         return device

@@ -1,4 +1,4 @@
-"""Refuses phrases that are never right in README, pages, public docstrings and error messages: `make lint` runs it."""
+"""Rejects phrases that are never right in README, pages, pictures, metadata, docstrings and errors, in `make lint`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+NAMED = ("README.md", "CONTRIBUTING.md", "CITATION.cff", "setup.cfg")
+PAGES = [*(ROOT / name for name in NAMED), *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "docs").rglob("*.svg")]
 NEVER = {
-    r"brought": "read, fetched",
+    r"br(?:ings?|ought)": "read, fetched",
     r"taken in(?! (?:turns|pieces))": "added, ingested",
     r"in the place of": "instead of",
     r"alike|likest": "similar, most similar",
     r"learnt|lessons?|teach(?:es|ing)?|taught": "fitted state, prior",
     r"(?:the )?how manieth": "index",
+    r"(?<!io_uring_enter.)(?:is|are|be|been|was|were) refused": "raises `X`",
 }
 """Phrase -> what to write, as `english.md` has it."""
 PHRASE = re.compile("|".join(rf"\b(?:{one})\b" for one in NEVER).replace(" ", r"\s+"), re.IGNORECASE)
@@ -38,7 +40,7 @@ def public(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def found() -> Iterator[str]:
-    """What is refused, each as `file:line: phrase, instead of it`."""
+    """Each phrase found, as `file:line: phrase, better: another`."""
     texts = [(path, 1, path.read_text(encoding="utf-8")) for path in PAGES]
     for path in sorted((ROOT / "hf_offload_cache").rglob("*.py")):
         texts += [(path, *one) for one in public(ast.parse(path.read_text(encoding="utf-8")))]

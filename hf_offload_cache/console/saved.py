@@ -71,7 +71,7 @@ def add(verbs: Any) -> None:
     parser = add_verb(
         verbs, "rm", remove_contexts, "remove contexts",
         "Remove the named contexts. With --folder and --max-bytes, remove a folder's least recently used contexts "
-        "until the others fit the limit. There is no confirmation. Anything that is not a context is refused. Caches "
+        "until the others fit the limit. There is no confirmation. Anything that is not a context stays. Caches "
         "that have a removed context open keep it. Exit codes: 0 all were removed, 1 the disk failed, 2 something was "
         "not a context; the others are removed all the same.",
     )  # fmt: skip
