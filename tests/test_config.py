@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import CASES, SMALL, assert_exact, prompt, reference, tiny, unchanged
 
-from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache, OffloadConfig
+from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache, OffloadConfig, SpecConfig
 from hf_offload_cache.config import parse_size
 from hf_offload_cache.errors import ConfigError, StoreError, StoreFullError
 from hf_offload_cache.testing import open_descriptors
@@ -166,6 +166,13 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes | None, 
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=named):
         DiskSwapCache(tiny("llama"), config=path)
+
+
+def test_the_speculative_token_looks_ahead() -> None:
+    """So only an explicit True is a mistake."""
+    assert {SpecConfig(**given).look_ahead for given in ({}, {"look_ahead": None}, {"look_ahead": False})} == {False}
+    with pytest.raises(ConfigError, match="look_ahead must be False in a SpecConfig, got True: leave it out"):
+        SpecConfig(look_ahead=True)
 
 
 def test_a_configuration_of_another_kind() -> None:

@@ -29,7 +29,7 @@ class SpecConfig(SelectiveConfig):
     reuse_capacity: int = 0
     """Tokens whose records stay in memory after a read. Entries that are selected again stay in any case."""
     look_ahead: bool | None = False
-    """Always False, because the speculative token predicts the reads."""
+    """Always False, because the speculative token predicts the reads. True raises `ConfigError`."""
     bits: int = 2
     """Bits of an element of the copy: 1, 2 or 4."""
     quant_group: int = 64
@@ -54,6 +54,11 @@ class SpecConfig(SelectiveConfig):
         if self.group_size is not None and self.quant_group % self.group_size:
             raise ConfigError(
                 f"group_size must divide quant_group ({self.quant_group}), got {self.group_size}: use group_size=4"
+            )
+        if self.look_ahead:
+            raise ConfigError(
+                f"look_ahead must be False in a {type(self).__name__}, got {self.look_ahead}: leave it out, because "
+                "the speculative token predicts the reads"
             )
         object.__setattr__(self, "look_ahead", False)
 
