@@ -8,12 +8,11 @@ from typing import Any
 from transformers.utils import is_optimum_quanto_available
 
 from hf_offload_cache.registry import CACHES, cache_class
-from hf_offload_cache.tuning import which_cache as compare_plans
 
 WIDER: dict[str, dict[str, Any]] = {
     f"{cache}-{tokens}": {"cache": cache, "num_selected": tokens}
-    for cache, counts in compare_plans.WIDER.items()
-    for tokens in counts
+    for cache in CACHES
+    for tokens in cache_class(cache).wider_steps
 }
 """Name -> fields of caches whose step attends to more tokens than by default, in the same memory."""
 FIXED = ("4-bit", "2-bit")

@@ -251,6 +251,9 @@ class OffloadConfig:
 class SelectiveConfig(OffloadConfig):
     """Fields of every cache that selects tokens."""
 
+    sets_memory: ClassVar[tuple[str, ...]] = ("num_selected", "reuse_capacity", "memory")
+    """Fields with which a user sets the memory for selecting: see `SelectiveCache.weigh`."""
+
     num_selected: int = 400
     """Tokens attended to beyond sinks and latest ones, rounded up to complete units."""
     reuse_capacity: int = 400

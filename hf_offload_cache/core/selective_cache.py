@@ -77,10 +77,6 @@ class Pace:
             self._chosen = ways[0] <= ways[1]
 
 
-_USUAL = ("num_selected", "reuse_capacity", "memory", "adapter", "host_memory")
-"""Fields with which a user sets the memory for selecting."""
-
-
 class SelectiveCache(OffloadCache):
     """A cache with exact prefill. A step that selects attends to the first tokens, the latest ones, and the units that
     its layers' predictors select. A method is a `layer_class` with a predictor, and a `config_class`."""
@@ -98,7 +94,7 @@ class SelectiveCache(OffloadCache):
         self.selecting = None if settings.exact else Selecting(settings, self.shared.storage, self.reads_ahead)
         self._pace = Pace(settings.look_ahead)
         self._looks_ahead = False  # in this step
-        self.weighs = all(getattr(settings, name, None) == getattr(type(settings), name, None) for name in _USUAL)
+        self.weighs = all(getattr(settings, name) == getattr(type(settings), name) for name in settings.sets_memory)
         """The fields that decide the memory for selecting have their defaults; see `weigh`."""
         self._weighed = (0, 0)  # sequences and tokens of the latest plan
         self._queue_for = 0  # sequences that the short write queue was sized for
@@ -143,6 +139,9 @@ class SelectiveCache(OffloadCache):
         """Fields that `tune` tries in addition to those of `for_budget`: those that depend on model and machine. The
         user's `given` fields override them. An empty list: there is nothing to tune."""
         return []
+
+    wider_steps: ClassVar[tuple[int, ...]] = ()
+    """Values of `num_selected` that comparisons try besides the default: closer to `DynamicCache`, and slower."""
 
     solver: ClassVar[str | None] = None
     """The method's own tuner, "module:function", which `tune` imports; None: `tune` tries `to_try`."""

@@ -123,8 +123,8 @@ def measure_caches(
     progress: bool = True,
     **fields: Any,
 ) -> dict[str, Any]:
-    """Measure each cache of the registry within `memory`, with the default `num_selected` and with more (`WIDER`), and
-    `DynamicCache`, on the same texts, token by token.
+    """Measure each cache of the registry within `memory`, with the default `num_selected` and with more
+    (`wider_steps`), and `DynamicCache`, on the same texts, token by token.
 
     Texts are prefilled in pieces. Caches are open at once and decode in turns, so that a slower phase of the machine
     affects all of them: that takes `memory` for each of them, and the full KV for `DynamicCache`. If that is more than

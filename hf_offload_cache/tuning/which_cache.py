@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
 # Plans of all caches for the same memory
 
-WIDER = {"disk-swap": (800, 1600), "cluster": (800,)}
-"""Tokens per step to try besides the default: closer to `DynamicCache`, and slower."""
-
-
 @dataclass(frozen=True)
 class ComparedPlan:
     """One cache's plan. `plan` and `config` None: it does not fit, or lacks a package, as `refused` says."""
@@ -43,7 +39,7 @@ class ComparedPlan:
     read_bytes: int | None
     """Estimate of a step's reads for all rows, if nothing it needs is in memory and all layers have the same form."""
     num_selected: int | None = None
-    """One of `WIDER`; None: the cache's default."""
+    """One of the cache's `wider_steps`; None: the cache's default."""
     shortfalls: tuple[str, ...] = ()
     """The `notes` that describe losses."""
 
@@ -74,8 +70,8 @@ def compare_plans(
     Args:
         memory: bytes; None: as much as each one's own fields take.
         fields: fields for all caches.
-        wider: after each cache, also those of `WIDER` that fit the memory, have no shortfall that the default lacks,
-            and attend to half of the context at most.
+        wider: after each cache, also those of its `wider_steps` that fit the memory, have no shortfall that the default
+            lacks, and attend to half of the context at most.
         installed: refuse caches that lack a package here.
 
     Raises `ConfigError` for a field that one of them lacks.
@@ -90,7 +86,7 @@ def compare_plans(
         usual = _planned(name, geometry, memory, context, batch, fields, None)
         plans.append(usual)
         free = wider and "num_selected" not in fields and not fields.get("exact")
-        for count in WIDER.get(name, ()) if free and usual.plan is not None else ():
+        for count in cache_class(name).wider_steps if free and usual.plan is not None else ():
             other = _planned(name, geometry, memory, context, batch, fields, count)
             if 2 * count <= context and other.plan is not None and set(other.shortfalls) <= set(usual.shortfalls):
                 plans.append(other)

@@ -13,13 +13,12 @@ from harness import COMMON, build, generate, prompt, tiny
 from long_llama import long_model
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_offload_cache import DiskSwapCache, measure_caches, offload_cache, registry
+from hf_offload_cache import ClusterCache, DiskSwapCache, measure_caches, offload_cache, registry
 from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
 from hf_offload_cache.methods.cluster import cache as cluster
 from hf_offload_cache.model import Geometry, Seam
-from hf_offload_cache.tuning import TURN, identity_of, measured_caches, shape_of, together, without_seams
+from hf_offload_cache.tuning import TURN, compare_plans, identity_of, measured_caches, shape_of, together, without_seams
 from hf_offload_cache.tuning import measure_caches as measuring
-from hf_offload_cache.tuning import which_cache as compare_plans
 
 CONTEXT, STEPS = 1200, 12
 FULL = CONTEXT * 3 * 2 * 2 * 16 * 4
@@ -121,7 +120,8 @@ def test_a_full_cache_that_memory_does_not_hold_is_left_out(
 
 @pytest.mark.slow
 def test_wider_steps_are_measured_and_chosen(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_plans, "WIDER", {"disk-swap": (500,)})
+    monkeypatch.setattr(DiskSwapCache, "wider_steps", (500,))
+    monkeypatch.setattr(ClusterCache, "wider_steps", ())
     found = measured(model, tmp_path)
     usual, wider = (cell for cell in found["cells"] if cell["cache"] == "disk-swap")
     assert ("num_selected" in usual, wider["num_selected"]) == (False, 500) and wider["memory"] == usual["memory"]
@@ -261,13 +261,13 @@ def test_a_cache_that_lacks_a_package_is_no_choice(
 ) -> None:
     monkeypatch.setattr(cluster, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"faiss, which is not installed: pip install 'hf-offload-cache\[cluster\]'"):
-        cluster.ClusterCache(model, path=tmp_path)
+        ClusterCache(model, path=tmp_path)
     with offload_cache(model, MEMORY, CONTEXT, path=tmp_path) as cache:
         assert "cluster: left out: ClusterCache needs faiss" in cache.why
     asked = (Geometry.of(model), None, CONTEXT, 1, {})
-    plans = compare_plans.compare_plans(*asked, installed=True)
+    plans = compare_plans(*asked, installed=True)
     assert [plan.name for plan in plans if plan.plan is None] == ["cluster"]
-    assert all(plan.plan is not None for plan in compare_plans.compare_plans(*asked))  # what it would hold
+    assert all(plan.plan is not None for plan in compare_plans(*asked))  # what it would hold
 
 
 def test_bad_requests(model: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from tiny_llama import WORDS, tiny_llama, token_ids, tokenizer
 from transformers import MistralConfig, MistralForCausalLM
 
-from hf_offload_cache import DiskSwapCache, OffloadCache, registry, tune
+from hf_offload_cache import ClusterCache, DiskSwapCache, OffloadCache, registry, tune
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.console import named_cache as load_model
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, UnsupportedModelError
@@ -26,7 +26,7 @@ from hf_offload_cache.model import Geometry
 from hf_offload_cache.model.fingerprint import fingerprint
 from hf_offload_cache.testing import open_descriptors
 from hf_offload_cache.tuning import Tuned, measured_caches, sample, tuner
-from hf_offload_cache.tuning import which_cache as compare_plans
+from hf_offload_cache.tuning.which_cache import labelled
 
 ASKED: dict[str, Any] = {
     "memory": "1/3", "max_context": 6144, "max_batch": 3, "texts": [token_ids(1200)], "quick": True, "samples": 2,
@@ -292,7 +292,8 @@ def test_the_console(
 def test_the_console_compares_all_caches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare_plans, "WIDER", {"disk-swap": (420,)})
+    monkeypatch.setattr(DiskSwapCache, "wider_steps", (420,))
+    monkeypatch.setattr(ClusterCache, "wider_steps", ())
     monkeypatch.setattr(load_model, "load", lambda *args: (tiny_llama(), tokenizer))
     monkeypatch.setattr(load_model, "load_geometry", lambda *args: Geometry.of(tiny_llama()))
     text, out = tmp_path / "text.txt", tmp_path / "caches.json"
@@ -313,7 +314,7 @@ def test_the_console_compares_all_caches(
     nearest = min(cells[1:], key=lambda cell: cell["kl"])
     wider = nearest.get("num_selected")
     assert (chosen["fidelity"]["name"], chosen["fidelity"]["num_selected"]) == (nearest["cache"], wider)
-    assert f"for fidelity: {compare_plans.labelled(nearest['cache'], wider)}: at 900 tokens" in capsys.readouterr().out
+    assert f"for fidelity: {labelled(nearest['cache'], wider)}: at 900 tokens" in capsys.readouterr().out
     half = Geometry.uniform(3, 4, 2, 16, torch.bfloat16)
     monkeypatch.setattr(load_model, "load_geometry", lambda *args: half)
     assert cli.main([*plan, "--model", "a/model"]) == 2

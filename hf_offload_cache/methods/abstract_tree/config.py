@@ -60,6 +60,7 @@ class AbstractTreeConfig(SelectedShareConfig):
     kept_on_open: ClassVar[tuple[str, ...]] = (
         *SelectedShareConfig.kept_on_open, "compress", "abstracts", "chunk_size", "dense_layers", "dense_chunk_size",
     )  # fmt: skip
+    sets_memory: ClassVar[tuple[str, ...]] = (*SelectedShareConfig.sets_memory, "host_memory")
 
     chunk_size: int | Sequence[int] | None = None
     """Tokens per chunk, a power of two. A chunk has one abstract, and is one record on disk. A sequence has one value

@@ -190,6 +190,7 @@ class ClusterCache(SelectiveCache):
 
     config_class: ClassVar[type[OffloadConfig]] = ClusterConfig
     layer_class: ClassVar[type[OffloadLayer]] = ClusterLayer
+    wider_steps: ClassVar[tuple[int, ...]] = (800,)
     config: ClusterConfig
 
     @classmethod

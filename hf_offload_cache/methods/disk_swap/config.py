@@ -23,6 +23,7 @@ class DiskSwapConfig(SelectiveConfig):
         *SelectiveConfig.kept_on_open, "summary_bytes", "rank", "summary_dtype",
     )  # fmt: skip
     not_with_exact: ClassVar[tuple[str, ...]] = ("adapter",)
+    sets_memory: ClassVar[tuple[str, ...]] = (*SelectiveConfig.sets_memory, "adapter")
 
     summary_bytes: int | None = None
     """Bytes of a coded compact key, for each token and layer. None: a sixteenth of a key in 16 bits, from 8 to 128."""
