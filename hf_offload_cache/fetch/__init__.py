@@ -8,7 +8,6 @@ from .choice import Extents as Extents
 from .choice import Fetched as Fetched
 from .choice import valid_entries as valid_entries
 from .fetcher import Fetcher as Fetcher
-from .policy import ClusterAligned as ClusterAligned
 from .policy import FirstIn as FirstIn
 from .policy import MostUsed as MostUsed
 from .policy import Policy as Policy

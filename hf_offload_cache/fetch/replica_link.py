@@ -1,4 +1,8 @@
-"""The split of a layer's reads into full records and smaller replicas (LeoAM, section 4.4)."""
+"""The split of a layer's reads into full records and smaller replicas (LeoAM, section 4.4).
+
+A method makes the `Link` and stores the replicas. The split is part of a read (`reads.py`), which knows the absent
+records, the area they go to, and the time that a prefetch had.
+"""
 
 from __future__ import annotations
 

@@ -9,13 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.fetch import (
-    ClusterAligned,
-    FirstIn,
-    MostUsed,
-    Policy,
-    SlotTable,
-)
+from hf_offload_cache.fetch import FirstIn, MostUsed, Policy, SlotTable
+from hf_offload_cache.methods.cluster import ClusterAligned
 
 
 def aligned(sizes: np.ndarray) -> Callable[[int], Policy]:

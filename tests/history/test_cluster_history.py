@@ -25,17 +25,11 @@ from hf_offload_cache.methods.cluster import (
     ClusterHistory,
     fullest,
     in_order,
+    new_clusters,
     streaming,
 )
-from hf_offload_cache.methods.cluster import (
-    entries as clustered_entries,
-)
-from hf_offload_cache.methods.cluster import (
-    partition as moments,
-)
-from hf_offload_cache.methods.cluster import (
-    partition as new_clusters,
-)
+from hf_offload_cache.methods.cluster import entries as clustered_entries
+from hf_offload_cache.methods.cluster.partition import counted
 from hf_offload_cache.stores import aligned_empty
 from hf_offload_cache.testing.histories import CONFIG, FORM, HistoryTests, some_keys_and_values
 
@@ -313,15 +307,15 @@ def test_a_crop_reads_what_stays_of_clusters_alone(monkeypatch: pytest.MonkeyPat
     read = list[int]()
     asks = ClusteredEntries.read
 
-    def counted(own: ClusteredEntries, *which: np.ndarray) -> torch.Tensor:
+    def watched(own: ClusteredEntries, *which: np.ndarray) -> torch.Tensor:
         read.append(len(which[0]))
         return asks(own, *which)
 
-    monkeypatch.setattr(ClusteredEntries, "read", counted)
+    monkeypatch.setattr(ClusteredEntries, "read", watched)
     with filled(2, 300) as case:
         own = case.history.clustered
         case.append(300)
-        pages = -(-np.minimum(own.stored, moments.counted(own.labels[:, :280], own.partition.clusters)) // 4)
+        pages = -(-np.minimum(own.stored, counted(own.labels[:, :280], own.partition.clusters)) // 4)
         case.truncate(280)
         assert sum(read) <= pages.sum() and len(read) < 40, "some pages at a time"
         case.check()

@@ -2,7 +2,8 @@
 
 A decoding step in reading order: `entries.py` adds new tokens to clusters (`add`), `predictor.py` selects clusters, and
 `cache.py` attends to them and settles buffered entries (`settle`). `partition.py` has the clusters themselves, their
-statistics and splits. `pages.py`, `append_buffer.py` and `history.py` store the entries. `plan.py` fits a budget.
+statistics and splits. `new_clusters.py` orders a prompt's clusters on disk. `pages.py`, `append_buffer.py` and
+`history.py` store the entries. `plan.py` fits a budget.
 
 Where to find the paper:
 
@@ -22,7 +23,7 @@ Where to find the paper:
 * section 5.2, dual-head layout: `ClusterPages`; the page-aligned buffer: `AppendBuffer`, `Settling`
 * section 6.1, centroids on disk: `ClusterConfig.centroids`, mapped for their use: `Partition.will_need`,
   `Partition.rest`; the next layer's clusters are prefetched: `SelectiveCache.leave_attention` in `core`
-* section 6.2, cluster-aligned replacement: `ClusterAligned` in `fetch`; updated clusters stay: `ClusterLayer.renewed`
+* section 6.2, cluster-aligned replacement: `ClusterAligned`; updated clusters stay: `ClusterLayer.renewed`
 
 What differs from algorithm 1:
 
@@ -40,6 +41,7 @@ What differs from algorithm 1:
 """
 
 from .append_buffer import AppendBuffer as AppendBuffer
+from .cache import ClusterAligned as ClusterAligned
 from .cache import ClusterCache as ClusterCache
 from .cache import ClusterLayer as ClusterLayer
 from .config import ClusterConfig as ClusterConfig
@@ -49,18 +51,18 @@ from .entries import Settling as Settling
 from .entries import fullest as fullest
 from .history import HELD_BACK as HELD_BACK
 from .history import ClusterHistory as ClusterHistory
+from .new_clusters import NewClusters as NewClusters
+from .new_clusters import chain as chain
+from .new_clusters import co_retrieved as co_retrieved
+from .new_clusters import in_pools as in_pools
+from .new_clusters import pairs as pairs
 from .pages import ClusterPages as ClusterPages
 from .pages import PageWriter as PageWriter
 from .pages import in_order as in_order
 from .partition import FEWEST as FEWEST
 from .partition import Moments as Moments
-from .partition import NewClusters as NewClusters
 from .partition import Partition as Partition
-from .partition import chain as chain
-from .partition import co_retrieved as co_retrieved
 from .partition import halves as halves
-from .partition import in_pools as in_pools
 from .partition import k_means as k_means
-from .partition import pairs as pairs
 from .plan import streaming as streaming
 from .predictor import ClusterPredictor as ClusterPredictor

@@ -18,8 +18,9 @@ from ...history.state import State, Table
 from ...stores.base import Store
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
+from .new_clusters import NewClusters
 from .pages import ClusterPages, PageWriter, in_order, pieces
-from .partition import Moments, NewClusters, Partition, counted
+from .partition import Moments, Partition, counted
 from .plan import clustering, most_settled, settling, writing
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from ...history.records import RecordFormat
 from ...memory.fit import LEAST_RECENT, SHORT_TAIL, STREAM_SHARES, Search
 from .config import ClusterConfig, ClusterForm
+from .new_clusters import ORDERED
 from .pages import piece_bytes
-from .partition import BATCH, MOST_ROOM, ORDERED
+from .partition import BATCH, MOST_ROOM
 
 # Temporary memory, "packing", when clusters are made, written, grown, split and streamed; in bytes
 

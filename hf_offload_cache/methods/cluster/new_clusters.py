@@ -1,0 +1,170 @@
+"""New clusters of many tokens, and their order on disk (DynaKV, algorithm 1, sections 5.1 and 5.2)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from ...fetch.storage import Storage
+from ...history.records import RecordFormat
+from ...stores.base import Store
+from .arrivals import Arrivals
+from .pages import ClusterPages, PageWriter, pieces
+from .partition import BATCH, Partition
+
+# Co-retrieved clusters, and an order in which they lie side by side (DynaKV, sections 5.1 and 5.2)
+
+ORDERED = 512
+"""Upper bound on the clusters that are ordered at a time: the counts are for all pairs."""
+
+
+def co_retrieved(queries: np.ndarray, centroids: np.ndarray, counts: np.ndarray, wanted: int) -> np.ndarray:
+    """Count, for each pair of clusters, the tokens that retrieve both: (C, C) float32, zeros on the diagonal. Equation
+    (8) without its common divisor.
+
+    A token has scaled `queries` (heads, n, D). It retrieves the clusters with the largest attention a key, summed over
+    heads, as if each key were its centroid (C, D), until they contain `wanted` keys. `counts` (C,) are the clusters'
+    keys.
+    """
+    products = (torch.from_numpy(queries) @ torch.from_numpy(centroids).T).numpy() + np.log(counts, dtype=np.float32)
+    weights = np.exp(products - products.max(2, keepdims=True))
+    shares = (weights / weights.sum(2, keepdims=True)).sum(0) / counts
+    order = np.argsort(-shares, 1, kind="stable")
+    keys = counts[order]
+    retrieved = np.zeros(shares.shape, dtype=np.float32)
+    np.put_along_axis(retrieved, order, (np.cumsum(keys, 1) - keys < wanted).astype(np.float32), 1)
+    together: np.ndarray = (torch.from_numpy(retrieved).T @ torch.from_numpy(retrieved)).numpy()
+    np.fill_diagonal(together, 0)
+    return together
+
+
+def chain(together: np.ndarray) -> np.ndarray:
+    """Order C clusters greedily by `together` (C, C): (C,) int64. The first one is most often retrieved with others.
+    Each next one is the remaining cluster that is most often retrieved with its predecessor."""
+    totals = together.sum(1)
+    remaining = together.copy()
+    order = np.empty(len(totals), dtype=np.int64)
+    for place in range(len(totals)):
+        last = order[place - 1]
+        chosen = remaining[last].argmax() if place and remaining[last].max() > 0 else totals.argmax()
+        order[place] = chosen
+        remaining[:, chosen], totals[chosen] = -1, -1
+    return order
+
+
+def pairs(together: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pair C clusters greedily by `together` (C, C), whole numbers: pairs (n, 2), the most often co-retrieved pair
+    first, and unpaired clusters (C - 2n,). Pairing ends when no remaining pair is ever co-retrieved."""
+    count, rounds = len(together), [np.empty((0, 2), dtype=np.int64)]
+    every = np.arange(count)
+    remaining = together.astype(np.int32) * count**2 + np.minimum(every, every[:, None]) * count
+    remaining += np.maximum(every, every[:, None], dtype=np.int32)  # makes equal counts distinct
+    remaining[together == 0] = 0
+    while remaining.any():
+        best = remaining.argmax(1)
+        mutual = every[(best[best] == every) & (every < best) & (remaining[every, best] > 0)]
+        rounds.append(np.stack([mutual, best[mutual]], 1))
+        remaining[rounds[-1]], remaining[:, rounds[-1]] = 0, 0
+    all_pairs = np.concatenate(rounds)
+    by_count = np.argsort(-together[all_pairs[:, 0], all_pairs[:, 1]], kind="stable")
+    return all_pairs[by_count], np.setdiff1d(every, all_pairs)
+
+
+def in_pools(together: np.ndarray, lead: int) -> np.ndarray:
+    """Order C clusters for pools of two: (C,) int64 (sections 5.1 and 5.2). After the first `lead` clusters, each two
+    are partners, which share a pool. Partners are often co-retrieved. So are neighbouring pairs, because a pool's
+    second cluster and the next pool's first one are adjacent on disk."""
+    paired, unpaired = pairs(together)
+    while len(unpaired) < min(lead, len(together)):
+        paired, unpaired = paired[:-1], np.concatenate([unpaired, paired[-1]])
+    flat, count = paired.reshape(-1), len(paired)
+    among = together[np.ix_(flat, flat)].reshape(count, 2, count, 2).sum((1, 3))
+    np.fill_diagonal(among, 0)
+    return np.concatenate([unpaired[:lead], paired[chain(among)].reshape(-1), unpaired[lead:]])
+
+
+# New clusters, on their way to the store
+
+FEWEST_TO_ORDER = 4
+"""Rows with fewer new clusters are not ordered: all of them are neighbours."""
+
+
+class NewClusters:
+    """Algorithm 1, NewCluster: the `coming` tokens of some `rows` in new clusters. They are in the partition at once,
+    and in the store after `write`. Their numbers are set in `labels` (rows of the history, count). Copies no entries.
+    Raises with nothing changed."""
+
+    def __init__(self, partition: Partition, rows: np.ndarray, coming: Arrivals, labels: np.ndarray) -> None:
+        self.coming, self._partition, self._rows, self._labels = coming, partition, rows, labels
+        self._used, self._limits, self._held = partition.used.copy(), partition.limits.copy(), partition.held.copy()
+        try:
+            edges = np.linspace(0, coming.count, -(-coming.count // BATCH) + 1).astype(int).tolist()
+            for row in rows.tolist():
+                for start, stop in pairwise(edges):
+                    labels[row, start:stop] = partition.add(row, coming.points(row, start, stop), coming.count)
+        except BaseException:
+            self.undo()
+            raise
+
+    @property
+    def most(self) -> int:
+        """New clusters of the row with the most."""
+        return int((self._partition.used - self._used).max())
+
+    def undo(self) -> None:
+        """Restore the partition's earlier state."""
+        for row in self._rows.tolist():
+            self._partition.drop_last(row, int(self._used[row]))
+        self._partition.limits, self._partition.held = self._limits, self._held
+
+    def write(
+        self, storage: Storage, store: Store, form: RecordFormat, pages: ClusterPages,
+        queries: np.ndarray | None = None, wanted: int = 0,
+    ) -> None:  # fmt: skip
+        """Write the new clusters to reserved places (sections 5.1 and 5.2). If there are `queries` (rows, heads, n, D),
+        scaled, clusters that the same queries retrieve, `wanted` keys each, lie side by side. Raises `StoreFullError`,
+        or an earlier write's `StoreError`, with no cluster placed."""
+        orders = {row: self._order(row, pages.half_empty(row), queries, wanted) for row in self._rows.tolist()}
+        rows = np.repeat(self._rows, [len(order) for order in orders.values()])
+        places = pages.reserve(rows)
+        try:
+            writer, left = PageWriter(storage, store, form), iter(places)
+            for row, order in orders.items():
+                rank = np.empty(len(order), dtype=np.int64)
+                rank[order - self._used[row]] = np.arange(len(order))
+                ranked = rank[self._labels[row] - self._used[row]]
+                tokens, counts = np.argsort(ranked, kind="stable"), np.bincount(ranked)
+                start = 0
+                for piece in pieces(counts, writer.piece // form.record_bytes, form.group_size):
+                    count = int(counts[piece].sum())
+                    entries = self.coming.entries(row, tokens[start : start + count])
+                    writer.put(entries, counts[piece], *np.array([next(left) for _ in counts[piece]]).T)
+                    start += count
+            if writer.packed:
+                writer.end()
+        except Exception:
+            pages.give(rows, places)
+            raise
+        pages.take(rows, np.concatenate(list(orders.values())), places)
+
+    def _order(self, row: int, half_empty: int, queries: np.ndarray | None, wanted: int) -> np.ndarray:
+        """Order a row's new clusters on disk, (n,) numbers: the first ones fill pools that are `half_empty`, the others
+        new pools."""
+        new = np.arange(self._used[row], self._partition.used[row])
+        if queries is None or len(new) < FEWEST_TO_ORDER:
+            return new
+        parts = [new[start : start + ORDERED] for start in range(0, len(new), ORDERED)]
+        leads = [half_empty + 1, *((start - half_empty + 1) % 2 for start in range(ORDERED, len(new), ORDERED))]
+        ordered = (
+            part[self._in_pools(row, part, lead, queries[row], wanted)] for part, lead in zip(parts, leads, strict=True)
+        )
+        return np.concatenate(list(ordered))
+
+    def _in_pools(self, row: int, clusters: np.ndarray, lead: int, queries: np.ndarray, wanted: int) -> np.ndarray:
+        """Order some of a row's new clusters. They count for their share of the `wanted` keys."""
+        counts = self._partition.counts[row, clusters]
+        arrived = int(self._partition.counts[row, self._used[row] : self._partition.used[row]].sum())
+        centroids = self._partition.centroids[row, clusters].astype(np.float32)
+        return in_pools(co_retrieved(queries, centroids, counts, max(1, wanted * int(counts.sum()) // arrived)), lead)
