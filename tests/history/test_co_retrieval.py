@@ -88,7 +88,7 @@ def test_a_pair_is_adjacent_on_the_disk(storage: Storage, before: int, monkeypat
     history.append(*some_keys_and_values(1, fewest, 1))
     count = history.units // 2 * 2
     paired = wanted_together(history.units, {(a, a + count // 2): 1 for a in range(count // 2)})
-    monkeypatch.setattr("hf_offload_cache.methods.cluster.partition.co_retrieved", lambda *given: paired)
+    monkeypatch.setattr("hf_offload_cache.methods.cluster.new_clusters.co_retrieved", lambda *given: paired)
     history.place(torch.zeros(1, 1, 1, FORM.key_width), 8)
     one = np.arange(count // 2)
     rows, none = np.zeros_like(one), np.zeros_like(one)
