@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -145,8 +144,10 @@ class OffloadCache(Cache):
         if layers is not self.contents.layers:
             refuse_layers()
 
-    offloaded: list[OffloadLayer] = property(attrgetter("contents.offloaded"))  # type: ignore[assignment]
-    """The layers whose history lies in a store."""
+    @property
+    def offloaded(self) -> list[OffloadLayer]:
+        """The layers whose history lies in a store."""
+        return self.contents.offloaded
 
     def __iter__(self) -> Iterator[tuple[Any, Any, Any]]:
         """As in a `DynamicCache`: keys, values and sliding window of each layer, read back complete one by one."""

@@ -267,6 +267,7 @@ class Prefetcher:
         self._stop = weakref.finalize(self, _stop, self._readers, self._writes, at_exit)
         atexit.register(at_exit)
 
+    # An attrgetter makes no Python frame, unlike a function: steps read this often.
     interrupted_by: BaseException | None = property(attrgetter("_log.interrupted_by"))  # type: ignore[assignment]
     """The error that makes the operations in flight uncertain: a stalled device, or a signal's exception in `read`.
 
@@ -285,13 +286,15 @@ class Prefetcher:
             raise StalledError(error.errno, f"still under way: {error.strerror}, or try again later") from error
         self._log.interrupted_by = None
 
-    seconds_in_flight: float = property(attrgetter("_log.seconds"))  # type: ignore[assignment]
-    """Sum over all reads that were seen to end: seconds from submission until the last byte arrived.
+    @property
+    def seconds_in_flight(self) -> float:
+        """Sum over all reads that were seen to end: seconds from submission until the last byte arrived.
 
-    Reader threads note the end at once. Reads by the kernel are polled when this object or a ticket is called, so their
-    end may be noted late, and the figure is an upper bound. A read that is only advised ends with its gather, in
-    `wait`. Records copied from the write queue take no time.
-    """
+        Reader threads note the end at once. Reads by the kernel are polled when this object or a ticket is called, so
+        their end may be noted late, and the figure is an upper bound. A read that is only advised ends with its gather,
+        in `wait`. Records copied from the write queue take no time.
+        """
+        return self._log.seconds
 
     def read(self, store: Store, ids: np.ndarray, out: torch.Tensor, *, guess: bool = False) -> Ticket:
         """Start reading `ids` (int64; ascending is fastest) into the rows of `out`; change neither before `wait`.

@@ -116,6 +116,7 @@ class PositionHistory:
 
     extra_entries = None
 
+    # An attrgetter makes no Python frame, unlike a function: steps read this often.
     records: int = property(attrgetter("table.num_groups"))  # type: ignore[assignment]
     units: int = property(attrgetter("table.num_groups"))  # type: ignore[assignment]
     recent: torch.Tensor = property(attrgetter("tail.entries"))  # type: ignore[assignment]

@@ -160,6 +160,7 @@ class RollingTail:
         self.entries = self._buffer[:, :length]
         """The tail's tokens, oldest first: a view, made once because a step reads it many times."""
 
+    # An attrgetter makes no Python frame, unlike a function: steps read this often.
     length: int = property(attrgetter("_length"), _set_length)  # type: ignore[assignment]
     """Tokens a row."""
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
-from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -94,6 +93,7 @@ class ClusterLayer(SelectiveLayer):
     heads_apart: ClassVar[bool] = True
     history_class: ClassVar[type[ClusterHistory]] = ClusterHistory
     config: ClusterConfig
+    history: ClusterHistory
 
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         super().__init__(shared, layer_idx, place, **kwargs)
@@ -123,8 +123,8 @@ class ClusterLayer(SelectiveLayer):
             self._fetcher.renew(records, payloads, gone)
 
     def settle_rows(self, rows: torch.Tensor) -> None:
-        self._own.place()
-        self._own.clustered.settle_shared(self.rows.expand(rows))
+        self.history.place()
+        self.history.clustered.settle_shared(self.rows.expand(rows))
 
     # --- slots -------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class ClusterLayer(SelectiveLayer):
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         form, device = self.history.form, self.history.device
-        account, policy = self.shared.storage.account, self.policy_of(self._own.clustered.sizes)
+        account, policy = self.shared.storage.account, self.policy_of(self.history.clustered.sizes)
         return [SlotTier(capacity, form.payload_width, form.dtype, device, account, policy=policy)]
 
     # --- memory ------------------------------------------------------------------------------------------------
@@ -151,46 +151,44 @@ class ClusterLayer(SelectiveLayer):
         return self.selecting.units(self.config, group, context) * group
 
     def make_predictor(self) -> ClusterPredictor:
-        return ClusterPredictor(self._own.clustered, self.config, self.config.clusters, self.shared.storage.account)
+        return ClusterPredictor(self.history.clustered, self.config, self.config.clusters, self.shared.storage.account)
 
     # --- placement ---------------------------------------------------------------------------------------------
 
     # The queries of the next attention order the clusters of an `update` on disk. Without one, `end_step` places them.
 
     def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self._own.holds_back = self.shared.step is not None and self.state != "full"
+        self.history.holds_back = self.shared.step is not None and self.state != "full"
         return super()._take_in(key_states, value_states)
 
     def _attend(self, call: AttentionCall) -> Output:
-        if self._own.held_back:
+        if self.history.held_back:
             latest = call.query[:, :, -_PLACED_BY:].detach() * call.scaling
             queries = latest.unflatten(1, (self.rows.heads, -1)).flatten(0, 1)
-            self._own.place(queries, self.config.tokens_fetched(self.length))
+            self.history.place(queries, self.config.tokens_fetched(self.length))
         try:
             return super()._attend(call)
         finally:
             if self.config.centroids == "disk":
-                self._own.clustered.partition.rest()
+                self.history.clustered.partition.rest()
 
     def fetched(self, choice: Choice, fetched: Fetched) -> None:
         if self.following is not None and self.following.is_initialized:  # one layer early (DynaKV, section 6.1)
-            self.following._own.clustered.partition.will_need()
+            self.following.history.clustered.partition.will_need()
 
     def end_step(self) -> None:
         if self.is_filled:
-            self._own.place()
-            self._own.clustered.partition.rest()  # in case no attention has used the centroids
+            self.history.place()
+            self.history.clustered.partition.rest()  # in case no attention has used the centroids
         super().end_step()
 
     # --- attention ---------------------------------------------------------------------------------------------
-
-    _own: ClusterHistory = property(attrgetter("history"))  # type: ignore[assignment]
 
     def combine(
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
     ) -> Output:
         output = super().combine(call, choice, fetched, visible)
-        batch, turn = self._own.together, self.length + self.layer_idx  # layers take turns
+        batch, turn = self.history.together, self.length + self.layer_idx  # layers take turns
         if turn // batch > (turn - call.query.shape[2]) // batch:
             self.settle(choice, fetched)
         return output
@@ -203,7 +201,7 @@ class ClusterLayer(SelectiveLayer):
         more than `append_buffer` entries would remain, the clusters with the most are read and settled too. `combine`
         calls this once each time that tokens leave the tail.
         """
-        history, clustered = self._own, self._own.clustered
+        history, clustered = self.history, self.history.clustered
         extents = history.extents(choice.units)
         assert fetched.records is not None and extents.unit is not None
         begins = np.diff(extents.unit, axis=1, prepend=-1) > 0

@@ -217,8 +217,14 @@ class ClusteredEntries:
         """The cluster of each token, (rows, sealed), unsigned: a view, valid until the next change."""
         return self._labels[:, : self.sealed]
 
+    # An attrgetter makes no Python frame, unlike a function: steps read this often.
     stored: np.ndarray = property(attrgetter("_counts.entries"))  # type: ignore[assignment]
     """(rows, clusters) int32: members of each cluster in its pages; a view, valid until the next change."""
+
+    page_counts: np.ndarray = property(attrgetter("_counts.pages"))  # type: ignore[assignment]
+    """(rows, clusters) int32: pages of each cluster that are not empty; a view, valid until the next change."""
+    most_pages: int = property(attrgetter("_counts.most_pages"))  # type: ignore[assignment]
+    """Pages of the row with the most."""
 
     @property
     def waiting(self) -> np.ndarray:
@@ -228,11 +234,6 @@ class ClusteredEntries:
     def _count_stored(self) -> None:
         """Recount the entries in pages, after a change of partition or buffer."""
         self._counts = StoredCounts(self.partition.counts, self._labels, self.buffer.places, self.form.group_size)
-
-    page_counts: np.ndarray = property(attrgetter("_counts.pages"))  # type: ignore[assignment]
-    """(rows, clusters) int32: pages of each cluster that are not empty; a view, valid until the next change."""
-    most_pages: int = property(attrgetter("_counts.most_pages"))  # type: ignore[assignment]
-    """Pages of the row with the most."""
 
     def sizes(self, records: np.ndarray) -> np.ndarray:
         """Pages of the cluster that each of `records` (n,) belongs to, (n,) uint16; undefined for other records."""

@@ -172,6 +172,7 @@ class ClusterHistory:
         at_once, a_group = (max(packing, streamed) for packing in most_packing(form, clusters, tokens, queue))
         run.passes("packing", prefill=at_once, decode=a_group)
 
+    # An attrgetter makes no Python frame, unlike a function: steps read this often.
     units: int = property(attrgetter("clustered.partition.clusters"))  # type: ignore[assignment]
     records: int = property(attrgetter("clustered.most_pages"))  # type: ignore[assignment]
     recent: torch.Tensor = property(attrgetter("tail.entries"))  # type: ignore[assignment]
