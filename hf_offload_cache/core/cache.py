@@ -439,12 +439,19 @@ class OffloadCache(Cache):
         """
         limits = memory, max_context, max_batch
         options = search(cls.config_class, cls.plan, geometry, limits, fields, cls.layer_class.heads_apart)
-        return cls.choose_fields(options, geometry) if geometry.layers else fit_nothing(options)
+        if not geometry.layers:
+            return fit_nothing(options)
+        return cls.choose_exact(options) if fields.get("exact") else cls.choose_fields(options, geometry)
+
+    @classmethod
+    def choose_exact(cls, search: Search[Any]) -> OffloadConfig:
+        """The best configuration of a search for a cache that attends to everything."""
+        return fit_stream(search)
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
         """The best configuration of a search: decides the order in which a method's own fields shrink."""
-        return fit_stream(search)
+        return cls.choose_exact(search)
 
     @classmethod
     def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:

@@ -43,7 +43,8 @@ class Contents:
         self.config = config
         self.shared = shared
         self.tokens = TokenLog(shared.storage.account, config.max_context)
-        self.conversation: Conversation  # set by the cache once the seams are on
+        self.conversation: Conversation
+        """Set by the cache once the seams are on."""
         self.recording = False
         self._activated = False
         """`activate_past_recording` was called since the last decoding step."""

@@ -78,6 +78,8 @@ class OffloadLayer(CacheLayerMixin):
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         """`place`: index among the offloaded layers; default `layer_idx`."""
         self.name = f"layer {layer_idx}"
+        self.history: History
+        """The stored tokens; not set before the first `update`."""
         self.is_filled = False
         """It has a history; `is_initialized`, which transformers' constructor assigns, shows it."""
         super().__init__(**kwargs)
@@ -98,9 +100,6 @@ class OffloadLayer(CacheLayerMixin):
         self._sealed: Sealed | None = None
         self._rows_moved = False
         """Rows were selected since unused records were last freed."""
-
-    history: History
-    """The stored tokens; not set before the first `update`."""
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -312,13 +311,14 @@ class OffloadLayer(CacheLayerMixin):
         storage: Any = DryStorage(config, kind.device)
         layer = cls(Shared(config, storage), 0)
         layer.config = config
-        layer.rehearse(storage.account, kind, context)
+        rehearse = OffloadLayer.rehearse if config.exact else cls.rehearse
+        rehearse(layer, storage.account, kind, context)
         plan: LayerPlan = storage.plan
         return plan
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         """Make all parts as large as `context` tokens a row can make them, in a dry run. A method with more parts
-        extends this."""
+        extends this, for steps that select."""
         self.rehearse_history(run, kind, context)
         run.passes("stream buffers", decode=stream_bytes(kind, self.config))
 

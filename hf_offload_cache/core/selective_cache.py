@@ -6,6 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -87,20 +88,31 @@ class SelectiveCache(OffloadCache):
 
     config: Any
 
+    def __init__(
+        self, model: Any, path: str | Path | None = None, config: OffloadConfig | str | Path | None = None,
+        **fields: Any,
+    ) -> None:  # fmt: skip
+        self.selecting: Selecting | None = None
+        """State that the layers share; None: the cache is exact."""
+        self.look_ahead: LookAhead | None = None
+        """Guesses the next layer's query; None: nothing is prefetched by a guess."""
+        self.weighs = False
+        """The fields that decide the memory for selecting have their defaults; see `weigh`."""
+        self._pace = Pace()
+        self._looks_ahead = False  # in this step
+        self._weighed = (0, 0)  # sequences and tokens of the latest plan
+        self._queue_for = 0  # sequences that the short write queue was sized for
+        self._selective: dict[int, SelectiveLayer] = {}  # by index; none if the cache is exact
+        super().__init__(model, path, config, **fields)
+
     def prepare(self, model: PreTrainedModel) -> None:
         settings = self.config
         assert isinstance(settings, SelectiveConfig)
-        self.look_ahead: LookAhead | None = None
-        self.selecting = None if settings.exact else Selecting(settings, self.shared.storage, self.reads_ahead)
-        self._pace = Pace(settings.look_ahead)
-        self._looks_ahead = False  # in this step
         self.weighs = all(getattr(settings, name) == getattr(type(settings), name) for name in settings.sets_memory)
-        """The fields that decide the memory for selecting have their defaults; see `weigh`."""
-        self._weighed = (0, 0)  # sequences and tokens of the latest plan
-        self._queue_for = 0  # sequences that the short write queue was sized for
-        self._selective: dict[int, SelectiveLayer] = {}
-        if self.selecting is None:
+        self._pace = Pace(settings.look_ahead)
+        if settings.exact:
             return
+        self.selecting = Selecting(settings, self.shared.storage, self.reads_ahead)
         if settings.look_ahead is not False:
             self.look_ahead = LookAhead(self.shared.storage.account)
         self._selective = {layer.layer_idx: layer for layer in self.selective}
@@ -130,8 +142,6 @@ class SelectiveCache(OffloadCache):
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
-        if search.fields.get("exact"):
-            return super().choose_fields(search, geometry)
         return fit_selective(search)
 
     @classmethod

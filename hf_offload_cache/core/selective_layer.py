@@ -142,10 +142,7 @@ class SelectiveLayer(OffloadLayer):
         return 0
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
-        """Rehearse the history, the predictor, tiers and a step's gather; with `exact` as any layer."""
-        if self.config.exact:
-            super().rehearse(run, kind, context)
-            return
+        """Rehearse the history, the predictor, tiers and a step's gather."""
         self.rehearse_history(run, kind, context)
         ahead = 0 if self.config.look_ahead is False else 1
         self.selecting = selecting = Selecting(self.config, self.shared.storage, ahead, padded=True)

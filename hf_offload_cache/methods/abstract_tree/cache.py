@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ...config import OffloadConfig
@@ -127,10 +128,16 @@ class AbstractTreeCache(SelectiveCache):
     layer_class: ClassVar[type[OffloadLayer]] = AbstractTreeLayer
     config: AbstractTreeConfig
 
-    def prepare(self, model: Any) -> None:
-        super().prepare(model)
+    def __init__(
+        self, model: Any, path: str | Path | None = None, config: OffloadConfig | str | Path | None = None,
+        **fields: Any,
+    ) -> None:  # fmt: skip
         self._early = 0
         """Remaining early steps."""
+        super().__init__(model, path, config, **fields)
+
+    def prepare(self, model: Any) -> None:
+        super().prepare(model)
         sizes = self.config.chunk_size
         if isinstance(sizes, tuple) and len(sizes) != len(self.offloaded):
             raise ConfigError(
@@ -205,9 +212,11 @@ class AbstractTreeCache(SelectiveCache):
         return shortfalls if config.exact else [*shortfalls, *tree_shortfalls(config, given)]
 
     @classmethod
+    def choose_exact(cls, search: Search[Any]) -> OffloadConfig:
+        return super().choose_exact(whole_chunks(search))
+
+    @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
-        if search.fields.get("exact"):
-            return super().choose_fields(whole_chunks(search), geometry)
         return fit_abstract_tree(search)
 
 

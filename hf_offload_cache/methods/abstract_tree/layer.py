@@ -73,7 +73,7 @@ class AbstractTreeLayer(SelectiveLayer):
         self.num_layers = kind.layers
         super().rehearse(run, kind, context)
         pages = self.history.pages if isinstance(self.history, ChunkHistory) else None
-        if pages is not None and not self.config.exact:  # which are read one layer early
+        if pages is not None:  # which are read one layer early
             area = self.history.rows * pages.table.num_groups * kind.form.record_bytes
             run.passes("staging", decode=area * Staging.sides(kind.device), together=True)
 

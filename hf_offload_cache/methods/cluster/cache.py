@@ -268,4 +268,4 @@ class ClusterCache(SelectiveCache):
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
-        return super().choose_fields(search, geometry) if search.fields.get("exact") else fit_cluster(search)
+        return fit_cluster(search)

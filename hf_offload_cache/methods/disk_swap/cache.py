@@ -118,8 +118,6 @@ class DiskSwapCache(SelectiveCache):
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
-        if search.fields.get("exact"):
-            return super().choose_fields(search, geometry)
         settings = search.config({**search.streams(10), "look_ahead": False})
         shapes, context = dict.fromkeys(geometry.layers), search.max_context
         kinds = [LayerKind.of(shape, geometry, settings, search.max_batch, False) for shape in shapes]

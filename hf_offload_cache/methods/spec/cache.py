@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -142,20 +143,31 @@ class SpecCache(SelectiveCache):
     layer_class: ClassVar[type[OffloadLayer]] = SpecLayer
     config: SpecConfig
 
+    def __init__(
+        self, model: Any, path: str | Path | None = None, config: OffloadConfig | str | Path | None = None,
+        **fields: Any,
+    ) -> None:  # fmt: skip
+        self._guess: torch.Tensor | None = None
+        """Ids (B, 1) that are decoded with the next token."""
+        self._can_guess = True
+        self._most_positions: int | None = None
+        self._most_ids: int | None = None
+        self._watchers, self._told_of_watchers = ForeignHooks([]), False
+        self._top_up = TopUp(False)
+        self._recording: list[Any] = []
+        """Transformers' own layers that record, for this step, the tokens that a guess pushes out."""
+        super().__init__(model, path, config, **fields)
+
     def prepare(self, model: Any) -> None:
         super().prepare(model)
-        self._guess: torch.Tensor | None = None
-        self._can_guess, self._most_positions, self._most_ids = True, most_positions(model), most_ids(model)
-        self._watchers, self._told_of_watchers = ForeignHooks([model]), False
-        self._top_up = TopUp(self.config.top_up)
+        self._most_positions, self._most_ids = most_positions(model), most_ids(model)
+        self._watchers, self._top_up = ForeignHooks([model]), TopUp(self.config.top_up)
         for layer in self.selective:
             if isinstance(layer, SpecLayer):
                 layer.top_up = self._top_up
         if self.config.records_apart and any(weight.is_cuda for weight in model.parameters()):
             self.storage.pinned = True
-        self._recording: list[Any] = []
-        """Transformers' own layers that record, for this step, the tokens that a guess pushes out."""
-        if self.config.exact or not self.config.speculative or not self.config.chosen:
+        if self.selecting is None or not self.config.speculative or not self.config.chosen:
             return
         if reason := reason_against_guesses(model, self.layers):
             self._can_guess = False
@@ -171,11 +183,12 @@ class SpecCache(SelectiveCache):
 
     @classmethod
     def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
+        """None: a step attends to every token, however few it fetches."""
         return []
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
-        return super().choose_fields(search, geometry) if search.fields.get("exact") else fit_spec(search)
+        return fit_spec(search)
 
     # --- the step ----------------------------------------------------------------------------------------------
 

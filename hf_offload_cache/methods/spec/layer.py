@@ -139,9 +139,6 @@ class SpecLayer(SelectiveLayer):
         return LowBitForm(form, config.bits, config.quant_group)
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
-        if self.config.exact:
-            super().rehearse(run, kind, context)
-            return
         config, form, rows = self.config, kind.form, kind.rows
         self.rehearse_history(run, kind, context)
         self.selecting = Selecting(config, self.shared.storage, UNDER_WAY if config.speculative else 0)
