@@ -13,7 +13,7 @@ from hf_offload_cache.config import SelectiveConfig
 from hf_offload_cache.core import SelectiveCache, SelectiveLayer
 from hf_offload_cache.fetch import Choice, Extents
 from hf_offload_cache.history import Block, PositionHistory, RecordFormat, Sealed
-from hf_offload_cache.predictors import Query
+from hf_offload_cache.predictors import Predictor, Query
 from hf_offload_cache.stores import aligned_empty
 
 
@@ -124,17 +124,12 @@ class ShuffledHistory(PositionHistory):
         return history
 
 
-class EveryOther:
+class EveryOther(Predictor):
     """A predictor that keeps nothing: every other unit, from a place that wanders with the rows."""
-
-    tables_nbytes = 0
 
     def ready(self, units: int) -> bool:
         self.units = units
         return True
-
-    def learn(self, *given: Any) -> None:
-        """Nothing to learn."""
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
         rows = query.recent().shape[0]
@@ -143,18 +138,6 @@ class EveryOther:
 
     def truncate(self, units: int) -> None:
         self.units = units
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """All rows are alike."""
-
-    def capture(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, tree: dict[str, Any]) -> None:
-        """Nothing was kept."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 class ShuffledLayer(SelectiveLayer):

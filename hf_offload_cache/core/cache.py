@@ -463,13 +463,9 @@ class OffloadCache(Cache):
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def save(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        overwrite: bool = False,
-        tokenizer: Any = None,
+        self, directory: str | os.PathLike[str], *, overwrite: bool = False, tokenizer: Any = None,
         full_digest: bool = False,
-    ) -> str:
+    ) -> str:  # fmt: skip
         """Publish the cache's content as `directory`, which `open` opens in another process without prefill.
 
         Returns the context's digest, 64 hex digits. If anyone could restore an older context, keep the digest where

@@ -106,6 +106,7 @@ class SelectiveCache(OffloadCache):
         super().__init__(model, path, config, **fields)
 
     def prepare(self, model: PreTrainedModel) -> None:
+        """Make what the layers share, before the seams are attached to `model`. A method extends this."""
         settings = self.config
         assert isinstance(settings, SelectiveConfig)
         self.weighs = all(getattr(settings, name) == getattr(type(settings), name) for name in settings.sets_memory)
@@ -122,6 +123,7 @@ class SelectiveCache(OffloadCache):
 
     @classmethod
     def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
+        """Warn if a step selects fewer tokens than by default, unless they are `given`. A method extends this."""
         notes, usual = super().shortfalls(config, geometry, given), type(config).num_selected
         wanted = None if config.exact or "num_selected" in given else config.num_selected
         if wanted is not None and usual is not None and wanted < usual:
@@ -142,6 +144,7 @@ class SelectiveCache(OffloadCache):
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
+        """The best configuration of a search. A method with more fields decides in which order they shrink."""
         return fit_selective(search)
 
     @classmethod

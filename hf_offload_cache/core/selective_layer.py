@@ -148,8 +148,7 @@ class SelectiveLayer(OffloadLayer):
         self.selecting = selecting = Selecting(self.config, self.shared.storage, ahead, padded=True)
         wanted = selecting.units(self.config, kind.form.group_size, context)
         self.predictor = self.make_predictor()
-        rehearse = getattr(self.predictor, "rehearse", partial(Learner.rehearse, self.predictor))
-        rehearse(run, context, kind.num_heads * kind.batch // kind.rows, wanted)
+        self.predictor.rehearse(run, context, kind.num_heads * kind.batch // kind.rows, wanted)
         packing, fitting = run.passing("packing")[0], run.passing("fitting")[0]
         run.passes("fitting", prefill=max(0, fitting - packing) - fitting, together=True)  # one after the other
         run.decoding()
