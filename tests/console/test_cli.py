@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from word_model import NEW, POSITIONS, WORDS, answered, save_word_model
 
 from hf_offload_cache import DiskSwapCache, registry
-from hf_offload_cache.console import answer, build_prompt
+from hf_offload_cache.console import answer, build_prompt, load_default_model, load_default_tokenizer, parser
 from hf_offload_cache.console import arguments as common
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.console import named_cache as load_model
@@ -499,7 +499,7 @@ def test_errors_name_the_options_of_the_console(asked, tmp_path, arguments, word
 )  # fmt: skip
 def test_arguments_are_options_where_they_are_arguments(said, words):
     """None: nothing of it is one."""
-    assert common.in_options(said, cli.parser().parse_args(["plan", "--context", "5"])) == (words or said)
+    assert common.in_options(said, parser().parse_args(["plan", "--context", "5"])) == (words or said)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"]])
@@ -586,6 +586,6 @@ def test_without_a_home(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     monkeypatch.setattr(default_model, "_load", lambda source, dtype: (source.suffix, dtype))
-    assert default_model.load_default_model(torch.float32) == (".gguf", torch.float32)
+    assert load_default_model(torch.float32) == (".gguf", torch.float32)
     assert "set XDG_CACHE_HOME or HOME to a folder" in capsys.readouterr().err
-    assert default_model.load_default_tokenizer()("a text")["input_ids"]
+    assert load_default_tokenizer()("a text")["input_ids"]

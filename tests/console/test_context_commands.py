@@ -24,7 +24,7 @@ from word_model import WORDS, answered, save_word_model
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.console import answer, build_prompt, document_part, printable, question_part
 from hf_offload_cache.console import named_cache as load_model
-from hf_offload_cache.contexts import Manifest, listing
+from hf_offload_cache.contexts import Manifest, listing, remove, total_bytes
 from hf_offload_cache.errors import ConfigError
 
 EVIL = "\x1b[31mred\x1b[0m"
@@ -435,7 +435,7 @@ def test_ls_as_json(run: Run, three: Path) -> None:
     values = json.loads(out)
     entries = listing.listing(three)
     assert code == 0 and values["folder"] == str(three)
-    assert values["total_bytes"] == listing.total_bytes(entries) == sum(entry.bytes for entry in entries)
+    assert values["total_bytes"] == total_bytes(entries) == sum(entry.bytes for entry in entries)
     assert [context["name"] for context in values["contexts"]] == ["c", "b", "a"]
     assert [context["tokens"] for context in values["contexts"]] == [26, 25, None]
     assert [context["damage"] is None for context in values["contexts"]] == [True, True, False]
@@ -459,7 +459,7 @@ def test_a_context_that_vanishes_between_listing_and_opening(
 
     def remove_b(path: Any, **options: Any) -> Any:
         if Path(path).name == "b":
-            listing.remove(path)
+            remove(path)
         return looking(path, **options)
 
     monkeypatch.setattr(listing, "look", remove_b)

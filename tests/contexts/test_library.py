@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from hf_offload_cache import ContextLibrary, DiskSwapCache, OffloadCache
 from hf_offload_cache.contexts import library as prefixes
-from hf_offload_cache.contexts import listing, prompt_of
+from hf_offload_cache.contexts import listing, prompt_of, total_bytes
 from hf_offload_cache.errors import BudgetError, ConfigError, ContextError, EncryptionKeyError
 
 OPEN: dict[str, Any] = {"engine": "mapped"}
@@ -283,8 +283,8 @@ def test_what_contexts_share_counts_once(less: int, library: ContextLibrary, mod
     assert (two.path, one.path) == (second, first)
     shared = one.bytes - one.freed_bytes
     assert shared > 0 and two.bytes - two.freed_bytes == shared
-    assert listing.total_bytes([one, two]) == one.bytes + two.bytes - shared == _blocks_of(library.folder)
-    assert library.evict(listing.total_bytes([one, two])) == []
+    assert total_bytes([one, two]) == one.bytes + two.bytes - shared == _blocks_of(library.folder)
+    assert library.evict(total_bytes([one, two])) == []
     assert [entry.path for entry in library.evict(two.bytes - less)] == ([first, second] if less else [first])
     assert _blocks_of(library.folder) == (0 if less else two.bytes)
 
@@ -315,7 +315,7 @@ def test_a_longer_context_makes_no_more_room_than_it_takes(library: ContextLibra
     cache, matched = library.open(torch.cat([ids, row(5)], 1), model, **OPEN)  # type: ignore[misc]
     with cache, torch.no_grad():
         model(prompt(model, 1, 16, seed=2), past_key_values=cache)
-        library.max_bytes = listing.total_bytes(library.entries()) + 100_000
+        library.max_bytes = total_bytes(library.entries()) + 100_000
         library.save(cache)
     assert matched == 80
     assert len(library.entries()) == 3 and library.entries()[-1].path == other
@@ -583,7 +583,7 @@ class LibraryMachine(RuleBasedStateMachine):
         found = self.library.entries()
         assert [entry.bytes for entry in found] == list(reversed(self.kept.values()))
         assert [entry.tokens for entry in found] == [len(ids) for ids in reversed(self.kept)]
-        assert listing.total_bytes(found) == sum(self.kept.values()) <= self.library.max_bytes
+        assert total_bytes(found) == sum(self.kept.values()) <= self.library.max_bytes
 
 
 def test_a_library_against_plain_python(tmp_path: Path) -> None:

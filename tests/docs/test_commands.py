@@ -21,6 +21,7 @@ from site_pages import DOCS, FRONT, PAGES, ROOT, blocks, commands, name
 
 from hf_offload_cache import DiskSwapCache, offload_cache
 from hf_offload_cache.console import main as console
+from hf_offload_cache.console import parser
 from hf_offload_cache.testing import __main__ as walk
 
 OUR_NAME = "hf-offload-cache"
@@ -53,10 +54,10 @@ OURS = [(path, filled(words)) for path, words in COMMANDS if words[0] == OUR_NAM
 def test_the_console_takes_what_is_given(path: Path, words: list[str]) -> None:
     if words == ["--help"]:
         with pytest.raises(SystemExit) as end:
-            console.parser().parse_args(words)
+            parser().parse_args(words)
         assert end.value.code == 0
     else:
-        assert callable(console.parser().parse_args(words).run)
+        assert callable(parser().parse_args(words).run)
 
 
 def once(*verbs: str) -> list[list[str]]:

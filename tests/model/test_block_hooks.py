@@ -16,7 +16,7 @@ from walk import tiny_model
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core import Pace
-from hf_offload_cache.model import Attachable, Seam, attach, decoder_blocks
+from hf_offload_cache.model import Attachable, Seam, attach, decoder_blocks, release
 from hf_offload_cache.model import seam as seams
 
 FIELDS: dict[str, Any] = {**SMALL, "num_selected": 16, "engine": "memory"}
@@ -200,7 +200,7 @@ def test_a_cache_that_was_counted_out_says_nothing() -> None:
     told = Told()
     told.watches_blocks = False
     with unchanged(model), cache_of(model, "exact"):
-        attach.release(model, attach.attach(model, told))
+        release(model, attach.attach(model, told))
         told.watches_blocks = True
         attach.watch_blocks(model, told)
         assert not hooked(model)

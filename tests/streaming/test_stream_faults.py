@@ -27,7 +27,16 @@ from eval.baselines.greedy import bound
 from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.contexts import pack
 from hf_offload_cache.errors import ConfigError, ContextMismatchError, EncryptionKeyError, StoreError
-from hf_offload_cache.streaming import NAME, ComputingSpeed, Costs, StreamObject, digest, loader, meet, staircase
+from hf_offload_cache.streaming import (
+    NAME,
+    ComputingSpeed,
+    Costs,
+    Loader,
+    StreamObject,
+    digest,
+    meet,
+    staircase,
+)
 from hf_offload_cache.streaming import publish as checks
 from hf_offload_cache.streaming import streaming_lane as decoder
 
@@ -98,7 +107,7 @@ def test_what_trickles_in_is_not_waited_for(what: str, migrations: int | None, p
 def test_fitted_state_may_come_late(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All was computed, with other queries: stored keys are learned again from what came."""
     compute_all(monkeypatch)
-    run = loader.Loader.run
+    run = Loader.run
 
     def run_and_look(own: Any) -> None:
         look, own._extras.look = own._extras.look, lambda lane: None
@@ -107,7 +116,7 @@ def test_fitted_state_may_come_late(place: Path, tmp_path: Path, monkeypatch: py
         while not any(layer.given_state for layer in own._filling.layers) and time.monotonic() < deadline:
             look(own._lane)
 
-    monkeypatch.setattr(loader.Loader, "run", run_and_look)
+    monkeypatch.setattr(Loader, "run", run_and_look)
     with stream_context(place, long_model(), ids(), path=tmp_path) as cache:
         fitted = [layer.predictor.fitted for layer in cache.layers]
         with DiskSwapCache(long_model(), path=tmp_path) as own:

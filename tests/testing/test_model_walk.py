@@ -13,6 +13,7 @@ from harness import fresh, tiny, tokenizer, unchanged
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.model import TESTED
 from hf_offload_cache.model import place as tested_version
 from hf_offload_cache.testing.__main__ import main
 from hf_offload_cache.testing.model_walk import CASES, walk_model
@@ -93,11 +94,11 @@ def test_a_newer_transformers_is_told_once(version: str, said: int, monkeypatch:
             DiskSwapCache(tiny("llama"), exact=True, engine="memory").close()
     texts = [str(warning.message) for warning in caught if "hf_offload_cache.testing MODEL" in str(warning.message)]
     assert len(texts) == said
-    assert all(version in text and tested_version.TESTED in text for text in texts)
+    assert all(version in text and TESTED in text for text in texts)
     tested_version._warn.cache_clear()
 
 
 def test_the_tested_version_is_the_one_of_the_package() -> None:
     """setup.cfg says it beside the range that installs."""
     setup = (Path(harness.__file__).parents[1] / "setup.cfg").read_text()
-    assert f"with transformers {tested_version.TESTED}.\n" in setup
+    assert f"with transformers {TESTED}.\n" in setup

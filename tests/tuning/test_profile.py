@@ -16,6 +16,7 @@ from tiny_llama import tiny_llama, token_ids
 from hf_offload_cache import DiskSwapConfig
 from hf_offload_cache.errors import StoreError, UnsupportedModelError
 from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.methods.disk_swap import DiskSwapCache
 from hf_offload_cache.methods.disk_swap.tuning import profile, random_keys_and_values, two_blocks
 from hf_offload_cache.stores import MemoryStore
 from hf_offload_cache.testing import open_descriptors
@@ -119,14 +120,14 @@ def model_profile(clock: Any, monkeypatch: pytest.MonkeyPatch, **changed: Any) -
 def test_a_block_is_timed_from_its_entry_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock goes on with each attention, by what tells the point: rows, context, rank and slots."""
     clock = Clock()
-    attend = profile.DiskSwapCache.layer_class.decode
+    attend = DiskSwapCache.layer_class.decode
 
     def slow(layer: Any, *args: Any, **kwargs: Any) -> Any:
         clock.now += layer.batch + layer.length // 100 * 100 * layer.selecting.settings.rank * 1e-5
         clock.now += layer.selecting.settings.reuse_capacity * 1e-3
         return attend(layer, *args, **kwargs)
 
-    monkeypatch.setattr(profile.DiskSwapCache.layer_class, "decode", slow)
+    monkeypatch.setattr(DiskSwapCache.layer_class, "decode", slow)
     found = model_profile(clock, monkeypatch)
     for batch in (1, 2):
         for context in (600, 1200):
