@@ -9,7 +9,7 @@ import torch
 from harness import COMMON, Decoded, build, generate, prompt
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_offload_cache import DiskSwapCache
+from hf_offload_cache import DiskSwapCache, SpecCache
 
 SPARSE: dict[str, Any] = {
     "group_size": 4,
@@ -21,11 +21,6 @@ SPARSE: dict[str, Any] = {
     "num_sinks": 4,
     "engine": "memory",
 }
-SOME: dict[str, Any] = {
-    "group_size": 4, "num_recent": 8, "block_tokens": 64, "num_selected": 40, "reuse_capacity": 60, "look_ahead": True,
-    "engine": "memory",
-}  # fmt: skip
-"""Fields that any method takes: a sixteenth of a prompt of `LENGTH` tokens, which is enough for any to learn from."""
 LENGTH = 640
 LONG = 700
 """Tokens of a prompt: more than the 512 that an adapter is made of, 16 times what a step selects."""
@@ -34,6 +29,13 @@ LONG = 700
 @functools.cache
 def long_model() -> Any:
     return build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "max_position_embeddings": 8192}))
+
+
+def some(method: str | type[Any]) -> dict[str, Any]:
+    """Fields to select a sixteenth of a prompt of `LENGTH` tokens, which is enough for any method to learn from.
+    `SpecCache` looks ahead in its own way."""
+    sizes = {"group_size": 4, "num_recent": 8, "block_tokens": 64, "num_selected": 40, "reuse_capacity": 60}
+    return {**sizes, "look_ahead": method not in ("spec", SpecCache), "engine": "memory"}
 
 
 def sparse(**fields: Any) -> DiskSwapCache:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hostile_files import manifest_of, sign
-from long_llama import SOME, feed, long_model
+from long_llama import feed, long_model, some
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, SpecCache
 from hf_offload_cache.errors import ContextError, EncryptionKeyError, StoreError
@@ -88,7 +88,7 @@ def shuffle(path: Path, size: int) -> None:
 @pytest.mark.parametrize("cls", [DiskSwapCache, *(pytest.param(cls, marks=pytest.mark.slow) for cls in CACHES[1:])])
 def test_nothing_that_is_exchanged_changes_a_token(cls: Any, tmp_path: Path) -> None:
     """Each change raises one of the library's errors, or the answer is the one before it."""
-    fields = {**SOME, "engine": "mapped"} if cls is not SpecCache else {"engine": "memory"}
+    fields = {**some(cls), "engine": "mapped"} if cls is not SpecCache else {"engine": "memory"}
     fields = {"encryption_key": key} if cls in (SpecCache, ClusterCache) else {**fields, "encryption_key": key}
     for name, seed in (("one", 1), ("other", 2)):
         with cls(long_model(), path=tmp_path, **fields) as cache:

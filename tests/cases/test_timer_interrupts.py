@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from harness import prompt
-from long_llama import SOME, feed, long_model
+from long_llama import feed, long_model, some
 from nothing_left import no_threads_and_descriptors
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, SpecCache
@@ -39,7 +39,7 @@ def interrupt(*_: Any) -> None:
 @pytest.mark.parametrize("cls", [DiskSwapCache, *(pytest.param(cls, marks=pytest.mark.slow) for cls in CACHES[1:])])
 def test_a_timer_leaves_no_descriptor(cls: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After each interrupted opening, and the next one works."""
-    fields = {} if cls in (SpecCache, ClusterCache) else {**SOME, "engine": "auto"}
+    fields = {} if cls in (SpecCache, ClusterCache) else {**some(cls), "engine": "auto"}
     with cls(long_model(), path=tmp_path, **fields) as cache:
         feed(cache, prompt(long_model(), 1, 300))
         cache.save(tmp_path / "context")

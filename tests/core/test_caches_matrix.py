@@ -15,7 +15,7 @@ import pytest
 import torch
 from checked_cache import checked
 from harness import CASES, PAD, SMALL, assert_exact, generate, prompt, reference, tiny
-from long_llama import LENGTH, SOME, long_model
+from long_llama import LENGTH, long_model, some
 from pairwise import combinations
 
 from hf_offload_cache.fetch import Fetcher
@@ -26,8 +26,6 @@ from hf_offload_cache.registry import CACHES, cache_class
 METHODS = (*CACHES, "examples.own_method:PageCache")
 ORDERS = (*METHODS, "shuffled_history:ShuffledCache")
 """With a history in no order, of rows that hold all key heads."""
-
-EVERYTHING: dict[str, Any] = {**SMALL, "num_selected": 512, "reuse_capacity": 64, "look_ahead": True}
 
 REWRITING = ("padded_beams", "prompt_lookup", "second_turn")
 """Cases that reorder, crop or add to what is stored: each method runs them."""
@@ -60,7 +58,8 @@ def test_bitwise(method: str, name: str, case: str) -> None:
 def test_all_of_it_selected_is_exact(method: str, case: str) -> None:
     """The path of a step that selects, with nothing left out: all gathers are right, and so are tokens and logits."""
     cls = checked(cache_class(method))
-    with harness.unchanged(tiny("llama")), cls(tiny("llama"), **EVERYTHING) as cache:
+    everything = {**SMALL, "num_selected": 512, "reuse_capacity": 64, "look_ahead": method != "spec"}
+    with harness.unchanged(tiny("llama")), cls(tiny("llama"), **everything) as cache:
         assert_exact(reference("llama", case), CASES[case](tiny("llama"), cache))
         assert cache.report().selected_fraction >= 1  # of units that are not full, places are counted
         assert len(cls.gathers) >= 3 * 3
@@ -75,7 +74,7 @@ def padded(rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def test_every_sparse_gather_is_right(method: str) -> None:
     """Padded beams, a second turn, candidates that are verified, and a crop into what was sealed; sinks always in."""
     cls, model = checked(cache_class(method)), long_model()
-    fields = {**SOME, "dense_layers": 2} if method == "abstract-tree" else SOME  # layers of both kinds
+    fields = {**some(method), "dense_layers": 2} if method == "abstract-tree" else some(method)  # layers of both kinds
     with harness.unchanged(model), cls(model, **fields) as cache:
         ids, mask = padded(2)
         generate(model, cache, ids, num_beams=3, max_new_tokens=6, **mask)
@@ -141,7 +140,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """By method, what one new process says that a context answers, or why it does not."""
     folder, arguments = tmp_path_factory.mktemp("contexts"), []
     for number, method in enumerate(METHODS):
-        with cache_class(method)(long_model(), path=folder, **{**SOME, "engine": "auto"}) as cache:
+        with cache_class(method)(long_model(), path=folder, **{**some(method), "engine": "auto"}) as cache:
             generate(long_model(), cache, prompt(long_model(), 1, LENGTH), max_new_tokens=4)
             with contextlib.suppress(Exception):  # its own test says so
                 cache.save(folder / str(number))
@@ -157,7 +156,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_saved_opened_and_forked(method: str, elsewhere: dict[str, str], tmp_path: Path) -> None:
     """A fork and the saved context, opened here and in a new process, answer to the bit as the cache does."""
     cls, model = cache_class(method), long_model()
-    with cls(model, path=tmp_path, **{**SOME, "engine": "auto"}) as cache:
+    with cls(model, path=tmp_path, **{**some(method), "engine": "auto"}) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
         cache.save(tmp_path / "context")
         with cache.fork() as twin:
@@ -184,5 +183,5 @@ def test_the_check_notices(method: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(Fetcher, "gather", shifted)
     monkeypatch.setattr(EntryReads, "bring", shifted_too)
-    with checked(cache_class(method))(long_model(), **SOME) as cache, pytest.raises(AssertionError):
+    with checked(cache_class(method))(long_model(), **some(method)) as cache, pytest.raises(AssertionError):
         generate(long_model(), cache, prompt(long_model(), 1, LENGTH), max_new_tokens=2)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import prompt
-from long_llama import LENGTH, SOME, long_model
+from long_llama import LENGTH, long_model, some
 
 from hf_offload_cache.registry import CACHES, cache_class
 
@@ -38,7 +38,7 @@ def lived(cls: Any, engine: str, place: Path, ids: torch.Tensor) -> list[torch.T
     def call(cache: Any, tokens: torch.Tensor) -> None:
         found.append(model(tokens, past_key_values=cache, logits_to_keep=1).logits)
 
-    with cls(model, path=place, **{**SOME, "engine": engine}) as cache, torch.no_grad():
+    with cls(model, path=place, **{**some(cls), "engine": engine}) as cache, torch.no_grad():
         for part in (*ids.split(500, 1), *ids[:, :3].split(1, 1)):
             call(cache, part)
         cache.save(place / "context")

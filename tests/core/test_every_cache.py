@@ -11,7 +11,7 @@ import pytest
 import torch
 from checked_cache import checked
 from harness import DEVICE, Decoded, assert_exact, compare, generate, prompt
-from long_llama import LENGTH, SOME, long_model
+from long_llama import LENGTH, long_model, some
 from long_models import long_fresh
 from pairwise import combinations, in_full
 from transformers import DynamicCache
@@ -31,7 +31,7 @@ def test_nothing_is_left_after_close(method: str, engine: str, tmp_path: Any) ->
     """No thread, descriptor, file or hook, after a prompt, steps, a fork and a crop."""
     model, before = long_model(), (open_descriptors(), threading.active_count())
     hooked = hooks(model)  # transformers leaves some of its own where hidden states were asked for
-    with cache_class(method)(model, path=tmp_path, **{**SOME, "engine": engine}) as cache:
+    with cache_class(method)(model, path=tmp_path, **{**some(method), "engine": engine}) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
         twin = cache.fork()
         cache.crop(-50)
@@ -60,7 +60,7 @@ def test_a_long_call_whose_reads_fail_loses_itself_alone(method: str, monkeypatc
         with torch.no_grad():
             return model(tokens, past_key_values=cache, logits_to_keep=1).logits
 
-    with cls(model, **SOME) as cache, cls(model, **SOME) as twin:
+    with cls(model, **some(method)) as cache, cls(model, **some(method)) as twin:
         for held in (cache, twin):
             call(held, ids)
         monkeypatch.setattr(Ticket, "wait", failing)
@@ -132,7 +132,7 @@ def test_a_change_one_of_whose_reads_fails(
 
     failed = 0
     for number in numbers:
-        with cls(model, **SOME) as cache, cls(model, **SOME) as twin:
+        with cls(model, **some(method)) as cache, cls(model, **some(method)) as twin:
             for held in (cache, twin):
                 call(held, 0, LENGTH)
                 call(held, 1, 17)
@@ -163,7 +163,7 @@ def test_an_update_without_a_forward_that_fails(method: str, monkeypatch: pytest
         keys, values = torch.randn(2, 1, geometry[0], count, geometry[1], generator=made).unbind(0)
         return keys, values
 
-    fields, torn = {**SOME, "exact": True}, 0
+    fields, torn = {**some(method), "exact": True}, 0
     if method == "cluster":  # whose short calls come in parts, each of which reads
         fields |= {"join_every": 8, "append_buffer": 0, "cluster_size": 8}
     for number in range(1, 30):
@@ -199,7 +199,7 @@ def test_ctrl_c_while_waiting(method: str, number: int, monkeypatch: pytest.Monk
         with torch.no_grad():
             return model(tokens, past_key_values=cache, logits_to_keep=1).logits
 
-    fields = {**SOME, "reuse_capacity": 0}  # a step waits for what it reads
+    fields = {**some(method), "reuse_capacity": 0}  # a step waits for what it reads
     if method == "spec":  # which it does not of host memory
         fields["engine"] = "auto"
     if method == "abstract-tree":
@@ -245,7 +245,7 @@ def test_autocast(method: str, fields: dict[str, Any]) -> None:
     ids, cls = prompt(model, 2, LENGTH), checked(cache_class(method))
     with torch.autocast(DEVICE.type, torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
         expected = generate(model, DynamicCache(config=model.config), ids, **asked)
-        with cls(model, **{**SOME, "reuse_capacity": 0, **fields}) as cache:
+        with cls(model, **{**some(method), "reuse_capacity": 0, **fields}) as cache:
             found = generate(model, cache, ids, **asked)
             assert bool(cache.report().selected_fraction) == ("exact" not in fields)
     assert found.logits.isfinite().all()

@@ -13,7 +13,7 @@ import torch
 import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from long_llama import SOME, SPARSE, long_model
+from long_llama import SPARSE, long_model, some
 from rope_models import long_rope
 from walk import tiny_model
 from words import words
@@ -142,9 +142,9 @@ def test_a_request_of_no_tokens_is_refused(tmp_path: Path) -> None:
 def test_a_batch_has_the_scores_of_one_by_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a cache selects, and in fewer forwards: one for each token of the longest of a batch."""
     asked = instances("loglikelihood", [*CHOICES, *ALIKE])
-    alone = ours(tmp_path, cache=name, **SOME).loglikelihood(asked, disable_tqdm=True)
+    alone = ours(tmp_path, cache=name, **some(name)).loglikelihood(asked, disable_tqdm=True)
     shapes = forwards(monkeypatch)
-    batched = ours(tmp_path, cache=name, batch_size=5, **SOME).loglikelihood(asked, disable_tqdm=True)
+    batched = ours(tmp_path, cache=name, batch_size=5, **some(name)).loglikelihood(asked, disable_tqdm=True)
     assert close(batched, alone)
     steps = [rows for rows, tokens in shapes if tokens <= 2]  # one cache adds a token of its own, once without another
     assert {rows: steps.count(rows) - (name == "spec") for rows in steps} == {5: 9, 3: 5}
