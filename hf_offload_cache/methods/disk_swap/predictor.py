@@ -13,13 +13,13 @@ from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...history.state import Number, State, Table
 from ...memory.dry_run import DryRun
-from ...predictors.base import Query
+from ...predictors.base import Predictor, Query
 from ...predictors.sinks import largest, with_sinks
 from .fitted_keys import FittedKeys, LowRankShared, Rules
 from .ranking import CANDIDATES, STEPS, few_of_many
 
 
-class LowRankPredictor:
+class LowRankPredictor(Predictor):
     """Predictor of one layer whose rows are sequences, with units of `form.group_size` consecutive tokens.
 
     In the paper every step ranks all units. Here, if a step selects few of many units, only every fourth step does. The
