@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
-
 from hf_offload_cache.core import OffloadLayer
 from hf_offload_cache.methods.spec import LowBitForm, SpecCache, SpecConfig, SpecLayer
 
@@ -20,19 +18,3 @@ class PlainLowBitCache(SpecCache):
     """KIVI's own 1 bit: the two values of a group are its ends, by equation 2 (SpeCache, table 5)."""
 
     layer_class: ClassVar[type[OffloadLayer]] = PlainLowBitLayer
-
-
-class GuessAloneLayer(SpecLayer):
-    def shares_of(self, shares: list[torch.Tensor]) -> torch.Tensor:
-        return shares[-1]
-
-    def wanted_of(self, shares: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        assert self.predictor is not None
-        return self.predictor.most(shares, visible, self.config.chosen)
-
-
-class GuessAloneCache(SpecCache):
-    """Fetches for the next step only the top-k of the guess's attention (SpeCache, section 3.3). Resident entries get
-    no extra weight."""
-
-    layer_class: ClassVar[type[OffloadLayer]] = GuessAloneLayer
