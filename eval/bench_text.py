@@ -193,7 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     trained = model.config.max_position_embeddings
     if tokens + steps > trained:
         say(f"positions beyond the {trained:,} that the model was trained for: times mean something, distances less")
-    ours, in_memory = dict(map(parse_setting, given.set)) or USUAL, () if given.only_ours else (DYNAMIC, STATIC)
+    usual = {"default": USUAL["default"]} if given.quick else USUAL  # a thirteenth of so few tokens is too little
+    ours, in_memory = dict(map(parse_setting, given.set)) or usual, () if given.only_ours else (DYNAMIC, STATIC)
     rows = run(model, ids, tokens, steps, given.chunk, ours, in_memory, say=say, **asked)
     asked |= {"tokens": tokens, "batch": given.batch, "steps": steps, "chunk": given.chunk, "device": given.device}
     if given.json:
