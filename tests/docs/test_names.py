@@ -33,7 +33,7 @@ OF_OTHERS = {
 def ours() -> set[str]:
     """Every name that the package and its tools define: modules, classes, functions, arguments, attributes, and texts
     that could be names (keys of JSON, values of fields, options)."""
-    found = set(re.findall(r"^(\w+) =$", (ROOT / "setup.cfg").read_text(), re.MULTILINE))  # extras
+    found = set(re.findall(r"^([\w-]+) =$", (ROOT / "setup.cfg").read_text(), re.MULTILINE))  # extras
     found |= set(re.findall(r"^(\w+) = \w", (ROOT / "setup.cfg").read_text(), re.MULTILINE))
     places = (PACKAGE, ROOT / "eval", ROOT / "examples")
     for path in (file for place in places for file in place.rglob("*.py")):
