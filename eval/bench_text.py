@@ -21,7 +21,7 @@ from .contenders import in_turns
 from .needles import parse_setting
 from .profiles import PROFILES, Profile, throttle
 from .studies.common import Options, one_run, say, write_json
-from .studies.contexts import open_cache, prefill, replay
+from .studies.contexts import open_cache, peak_share, prefill, replay
 
 ALONE, DYNAMIC, STATIC = "model alone", "DynamicCache", "StaticCache"
 SHORT = 64
@@ -95,7 +95,7 @@ class Contender:
             row["waited_share"] = report.decode_stall_seconds / report.decode_seconds
             row["waited_seconds"] = report.decode_stall_seconds / steps
             row["unpack_seconds"] = report.unpack_seconds / steps
-            row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
+            row |= peak_share(self.cache)
             row["looked_share"] = report.look_bytes / steps / (report.full_kv_bytes / 2)  # of all keys
             row["bytes_read_a_step"] = (report.bytes_read - self.prefill_bytes) / steps
             shown = ("summary_bytes", "rank", "reuse_capacity", "num_selected", "num_opened", "look_ahead")
@@ -111,7 +111,7 @@ def run(
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """By contender: `Contender.row`. Each is prefilled by itself with `tokens` of ids (B, at least tokens + steps);
     then all take `turn` steps in turns. Caches in memory run on a model without seams. `shared_prefill`: the first row,
-    prefilled once in one piece, is put into every row of every cache, and followed by its own text. `profile`: the
+    prefilled once, is put into every row of every cache, and followed by its own text. `profile`: the
     device that ours read from, or its name in `PROFILES`."""
     plain = without_seams(model)
     shared = None

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from hf_offload_cache.console import build_prompt, prefilled_tokens
+from hf_offload_cache.core import OffloadCache
 from hf_offload_cache.errors import BudgetError
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES
 from hf_offload_cache.tuning import distance, perplexity_over, sample_ids
 
@@ -23,7 +25,18 @@ from .fidelity_tables import LONGEST_NEEDLES, markdown, shipped, summarised
 from .kvpress_contender import PRESSES, KVPress
 from .needles import make_needles
 from .studies.common import Rows, Study, main, write_json
-from .studies.contexts import default_model, follow, open_cache, prefill, reference_texts, replay, share
+from .studies.contexts import (
+    MODEL,
+    Context,
+    default_model,
+    follow,
+    open_cache,
+    peak_share,
+    prefill,
+    reference_texts,
+    replay,
+    share,
+)
 from .studies.quality_needles_budget import NEW_TOKENS, REFERENCE, ask
 from .studies.teacher_forced import measure
 from .studies.watch import Look, Watch
@@ -46,11 +59,14 @@ class Run:
 
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
-    """Add rows of each "part"; existing ones are not measured again."""
-    model, tokenizer = default_model(loaded)
+    """Add rows of each "part"; existing ones are not measured again. Raises `ValueError` for kvpress with another model
+    than the default one: it counts the bytes of all layers."""
+    if arguments.kvpress and arguments.model:
+        raise ValueError(f"--kvpress measures on the default model, got --model {arguments.model}: leave one out")
+    model, tokenizer = default_model(loaded, arguments.model)
     names = []
     for name in arguments.caches:
-        if (why := missing(name)) is None:
+        if (why := missing(name, model)) is None:
             names.append(name)
         else:
             rows.say(f"{name}: left out: {why}")
@@ -107,14 +123,14 @@ def _memory(name: str) -> str:
 
 
 def _reference(
-    model: Any, context: Any, new: torch.Tensor, windows: list[str], room: int
+    model: Any, context: Context, new: torch.Tensor, windows: list[str], room: int
 ) -> tuple[torch.Tensor, dict[str, list[float]]]:
     """An exact cache's logits, and the share of its attention mass, by layer, that each window would see."""
     kept = {}
     for memory in windows:
         with contextlib.suppress(BudgetError):
             kept[memory] = window_tokens(share(memory), room)
-    seen: dict[str, list[list[float]]] = {memory: [[] for _ in context.keys] for memory in kept}
+    seen: dict[str, dict[int, list[float]]] = {memory: {one: [] for one in context.full} for memory in kept}
 
     def told(look: Look) -> None:
         for memory, count in kept.items():
@@ -126,22 +142,21 @@ def _reference(
         replay(cache, model, context)
         with Watch(cache, context.keys, told):  # type: ignore[arg-type]
             logits = follow(model, cache, new)
-    return logits, {memory: [sum(own) / len(own) for own in layers] for memory, layers in seen.items()}
+    return logits, {memory: [sum(own) / len(own) for own in layers.values()] for memory, layers in seen.items()}
 
 
 def _text(
-    model: Any, context: Any, new: torch.Tensor, reference: torch.Tensor, name: str, fields: dict[str, Any] | None,
+    model: Any, context: Context, new: torch.Tensor, reference: torch.Tensor, name: str, fields: dict[str, Any] | None,
     path: str | None, press: KVPress | None, room: int,
 ) -> dict[str, Any]:  # fmt: skip
     kind, _, memory = name.rpartition(" ")
     if fields is not None and kind not in (*FIXED, "window"):
         row = measure(model, context, new, fields, reference, path)
-        return {field: row[field] for field in _KEPT}
-    full = sum(keys.nbytes + values.nbytes for keys, values in zip(context.keys, context.values, strict=True))
+        return {field: row[field] for field in _KEPT if field in row}
     if fields is None:
         assert press is not None
         logits, held = press.follow(kind, share(memory), context.ids, new)
-        held_share = held / full
+        held_share = held / context.full_bytes
     else:
         with open_cache(model, fields, room) as cache:
             logits = follow(model, replay(cache, model, context), new)
@@ -151,7 +166,9 @@ def _text(
             "peak_share": held_share}  # fmt: skip
 
 
-_KEPT = ("kl", "top1", "perplexity", "peak_share", "mass", "worst", "layer_mass", "attended", "hit_rate")
+_KEPT = (
+    "kl", "top1", "perplexity", "peak_share", "window_bytes", "mass", "worst", "layer_mass", "attended", "hit_rate",
+)  # fmt: skip
 
 
 def _needles(shared: Run, everyone: Contenders, tokens: int) -> None:
@@ -221,11 +238,9 @@ def _go_on(shared: Run, everyone: Contenders, ids: torch.Tensor, prompt: int, la
         try:
             with open_cache(model, fields, ids.shape[1], shared.arguments.path) as cache:
                 logits = said(cache)
-                report = cache.report() if hasattr(cache, "report") else None
+                peak = peak_share(cache) if isinstance(cache, OffloadCache) else {}
             row = {**distance(reference, logits), "perplexity": perplexity_over(reference, logits, end)}
-            row["uncertain"] = uncertainty(reference, logits, end)
-            if report is not None:
-                row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
+            row |= {"uncertain": uncertainty(reference, logits, end), **peak}
         except BudgetError as error:
             row = {"refused": str(error)}
         rows.add(**key, name=name, **row)
@@ -256,6 +271,8 @@ def _speed(shared: Run, everyone: Contenders) -> None:
         rows.drop(**key)
         ids = bench_text.text_rows(sample_ids(None, shared.tokenizer)[0], 1, tokens + _TIMED + 1)
         options: dict[str, Any] = {"shared_prefill": True, "path": arguments.path}
+        if Geometry.of(model).kept:  # a StaticCache keeps windows in an order of its own
+            options["in_memory"] = (bench_text.DYNAMIC,)
         found = bench_text.run(model, ids, tokens, _TIMED, tokens, ours, say=rows.say, **options)
         for name, row in found.items():
             rows.add(**key, name=name, **{field: row[field] for field in ("median_seconds", "quartiles")})
@@ -279,6 +296,7 @@ STUDY = Study(
         "kvpress": (str, "an interpreter that has kvpress, whose presses are then measured too"),
         "markdown": (Path, "file for the tables"),
         "shipped": (Path, "file for the table that offload_cache chooses from"),
+        **MODEL,
     },
     {"tokens": [768], "steps": 6, "samples": 1, "documents": 1, "scored": 12, "output": 300, "memory": ["1/4", "1/13"]},
     plots={"plot": draw_front, "plot-layers": draw_layers}, size=(7.5, 4.2), module="eval.fidelity",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from transformers import PreTrainedModel
 from transformers.utils import is_optimum_quanto_available
 
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
 
 WIDER: dict[str, dict[str, Any]] = {
@@ -28,9 +30,11 @@ def _fields(name: str) -> dict[str, Any]:
     return {**FLOORS, **WIDER}.get(name, {"cache": name})
 
 
-def missing(name: str) -> str | None:
-    """Why this one cannot run here, and what to install; None: it can."""
+def missing(name: str, model: PreTrainedModel) -> str | None:
+    """Why this one cannot run here with this model, and what to install; None: it can."""
     if name in FIXED:
+        if Geometry.of(model).kept:
+            return "transformers' quantized cache takes only models whose layers all have full attention"
         return None if is_optimum_quanto_available() else "transformers' quantized cache needs optimum-quanto"
     cache = _fields(name)["cache"]
     return cache_class(cache).missing() if cache in CACHES else None

@@ -52,8 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def keep_within_the_run(config: pytest.Config) -> None:
     """Nothing goes into the real home: what is kept in `$XDG_CACHE_HOME` lies in a folder that is removed at the end.
-    It is that of all workers, and of the processes that tests start. Only the unpacked default model in it outlives the
-    run. Nor does anything go to a proxy."""
+    It is that of all workers, and of the processes that tests start. Only the unpacked models in it outlive the run.
+    Nor does anything go to a proxy."""
     folder, patch = tempfile.mkdtemp(prefix="cache-of-tests-"), pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", folder)
     keep_the_default_model(Path(folder) / "hf_offload_cache" / "models")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, QuantizedCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache
 
 from hf_offload_cache.config import parse_memory
 from hf_offload_cache.errors import BudgetError
@@ -52,9 +52,11 @@ def window_tokens(memory: Any, max_context: int) -> int:
 
 
 def window_cache(model: PreTrainedModel, memory: Any, max_context: int) -> Cache:
-    """As many tokens as the share `memory` of `max_context` are."""
+    """As many tokens as the share `memory` of `max_context` are, in layers with full attention; windows of the model's
+    own stay as they are."""
     kept = window_tokens(memory, max_context)
-    return Cache(layers=[WindowLayer(kept) for _ in range(model.config.num_hidden_layers)])
+    layers = DynamicCache(config=model.config).layers
+    return Cache(layers=[WindowLayer(kept) if type(layer) is DynamicLayer else layer for layer in layers])
 
 
 _GROUP, _RESIDUAL = 64, 128

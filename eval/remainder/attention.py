@@ -138,7 +138,10 @@ def follow(
     model: PreTrainedModel, context: Context, new: torch.Tensor, plan: Plan, nbytes: int = 24, dense: int = 0
 ) -> tuple[torch.Tensor, float]:
     """Logits (S, V) after each token of new (1, S) behind `context`, teacher-forced, and the mean share of attention
-    that steps did not read. The first `dense` tokens attend to everything."""
+    that steps did not read. The first `dense` tokens attend to everything. Raises `ValueError` for a model with
+    windows."""
+    if context.windows:
+        raise ValueError(f"{type(model).__name__} has layers with windows: this attention has none")
     steps = [Step.of(context, layer, new.shape[1], plan, nbytes) for layer in range(len(context.keys))]
     at, now, lost = context.tokens, Plan(), list[float]()
 

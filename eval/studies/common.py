@@ -19,6 +19,7 @@ import torch
 
 from ..bench import judged as judged
 from ..bench import machine
+from ..gemma import GemmaMissingError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,7 +43,7 @@ class Rows:
             return
         earlier = json.loads(self.target.read_text())
         for name in ("study", "arguments"):
-            if earlier.get(name) != json.loads(json.dumps(self.head[name])):
+            if _given(earlier.get(name)) != _given(json.loads(json.dumps(self.head[name]))):
                 raise ValueError(
                     f"--resume: {str(self.target)!r} has other {name} ({earlier.get(name)}) than this run "
                     f"({self.head[name]}): give the same ones, or another --json"
@@ -166,6 +167,13 @@ def one_run(
     return arguments
 
 
+def _given(asked: Any) -> Any:
+    """Arguments without those of None: an option that there was not yet counts as not given."""
+    if not isinstance(asked, dict):
+        return asked
+    return {name: value for name, value in asked.items() if value is not None}
+
+
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     about = "a contender, instead of the usual ones; repeatable. memory=1/13 plans its budget"
     parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE,...", help=about)
@@ -187,7 +195,10 @@ def main(study: Study, argv: Sequence[str] | None = None, loaded: Any = None) ->
         except ValueError as error:
             study.parser().error(str(error))
     start = time.perf_counter()
-    summary = study.run(arguments, rows, loaded)
+    try:
+        summary = study.run(arguments, rows, loaded)
+    except GemmaMissingError as error:
+        study.parser().error(str(error))
     last = {"seconds": time.perf_counter() - start, "summary": summary}
     rows.write(**last)
     for name, targets in pictures.items():

@@ -20,7 +20,7 @@ from hf_offload_cache import calibrate
 
 from . import fields
 from .common import Rows, Study, main
-from .contexts import default_model, reference_texts
+from .contexts import MODEL, default_model, reference_texts
 from .teacher_forced import compare, contenders_of, means
 
 Contenders = dict[str, dict[str, Any]]
@@ -72,7 +72,7 @@ OF: dict[str, tuple[Contenders, dict[str, Any]]] = {
 
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
-    loaded = model, tokenizer = default_model(loaded)
+    loaded = model, tokenizer = default_model(loaded, arguments.model)
     usual, shared = OF[arguments.of]
     if arguments.memory:
         shared = {**shared, "memory": arguments.memory}
@@ -96,6 +96,7 @@ STUDY = Study(
         "steps": (32, "tokens decoded after them, teacher-forced"),
         "samples": (4, "texts"),
         "memory": (str, "memory budget: a share of the full KV, a size, or none (default: the question's)"),
+        **MODEL,
     },
     {"tokens": 1536, "steps": 8, "samples": 1}, settings=True,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from hf_offload_cache.errors import BudgetError
 
 from ..needles import Needle, make_needles
 from .common import Rows, Study, judged, main
-from .contexts import Context, answer, default_model, open_cache, prefill, replay
+from .contexts import MODEL, Context, answer, default_model, open_cache, peak_share, prefill, replay
 from .teacher_forced import Fields, contenders_of
 
 PROMISED = "1/13"
@@ -61,7 +61,7 @@ def _ask_one(cache: Any, model: Any, tokenizer: Any, context: Context, ids: torc
     if isinstance(cache, OffloadCache):
         report = cache.report()
         row |= {"hit_rate": report.hit_rate, "selected_fraction": report.selected_fraction}
-        row["peak_share"] = report.peak_memory_bytes / report.full_kv_bytes
+        row |= peak_share(cache)
         row["num_selected"] = cache.config.num_selected
     return row
 
@@ -92,7 +92,7 @@ def _needle(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
-    model, tokenizer = default_model(loaded)
+    model, tokenizer = default_model(loaded, arguments.model)
     contenders = contenders_of(arguments, {share: {"memory": share} for share in arguments.memory})
     needles = make_needles(tokenizer, arguments.samples, arguments.tokens, 0, arguments.needles)
     ask(arguments, rows, contenders, needles, model, tokenizer)
@@ -110,6 +110,7 @@ STUDY = Study(
         "needles": (1, "needles in a document, of which one is asked for"),
         "known": (False, "ask only what DynamicCache answers"),
         "memory": (["1/4", "1/6.5", "1/13", "1/20", "1/34"], "memory budgets: shares of the full KV, or sizes"),
+        **MODEL,
     },
     {"tokens": 1536, "samples": 3, "memory": ["1/4", "1/13"]}, settings=True,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from hf_offload_cache.tuning import distance, perplexity_over
 
 from ..needles import parse_setting
 from .common import Rows
-from .contexts import Context, default_model, follow, open_cache, prefill, reference_texts, replay
+from .contexts import Context, default_model, follow, open_cache, peak_share, prefill, reference_texts, replay
 from .watch import Look, Watch
 
 Fields = dict[str, Any]
@@ -28,7 +28,7 @@ def contenders_of(arguments: argparse.Namespace, usual: dict[str, Fields], **sha
 
 def compare(arguments: argparse.Namespace, rows: Rows, contenders: dict[str, Fields], loaded: Any = None) -> None:
     """Add a row of `measure` for each text and contender. Each text is prefilled once."""
-    model, tokenizer = default_model(loaded)
+    model, tokenizer = default_model(loaded, getattr(arguments, "model", None))
     last = arguments.tokens + arguments.steps
     texts = reference_texts(tokenizer, arguments.samples, last)
     for sample, ids in enumerate(texts):
@@ -49,15 +49,15 @@ def measure(
     """Measure one contender on one text, teacher-forced.
 
     Returns:
-        `mass`: attention mass on what is attended to, mean over layers, steps and heads; `worst`: of the layer with
-        the least; `layer_mass`: by layer; `outside` and `outside_worst`: the same of the mass outside sinks and tail.
+        `mass`: attention mass on what is attended to, mean over layers with full attention, steps and heads; `worst`:
+        of the layer with the least; `layer_mass`: by layer; `outside` and `outside_worst`: the same of the mass outside
+        sinks and tail.
         `important`: share of the `attended` tokens that are among the most important tenth. `kl` in nats and `top1` to
         `DynamicCache`; `perplexity` over `DynamicCache`'s. `hit_rate`; `judged`: evaluations over those of judging all
-        tokens, if the method counts them. `peak_share` of the full KV. A step's `megabytes` and `reads`, and those
-        `written`; `clusters` a key head at the end, if there are any.
+        tokens, if the method counts them. `peak_share` of the full KV, as the function has it. A step's `megabytes` and
+        `reads`, and those `written`; `clusters` a key head at the end, if there are any.
     """
-    count = len(context.keys)
-    mass, outside = ([list[float]() for _ in range(count)] for _ in range(2))
+    mass, outside = ({layer_idx: list[float]() for layer_idx in context.full} for _ in range(2))
     attended: list[float] = []
     important: list[float] = []
 
@@ -76,15 +76,15 @@ def measure(
         before = cache.report()  # type: ignore[attr-defined]
         with Watch(cache, context.keys, told):  # type: ignore[arg-type]
             logits = follow(model, cache, new)
-        report = cache.report()  # type: ignore[attr-defined]
+        report, peak = cache.report(), peak_share(cache)  # type: ignore[attr-defined, arg-type]
         predictors = [getattr(layer, "predictor", None) for layer in cache.offloaded]  # type: ignore[attr-defined]
         kept = [getattr(layer.history, "clustered", None) for layer in cache.offloaded]  # type: ignore[attr-defined]
         clusters = float(np.mean([own.partition.used for own in kept])) if all(kept) else None
-    layers, steps = [float(np.mean(part)) for part in mass], new.shape[1]
+    layers, steps = [float(np.mean(part)) for part in mass.values()], new.shape[1]
     row: dict[str, Any] = {
         "mass": float(np.mean(layers)), "worst": min(layers), "attended": float(np.mean(attended)),
         **distance(reference, logits), "hit_rate": report.hit_rate, "clusters": clusters,
-        "peak_share": report.peak_memory_bytes / report.full_kv_bytes,
+        **peak,
         "megabytes": (report.bytes_read - before.bytes_read) / 1e6 / steps,
         "written": (report.bytes_written - before.bytes_written) / 1e6 / steps,
         "reads": (report.reads - before.reads) / steps,
@@ -94,8 +94,8 @@ def measure(
     # two bounds of a chunk are as much to compare with as the keys of two tokens
     tokens = sum(each.judged for each in counted) / 2
     row["judged"] = sum(each.evaluations for each in counted) / tokens if tokens else None
-    if all(outside):
-        there = [float(np.mean(part)) for part in outside]
+    if all(outside.values()):
+        there = [float(np.mean(part)) for part in outside.values()]
         row |= {"outside": float(np.mean(there)), "outside_worst": min(there)}
     return {**row, "layer_mass": layers}
 
