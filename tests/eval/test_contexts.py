@@ -15,6 +15,7 @@ from letters import Letters
 from long_llama import long_model
 from transformers import DynamicCache, StaticCache
 
+from eval.baselines.in_memory import SINKS
 from eval.fidelity_contenders import missing
 from eval.studies import contexts
 from eval.studies.common import Rows, Study, main
@@ -50,6 +51,22 @@ def test_windows_are_as_after_a_prefill_of_the_cache_itself(tokens: int, monkeyp
             replay(cache, model, context)
             assert {layer.get_seq_length() for layer in cache.layers} == {tokens}
             torch.testing.assert_close(follow(model, cache, new), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_of_memory_leaves_the_models_own_windows_alone() -> None:
+    """As a full cache does in which the tokens between are masked, which the model's windows do not see anyway."""
+    model, text = tiny("gemma3"), ids(160)
+    context, new = prefill(model, text[:, :150]), text[:, 150:]
+    with open_cache(model, {"cache": "window", "memory": "3/4"}, 160) as cache:
+        found = follow(model, replay(cache, model, context), new)
+    full, wanted = replay(DynamicCache(config=model.config), model, context), []
+    for place, token in enumerate(new.split(1, 1), 150):
+        seen = torch.ones(1, place + 1, dtype=torch.int64)
+        seen[:, SINKS : place - 120 + SINKS] = 0
+        with torch.no_grad():
+            said = model(token, past_key_values=full, attention_mask=seen, position_ids=torch.tensor([[place]]))
+        wanted.append(said.logits[0, -1])
+    torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-4, atol=1e-4)
 
 
 def test_a_share_is_one_of_the_layers_with_full_attention(tmp_path: Path) -> None:
