@@ -1,4 +1,4 @@
-"""What does each cache lose, in which memory? All of them and their floors, on real text and planted needles."""
+"""Compare all caches and their floors on real text and planted needles: what does each lose at a memory budget?"""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class OffloadLM(HFLM):
         self.cache_name, self.memory, self.path = cache, memory, path
         self.limits = {"memory": memory, "floor": floor, "strict": strict, "path": path}
         self.requests = self.plain_requests = self.floor_requests = 0
-        """Those that were answered, and those of them that had transformers' own cache for being short, or `floor`."""
+        """Answered requests; those with transformers' own cache because they were short; those planned with `floor`."""
         self.report: Any = None
         if cache != DYNAMIC and str(theirs.get("batch_size", 1)).startswith("auto"):
             _LOGGER.warning("batch_size=auto is 1 with cache=%s: name a number for batches", cache)

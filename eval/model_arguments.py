@@ -72,7 +72,7 @@ def sort_arguments(given: Mapping[str, Any], cache: str, pretrained: Any) -> Mod
 
 
 def _attributes(pretrained: str, options: dict[str, Any]) -> set[str]:
-    """Those of a model's configuration; none, where it cannot be read: loading tells why."""
+    """Attributes of a model's configuration; none if it cannot be read, because loading tells why."""
     try:
         return set(AutoConfig.from_pretrained(pretrained, **options).to_dict())
     except (OSError, ValueError):

@@ -53,7 +53,7 @@ class Geometry:
     layers: tuple[LayerShape, ...]
     """The offloaded layers, in order."""
     dtype: torch.dtype
-    """Of keys and values."""
+    """Type of keys and values."""
     kept: tuple[KeptLayer, ...] = ()
     """Layers with a sliding window or a linear state, and the linear states of hybrids."""
     weight_bytes: int = 0

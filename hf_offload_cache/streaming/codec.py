@@ -39,7 +39,7 @@ class ChunkShape:
 
     @property
     def dims(self) -> tuple[Dims, Dims]:
-        """Of keys and of values."""
+        """Sizes of the keys and of the values."""
         return (self.heads, self.tokens, self.key_dim), (self.heads, self.tokens, self.value_dim)
 
 

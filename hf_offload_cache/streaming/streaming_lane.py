@@ -95,7 +95,7 @@ class Decoder:
     def __init__(self, manifest: StreamManifest, spool: Spool, key: bytes | None, *, sparing: bool) -> None:
         self._manifest, self._spool, self._key, self._sparing = manifest, spool, key, sparing
         self.seconds: list[float] = []
-        """Of each decoded cell."""
+        """Decoding time of each cell."""
         self._thread = ThreadPoolExecutor(1, "hf_offload_cache decoding")
 
     @property

@@ -21,7 +21,7 @@ from hf_offload_cache.testing import PredictorTests
 
 
 class TestAbstractTreePredictor(PredictorTests):
-    """Where all tokens are wanted, so that the chunks that are fetched are as many as may be."""
+    """All tokens are wanted, so as many chunks are fetched as there can be."""
 
     config = AbstractTreeConfig(chunk_size=4, num_sinks=PredictorTests.num_sinks, num_selected=PredictorTests.tokens)
 

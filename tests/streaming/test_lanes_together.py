@@ -1,4 +1,4 @@
-"""What one lane leaves to the other: cells that come while others are added, and state fitted elsewhere."""
+"""Two lanes at work together: cells that arrive while others are added, and state fitted elsewhere."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Where to find the paper:
   `Partition.rest`; the next layer's clusters are prefetched: `SelectiveCache.leave_attention` in `core`
 * section 6.2, cluster-aligned replacement: `ClusterAligned`; updated clusters stay: `ClusterLayer.renewed`
 
-What differs from algorithm 1:
+Differences from algorithm 1:
 
 * Tokens join in batches (the field join_every), and layers settle in turns.
 * Every new entry is buffered first, because a page on disk is only rewritten after it was read.
