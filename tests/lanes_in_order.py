@@ -23,8 +23,8 @@ def compute_from(monkeypatch: pytest.MonkeyPatch, ready: Callable[[Loader], bool
 
 
 def stream_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computing begins when the network has delivered all that it can."""
-    compute_from(monkeypatch, lambda loader: not loader.cells.open)
+    """Computing begins when the network has delivered all that it can, fitted state and active blocks included."""
+    compute_from(monkeypatch, lambda loader: not loader.cells.open and not loader._lane.pending_objects)
 
 
 def compute_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
-from transformers.models.unlimited_ocr.modeling_unlimited_ocr import UnlimitedOcrDynamicReferenceSlidingWindowLayer
 
 from hf_offload_cache.contexts import capture_kept, restore_kept, select_kept_rows
 from hf_offload_cache.errors import ContextError
@@ -52,7 +51,8 @@ def test_a_linear_state_comes_back() -> None:
 
 def test_a_layer_of_a_models_own_comes_back() -> None:
     """It counts what it holds, and has nothing in its window after the prompt."""
-    made = UnlimitedOcrDynamicReferenceSlidingWindowLayer
+    module = pytest.importorskip("transformers.models.unlimited_ocr.modeling_unlimited_ocr")
+    made = module.UnlimitedOcrDynamicReferenceSlidingWindowLayer
     layer, other = made(sliding_window=8), made(sliding_window=8)
     layer.update(torch.randn(2, 1, 12, 4), torch.randn(2, 1, 12, 4))
     restore_kept(other, capture_kept(layer), "layer 0", rows=2)

@@ -462,7 +462,8 @@ class Tree(Sparse):
             selected = (cache.storage.counters.units_selected - before) / held.rows
             most = sum(layer.rows.heads * layer.budget for layer in cache.selective)
             whole = sum(layer.rows.heads * layer.history.units for layer in cache.selective)
-            assert 0 < selected <= max(most, 1) and (selected < whole or held.length < 200), "all is read"
+            assert bool(selected) == bool(whole) and selected <= max(most, 1)
+            assert selected < whole or held.length < 200, "all is read"
 
 
 class Clustered(Sparse):
@@ -509,7 +510,8 @@ class Clustered(Sparse):
                 for layer in cache.selective
             )
             whole = sum(layer.rows.heads * layer.history.records for layer in cache.selective)
-            assert 0 < selected <= max(most, 1) and (selected < whole or held.length < 200), "all is read"
+            assert bool(selected) == bool(whole) and selected <= max(most, 1)
+            assert selected < whole or held.length < 200, "all is read"
 
 
 def run(machine: type[Caches], examples: int) -> None:

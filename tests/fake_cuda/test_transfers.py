@@ -16,6 +16,7 @@ from fake_device import CUDA, Counts, Fake, fake_cuda, moved
 from harness import COMMON, build, prompt
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from hf_offload_cache.kernels import on_a_device
 from hf_offload_cache.registry import CACHES, cache_class
 
 TOKENS, STEPS, LAYERS = 300, 4, COMMON["num_hidden_layers"]
@@ -47,10 +48,11 @@ def expected() -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def on_the_device() -> Iterator[tuple[Any, Counts]]:
-    """A model there, and the device's counts."""
+    """A model there, and the device's counts. Triton, which would look for a driver, counts as not installed."""
     expected()
     model = llama()
-    with fake_cuda() as counts, mock.patch.object(type(model), "device", property(lambda self: CUDA)):
+    there = mock.patch.object(type(model), "device", property(lambda self: CUDA))
+    with fake_cuda() as counts, there, mock.patch.object(on_a_device, "_triton", return_value=False):
         yield moved(model), counts
 
 
