@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ConfigError, ContextError, PromptError
+from ..errors import ConfigError, ContextError, PromptError, shown
 from ..model.attention_call import AttentionCall
 from ..model.geometry import unknown_shapes
 from ..model.look_ahead import length_dependent, reason_against_pieces
 from .cache import OffloadCache
-from .layer import OffloadLayer, Output
+from .layer import STATES, OffloadLayer, Output
 from .selective_cache import SelectiveCache
 from .selective_layer import SelectiveLayer
 from .step import ForwardEnded
@@ -131,6 +131,8 @@ class Filling:
         `ContextError`, with nothing changed."""
         if not isinstance(fitted, dict) or not isinstance(states, list) or len(states) != len(self.layers):
             raise ContextError(f"the fitted state must have {len(self.layers)} layers")
+        if wrong := [state for state in states if state not in STATES]:
+            raise ContextError(f"a layer's state must be one of {STATES}, the fitted state has {shown(wrong[0])}")
         self._fitted = fitted, states
         self._prepare()
 

@@ -52,7 +52,7 @@ class Rows:
         return (rows[:, None] * self.heads + torch.arange(self.heads, device=rows.device)).reshape(-1)
 
 
-_STATES = ("unknown", "tagged", "full")
+STATES = ("unknown", "tagged", "full")
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 """(B, q, H, Dv), and the attention weights if the model's own function returned some."""
@@ -544,8 +544,8 @@ class OffloadLayer(CacheLayerMixin):
 
         Raises `ContextError`, `BudgetError`; the layer owns `parts` only after it has returned.
         """
-        if tree["state"] not in _STATES or (tree["history"] is None and parts):
-            what = f"its state is {tree['state']!r}, expected one of {_STATES}, with {len(parts)} files of records"
+        if tree["state"] not in STATES or (tree["history"] is None and parts):
+            what = f"its state is {tree['state']!r}, expected one of {STATES}, with {len(parts)} files of records"
             raise not_whole(self.name, what)
         if tree["history"] is not None:
             heads = tree["heads"] if self.heads_apart else 1
