@@ -52,7 +52,7 @@ class ShuffledHistory(PositionHistory):
         self.tail.replace(entries[:, count:])
         self.length += keys.shape[2]
         new = [self.form.split(entries[:, :count])] if count else []
-        return Sealed(self.units, self.sealed_tokens, new, self.stored_keys)
+        return Sealed(self.units, self.sealed_tokens, new, self.stored)
 
     def write(self, ids: np.ndarray, entries: torch.Tensor) -> None:
         records = aligned_empty(ids.size, self.form.record_bytes)
@@ -61,8 +61,8 @@ class ShuffledHistory(PositionHistory):
         typed[:, : self.form.payload_width] = entries.reshape(ids.size, -1)
         self.storage.prefetcher.write(self.store, ids.reshape(-1), records)
 
-    def stored_keys(self) -> Iterator[torch.Tensor]:
-        yield self.whole(self.sealed_tokens)[0]
+    def stored(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield self.whole(self.sealed_tokens)
 
     def extents(self, units: np.ndarray) -> Extents:
         found = np.take_along_axis(self.places, np.maximum(units, 0)[:, :, None], 1)

@@ -15,7 +15,7 @@ import torch
 from ..config import SelectiveConfig
 from ..errors import BudgetError, not_whole, shown
 from ..fetch.areas import records_soon
-from ..fetch.choice import Choice
+from ..fetch.choice import Choice, Estimates
 from ..fetch.fetcher import Fetched, Fetcher
 from ..fetch.replica_link import Link
 from ..fetch.tier import SlotTier, Tier
@@ -31,7 +31,7 @@ from .layer import OffloadLayer, Output
 from .plan import LayerKind
 from .selecting import Selecting
 from .shared import Shared
-from .step import Step
+from .step import MOST_CANDIDATES, Step
 
 # The mask of a step's gathered entries, taken column by column from the model's own
 
@@ -60,6 +60,33 @@ def gathered_mask(call: AttentionCall, history: History, choice: Choice, fetched
         hidden = ~torch.from_numpy(valid).to(device).unflatten(0, (batch, -1))[:, :, None]
         mask[..., : valid.shape[1]] = mask[..., : valid.shape[1]].masked_fill(hidden, least)
     return _of_query_heads(call, mask)
+
+
+def biased_mask(call: AttentionCall, mask: torch.Tensor | None, estimates: Estimates, entries: int) -> torch.Tensor:
+    """An additive mask (B, H, q, entries) in the query's type: that of other entries, the boolean or additive `mask`
+    (B, 1 or H, q, ·), None if all are visible; then the bias of `estimates`."""
+    bias, dtype = estimates.bias, call.query.dtype
+    count, least = bias.shape[3], torch.finfo(dtype).min
+    result = torch.zeros(*bias.shape[:3], entries, dtype=dtype, device=bias.device)
+    result[..., entries - count :] = bias.clamp_min(least)
+    if mask is not None and mask.dtype == torch.bool:
+        result[..., : entries - count].masked_fill_(~mask, least)
+    elif mask is not None:
+        result[..., : entries - count] = mask
+    return result
+
+
+LOOKED_AT = 16
+"""Steps from one count of a layer's estimated mass to the next. Layers take turns, so a step pays for few."""
+
+
+def millionths(call: AttentionCall, scaling: float, keys: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Share of the attention mass on the last `count` of the keys (B, Hk, n, D), mean over rows, heads and queries, for
+    the additive mask (B, H, q, n): () int64, in millionths, on their device."""
+    (rows, heads, queries, dim), shared = call.query.shape, keys.shape[1]
+    states = call.query.reshape(rows, shared, -1, dim).to(keys.dtype)
+    scores = torch.matmul(states, keys.transpose(2, 3)).view(rows, heads, queries, -1).float() * scaling
+    return (scores.add_(mask).softmax(3)[..., -count:].sum(3).mean() * 1e6).long()
 
 
 def _of_query_heads(call: AttentionCall, mask: torch.Tensor) -> torch.Tensor:
@@ -141,6 +168,10 @@ class SelectiveLayer(OffloadLayer):
         """Upper bound on the tokens a row that a choice keeps of its units; 0: a step attends to complete units."""
         return 0
 
+    def most_estimates(self, kind: LayerKind) -> int:
+        """Upper bound on the entries a row of `Choice.estimates`, for one query."""
+        return 0
+
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         """Rehearse the history, the predictor, tiers and a step's gather."""
         self.rehearse_history(run, kind, context)
@@ -170,9 +201,10 @@ class SelectiveLayer(OffloadLayer):
         assert self.selecting is not None
         records, soon = self.most_records(config, form.group_size, wanted), records_soon(history.records)
         waiting = 0 if history.extra_entries is None else history.extra_entries[0].shape[1]
-        latest = -(-(history.recent.shape[1] + waiting) // form.group_size)
+        estimates, behind = self.most_estimates(kind), history.recent.shape[1] + waiting
+        latest, last = (-(-(behind + more) // form.group_size) for more in (estimates, MOST_CANDIDATES * estimates))
         payload = rows * form.payload_width * form.dtype.itemsize
-        view, widest = ((min(most, soon) + latest) * payload for most in (records, max(records, verified)))
+        view, widest = (min(records, soon) + latest) * payload, (min(max(records, verified), soon) + last) * payload
         kept = self.most_kept(context)
         kept = rows * (kept + latest * form.group_size) * form.entry_bytes if kept else 0
         widens = config.most_tokens_fetched(context) > config.tokens_fetched(context)
@@ -216,7 +248,7 @@ class SelectiveLayer(OffloadLayer):
         tokens, group = 0, self.history.form.group_size
         for block in self.history.blocks(self.history.units * group):
             tokens += block.keys.shape[2]
-            stored = partial(self._keys, tokens)
+            stored = partial(self._stored, tokens)
             self.learn_keys(Sealed(tokens // group, tokens, [(block.keys, block.values)], stored))
 
     def learn_rest(self) -> None:
@@ -224,10 +256,10 @@ class SelectiveLayer(OffloadLayer):
         if self.predictor is None or not (units := self.history.units) or self.predictor.ready(units):
             return
         tokens = units * self.history.form.group_size
-        self.learn_keys(Sealed(units, tokens, [], partial(self._keys, tokens)))
+        self.learn_keys(Sealed(units, tokens, [], partial(self._stored, tokens)))
 
-    def _keys(self, tokens: int) -> Iterator[torch.Tensor]:
-        return (block.keys for block in self.history.blocks(tokens))
+    def _stored(self, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return ((block.keys, block.values) for block in self.history.blocks(tokens))
 
     def learn(self, sealed: Sealed, call: AttentionCall, step: Step) -> None:
         if self.predictor is not None:
@@ -291,11 +323,21 @@ class SelectiveLayer(OffloadLayer):
     def choose_for(self, call: AttentionCall, visible: torch.Tensor | None) -> Choice:
         """A step's choice: for several queries (candidates) the union of their choices, up to two budgets."""
         if call.query.shape[2] == 1:
-            return self.choose(Query(call.query[:, :, 0], self.scaling, visible, self._recent_keys))
-        *others, latest = (self.query_of(states, visible) for states in call.query.unbind(2))
-        choices = [*(self.choose(query, again=True) for query in others), self.choose(latest)]
+            query = Query(call.query[:, :, 0], self.scaling, visible, self._recent_keys)
+            choice = self.choose(query)
+            return choice if choice.next is None else self._estimating(choice, [query], [choice.next])
+        queries = [self.query_of(states, visible) for states in call.query.unbind(2)]
+        choices = [self.choose(query, again=query is not queries[-1]) for query in queries]
         least = self.most_records(self.config, self.history.form.group_size, self.budget)  # the most for one query
-        return Choice.union(choices, max(least, (1 if self.widened else 2) * self.budget))
+        union = Choice.union(choices, max(least, (1 if self.widened else 2) * self.budget))
+        left = [choice.next for choice in choices if choice.next is not None]
+        return union if len(left) < len(choices) else self._estimating(union, queries, left)
+
+    def _estimating(self, choice: Choice, queries: list[Query], left: list[np.ndarray]) -> Choice:
+        """`choice`, with estimates for each query's units `left` (rows, n) that are not in it."""
+        if len(queries) > 1:
+            left = [np.where((units[:, :, None] == choice.units[:, None]).any(2), -1, units) for units in left]
+        return replace(choice, estimates=cast(Predictor, self.predictor).estimate(queries, left))
 
     def _attend(self, call: AttentionCall) -> Output:
         query = call.query
@@ -375,7 +417,8 @@ class SelectiveLayer(OffloadLayer):
         if selecting.watch is not None:
             selecting.watch(self.layer_idx, choice)
         queries = call.query.shape[0] * (call.query.shape[2] - (0 if step is None else step.guessed))
-        storage.counters.attend(queries, self.history.length, fetched.entries.shape[1])
+        estimated = 0 if choice.estimates is None else choice.estimates.entries.shape[1]
+        storage.counters.attend(queries, self.history.length, fetched.entries.shape[1] - estimated)
         with timeline.span("attend", layer_idx) if timeline.on else NOTHING:
             return self.combine(call, choice, fetched, visible)
 
@@ -387,9 +430,17 @@ class SelectiveLayer(OffloadLayer):
         if self.rows.heads > 1:
             shape = -1, self.rows.heads  # as `Rows.unfold`
             keys, values = keys.squeeze(1).unflatten(0, shape), values.squeeze(1).unflatten(0, shape)
-        if call.mask is None and fetched.valid is None and call.query.shape[2] == 1:
-            return call.attend(keys, values, None)
-        return call.attend(keys, values, gathered_mask(call, self.history, choice, fetched))
+        mask = None
+        if call.mask is not None or fetched.valid is not None or call.query.shape[2] > 1:
+            mask = gathered_mask(call, self.history, choice, fetched)
+        if choice.estimates is not None:
+            mask = biased_mask(call, mask, choice.estimates, keys.shape[2])
+            counters = self.shared.storage.counters
+            if (counters.decode_steps + self.layer_idx) % LOOKED_AT == 0:
+                counters.times_estimated += 1
+                own = choice.estimates.bias.shape[3]
+                counters.later(estimated_millionths=millionths(call, self.scaling, keys, mask, own))
+        return call.attend(keys, values, mask)
 
     # --- prefetching -------------------------------------------------------------------------------------------
 

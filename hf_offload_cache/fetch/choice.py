@@ -12,6 +12,17 @@ from ..stores.base import Store
 
 
 @dataclass(frozen=True)
+class Estimates:
+    """Estimated entries that a step attends to as to stored ones, in place of entries that it does not read."""
+
+    entries: torch.Tensor
+    """(rows, E, entry width): keys and values, as stored, on the history's device."""
+    bias: torch.Tensor
+    """(B, H, q, E) float32, on the same device: added to the scaled scores of these keys; -inf where an entry is not
+    for that query. With keys of zeros it is the logarithm of the mass that an entry stands for."""
+
+
+@dataclass(frozen=True)
 class Choice:
     """The units of one history that a step attends to besides its latest entries. Host arrays, not to be changed.
 
@@ -28,6 +39,11 @@ class Choice:
     """(rows, M) float32: each unit's importance, for cutting a union of choices; None: all are equally important."""
     records: np.ndarray | None = None
     """(rows, M): number of records that each unit lies in, for the same purpose; None: one each."""
+    next: np.ndarray | None = None
+    """(rows, n) int64: the units of highest importance that were not chosen, whose entries can be estimated; None: none
+    are."""
+    estimates: Estimates | None = None
+    """Entries to attend to behind the latest ones."""
 
     @classmethod
     def all_of(cls, rows: int, count: int) -> Choice:
@@ -115,7 +131,7 @@ class Fetched:
     """(rows, N + t, entry width) on the history's device, as stored."""
     chosen: int
     """N: entries a row from the choice. That is the number in its units' records, or, with `Choice.keep`, the largest
-    number that a row keeps."""
+    number that a row keeps. The entries of `Choice.estimates` are the last ones."""
     valid: np.ndarray | None
     """(rows, N) bool: entries to attend to; None: all. The others are undefined, but finite if they were stored, and
     zeros if there is no record."""

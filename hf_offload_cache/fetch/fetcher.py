@@ -104,14 +104,15 @@ class Fetcher:
         self._at_work = True
         try:
             form, recent, extra, filled = history.form, history.recent, history.extra_entries, self._areas.filled
-            latest = recent.shape[1]
+            latest, estimates = recent.shape[1], choice.estimates
+            last = 0 if estimates is None else estimates.entries.shape[1]
             if filled is not None and filled.by is self and filled.units is choice.units:
                 extents = filled.extents
             else:
                 extents = history.extents(choice.units)
                 same = filled is not None and filled.by is self
                 if filled is None or not same or not np.array_equal(filled.extents.records, extents.records):
-                    behind = latest if extra is None else latest + extra[1].shape[1]
+                    behind = latest + last + (0 if extra is None else extra[1].shape[1])
                     filled = self._fill_view(history, extents, choice, behind)
             width = extents.records.shape[1]
             present = int(np.count_nonzero(extents.records >= 0))
@@ -130,11 +131,13 @@ class Fetcher:
                 valid, chosen = np.concatenate([valid, extra[1] >= 0], 1), chosen + extra[1].shape[1]
             if choice.keep is not None or extra is not None:
                 assert valid is not None
-                fetched = kept_of(form, recent, filled.view, valid, self._areas)
+                fetched = kept_of(form, recent, filled.view, valid, self._areas, last)
             else:
-                entries = filled.view.entries[:, : chosen + latest]
-                entries[:, chosen:] = recent
+                entries = filled.view.entries[:, : chosen + latest + last]
+                entries[:, chosen : chosen + latest] = recent
                 fetched = Fetched(entries, chosen, valid)
+            if estimates is not None:
+                fetched.entries[:, fetched.entries.shape[1] - last :] = estimates.entries
             self._areas.filled, self.latest = None, choice
             whole = filled.view.entries[:, : width * form.group_size].unflatten(1, (width, form.group_size))
             return replace(fetched, records=whole)

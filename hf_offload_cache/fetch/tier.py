@@ -240,12 +240,12 @@ def among(records: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return others[which] == records, which
 
 
-def kept_of(form: Any, recent: torch.Tensor, view: View, valid: np.ndarray, areas: Areas) -> Fetched:
-    """Only the `valid` entries of a view, followed by the `recent` ones."""
+def kept_of(form: Any, recent: torch.Tensor, view: View, valid: np.ndarray, areas: Areas, last: int = 0) -> Fetched:
+    """Only the `valid` entries of a view, followed by the `recent` ones, and by room for `last` more."""
     places, present = kept_entries(valid)
     (rows, chosen), whole = places.shape, view.entries.shape[1]
-    entries = areas.kept(rows, chosen, recent.shape[1], form, recent.device)
-    entries[:, chosen:] = recent
+    entries = areas.kept(rows, chosen, recent.shape[1] + last, form, recent.device)
+    entries[:, chosen : chosen + recent.shape[1]] = recent
     from_rows = (np.arange(rows)[:, None] * whole + places).reshape(-1)
     into_rows = (np.arange(rows)[:, None] * entries.shape[1] + np.arange(chosen)).reshape(-1)
     if (source := view.entry_rows) is None:

@@ -64,9 +64,13 @@ class Sealed:
     """Number of tokens a row in sealed units now."""
     parts: list[tuple[torch.Tensor, torch.Tensor]]
     """Keys (rows, Hk, ·, Dk) and values (rows, Hv, ·, Dv) of the new units, in order, each part non-empty."""
-    stored: Callable[[], Iterator[torch.Tensor]]
-    """Reads the keys (rows, Hk, ·, Dk) of all sealed units, in order, in parts that are valid until the next. A
+    stored: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]
+    """Reads the keys and values of all sealed units, in order, in parts as above that are valid until the next. A
     predictor that has to start again calls it, so that it never reads by itself."""
+
+    def stored_keys(self) -> Iterator[torch.Tensor]:
+        """The keys of `stored`."""
+        return (keys for keys, _ in self.stored())
 
     @property
     def keys(self) -> list[torch.Tensor]:

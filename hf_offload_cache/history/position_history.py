@@ -55,11 +55,14 @@ def check_captured(
 
 # A bound method that does not keep its object alive
 
-def weak_call(method: Callable[[], Iterator[torch.Tensor]]) -> Callable[[], Iterator[torch.Tensor]]:
+Stored = Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]
+
+
+def weak_call(method: Stored) -> Stored:
     """Call a method through a weak reference, so that an object that holds the result is not in a cycle."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> Iterator[torch.Tensor]:
+    def call() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         bound = reference()
         assert bound is not None, "the history is gone"
         return bound()
@@ -99,8 +102,8 @@ class PositionHistory:
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         self.table = BlockTable(self.store, rows)
         self.tail = RollingTail(form, rows, self._latest, device, storage.account)
-        self._weak_keys = weak_call(self._stored_keys)
-        self._nothing = Sealed(0, 0, [], self._weak_keys)
+        self._weak_stored = weak_call(self._stored)
+        self._nothing = Sealed(0, 0, [], self._weak_stored)
 
     def rehearse(self, run: DryRun, context: int) -> None:
         """As `History.rehearse`."""
@@ -200,7 +203,7 @@ class PositionHistory:
             self.tail.append(keys, values)
             self.length += keys.shape[2]
             if self._nothing.units != groups:
-                self._nothing = Sealed(groups, groups * self.form.group_size, [], self._weak_keys)
+                self._nothing = Sealed(groups, groups * self.form.group_size, [], self._weak_stored)
             return self._nothing
         self._moved = False
         count = min(self._leaving(held + keys.shape[2]), piece_groups(self.form, self.rows, self._storage.write_queue))
@@ -216,10 +219,10 @@ class PositionHistory:
             self.table.drop_last(self.units - groups)
             self.tail.length = held
             raise
-        return Sealed(self.units, self.units * self.form.group_size, sealed, self._stored_keys)
+        return Sealed(self.units, self.units * self.form.group_size, sealed, self._stored)
 
-    def _stored_keys(self) -> Iterator[torch.Tensor]:
-        return (block.keys for block in self.blocks(self.units * self.form.group_size))
+    def _stored(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return ((block.keys, block.values) for block in self.blocks(self.units * self.form.group_size))
 
     def _leaving(self, held: int) -> int:
         """Number of groups that leave a tail of `held` tokens."""

@@ -6,9 +6,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from ..fetch.choice import Choice, Extents
+from ..fetch.choice import Choice, Estimates, Extents
 from ..history.base import Sealed
 from ..memory.dry_run import DryRun
 
@@ -93,3 +94,8 @@ class Predictor(Learner, Protocol):
 
         `guess`: the query is a guess and the choice is only prefetched; prefer cheap over exact.
         """
+
+    def estimate(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
+        """Entries that stand for what each of `queries` would attend to in `units` (rows, n; -1: none), which the step
+        does not read. They come from `Choice.next`. None: nothing is estimated."""
+        return None

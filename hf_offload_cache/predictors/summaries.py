@@ -74,7 +74,7 @@ class SummaryPredictor(Predictor):
         """As `Predictor.learn`. Adds the new units; if earlier ones were missed, reads all of them again."""
         parts = iter(sealed.keys)
         if self.units + sealed.fresh // self.form.group_size != sealed.units:
-            parts, self.units = sealed.stored(), 0
+            parts, self.units = sealed.stored_keys(), 0
         for keys in in_units(parts, self.form.group_size):
             made = self.summarise(keys)
             stop = self.units + made.shape[1]

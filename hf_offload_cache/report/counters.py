@@ -27,6 +27,9 @@ class Counters:
     """Bytes that predictors read before they selected."""
     tokens_visible: int = 0
     tokens_attended: int = 0
+    estimated_millionths: int = 0
+    """Sum of the shares of attention mass that steps estimated, over `times_estimated` layers and steps."""
+    times_estimated: int = 0
     stall_seconds: float = 0.0
     decode_steps: int = 0
     decode_seconds: float = 0.0

@@ -156,6 +156,10 @@ class CacheReport:
     """Share of the selected units that were resident when attention needed them."""
     selected_fraction: float | None
     """Tokens attended to over tokens visible, in sparse steps."""
+    estimated_mass: float | None
+    """Share of the attention mass that steps estimated instead of reading it, by their own estimate: mean over layers
+    and steps, of which a sixteenth is looked at. None: nothing was estimated. It follows the true share, but does not
+    predict the distance to full attention."""
     compressed_fraction: float | None
     """Share of the records read for selections that were read as 4-bit copies; None: there are no copies."""
     unpack_seconds: float
@@ -200,6 +204,7 @@ class CacheReport:
             hit_rate=_ratio(counters.units_resident, counters.units_selected),
             prefetch_hit_rate=_ratio(counters.units_ready, counters.units_selected),
             selected_fraction=_ratio(counters.tokens_attended, counters.tokens_visible),
+            estimated_mass=_ratio(counters.estimated_millionths / 1e6, counters.times_estimated),
             compressed_fraction=_ratio(counters.records_compressed, counters.records_read),
             **{name: getattr(counters, name) for name in _COUNTED},
             **figures,
@@ -233,6 +238,7 @@ class CacheReport:
             "hit rate before prefetch": share_text(self.hit_rate),
             "hit rate": share_text(self.prefetch_hit_rate),
             "tokens attended to": share_text(self.selected_fraction),
+            "attention mass estimated": share_text(self.estimated_mass),
             "read as 4-bit copies": share_text(self.compressed_fraction) + copies,
             "decode": decode,
             "I/O wait": wait,

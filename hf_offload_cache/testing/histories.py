@@ -132,7 +132,7 @@ class HistoryTests:
                 assert sealed.units == history.units and sealed.tokens == seen - history.recent.shape[1]
                 assert sealed.fresh == sum(part.shape[2] for part in new) == sealed.tokens - told
                 assert history.recent.shape[1] >= min(seen, CONFIG.num_recent)
-                stored = list(part.clone() for part in sealed.stored())
+                stored = list(part.clone() for part in sealed.stored_keys())
                 assert sum(part.shape[2] for part in stored) == sealed.tokens
                 if stored and told < sealed.tokens:
                     came = torch.cat(new, 2).sum((1, 2, 3)), keys[:, :, told : sealed.tokens].sum((1, 2, 3))

@@ -68,9 +68,9 @@ class PredictorTests:
         asked: list[int] = []
         whole, latest = keys.clone(), keys.clone()
 
-        def stored() -> Iterator[torch.Tensor]:
+        def stored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             asked.append(keys.shape[2])
-            yield from whole.split(101, 2)
+            yield from ((part, part) for part in whole.split(101, 2))
 
         parts = [part for part in latest[:, :, start:].split([3, keys.shape[2] - start - 3], 2) if part.shape[2]]
         both = [(part, part) for part in parts]

@@ -94,7 +94,7 @@ def test_candidates_are_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     prompted = LowRankPredictor.prompted
     with widths_of(model.model.embed_tokens) as forwards, sparse(model, **FIELDS) as cache:
         monkeypatch.setattr(
-            LowRankPredictor, "prompted", lambda own: [told.append(len(forwards)), prompted(own)][1]
+            LowRankPredictor, "prompted", lambda own, factor: [told.append(len(forwards)), prompted(own, factor)][1]
         )
         generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
     assert max(forwards[1:]) > 1 and forwards[0] >= LENGTH  # its first candidates come with the prompt

@@ -44,7 +44,7 @@ class Case:
         self.keys = torch.randn(2, 2, TOKENS, 8, generator=generator) + 2 * common
         config = AbstractTreeConfig(chunk_size=CHUNK, **{"num_sinks": 3, "num_selected": 40, **fields})
         self.predictor = AbstractTreePredictor(FORM, 2, config, MemoryAccount())
-        sealed = Sealed(CHUNKS, TOKENS, [(self.keys, self.keys)], lambda: iter([self.keys]))
+        sealed = Sealed(CHUNKS, TOKENS, [(self.keys, self.keys)], lambda: iter([(self.keys, self.keys)]))
         self.predictor.learn(sealed, self.keys, None)
         self.states = 2 * torch.randn(2, HEADS, 8, generator=generator)
         values = torch.randn(2, 2, TOKENS, 4, generator=generator)
@@ -208,7 +208,8 @@ def test_chunks_that_a_row_does_not_have_keep_nothing() -> None:
         CHUNK
     )[:, None]  # fmt: skip
     case.predictor.truncate(0)
-    case.predictor.learn(Sealed(CHUNKS, TOKENS, [(case.keys, case.keys)], lambda: iter([case.keys])), case.keys, None)
+    both = [(case.keys, case.keys)]
+    case.predictor.learn(Sealed(CHUNKS, TOKENS, both, lambda: iter(both)), case.keys, None)
     case.entries = FORM.entries(case.keys, torch.zeros(2, 2, TOKENS, 4), torch.empty(2, TOKENS, FORM.entry_width))
     units, choice = case.choose(10)
     assert (units[0] < 0).any() and (units[1] >= 0).all()

@@ -183,16 +183,17 @@ def test_ranking_among_candidates_is_the_ranking_of_these(dtype: torch.dtype) ->
     summary = predictor(keys, WIDTH, dtype)
     summary.append(keys)
     candidates = np.stack([np.random.default_rng(row).permutation(200)[:60] for row in range(2)])
-    found = rank_among(summary, query, 0.3, GROUP, candidates)
+    found, _ = rank_among(summary, query, 0.3, GROUP, candidates)
     alone = predictor(keys, WIDTH, dtype)
     parts = [keys[row].unflatten(1, (-1, GROUP))[:, candidates[row]].flatten(1, 2) for row in range(2)]
     alone.append(torch.stack(parts))
     expected = rank_units(alone, query, 0.3, GROUP, 60).importance
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    halved = rank_among(summary, query, 0.3, GROUP, candidates, beyond=np.full((2, HEADS), 2, dtype=np.float32))
+    twice = np.full((2, HEADS), 2, dtype=np.float32)
+    halved, _ = rank_among(summary, query, 0.3, GROUP, candidates, beyond=twice)
     np.testing.assert_allclose(halved, expected / 2, rtol=1e-4, atol=1e-5)
     exact = np.random.default_rng(0).normal(size=(2, HEADS, 9)).astype(np.float32)
-    some = rank_among(summary, query, 0.3, GROUP, candidates, exact=exact, apart=candidates[:, 7:9])
+    some, _ = rank_among(summary, query, 0.3, GROUP, candidates, exact=exact, apart=candidates[:, 7:9])
     where = np.array([[7, 8], [7, 8]])
     expected = rank_units(alone, query, 0.3, GROUP, 50, exact=exact, apart=where).importance
     expected[:, 7:9] = 0  # those are below all others there

@@ -41,7 +41,7 @@ def keys_of(rows: int, units: int, seed: int = 0) -> torch.Tensor:
 
 def learn(one: LowRankPredictor, keys: torch.Tensor, fresh: int | None = None) -> None:
     fresh = keys.shape[2] if fresh is None else fresh
-    sealed = Sealed(keys.shape[2] // GROUP, keys.shape[2], [(keys[:, :, -fresh:],) * 2], lambda: iter([keys]))
+    sealed = Sealed(keys.shape[2] // GROUP, keys.shape[2], [(keys[:, :, -fresh:],) * 2], lambda: iter([(keys, keys)]))
     shape = len(keys), HEADS, 40 if fresh == keys.shape[2] else 1, DIM
     one.learn(sealed, torch.randn(shape, generator=torch.Generator().manual_seed(5)), None)
 
@@ -119,7 +119,7 @@ def test_a_prompt_begins_anew(ranked: list[str]) -> None:
     one, free, keys = predictor("coded", 2), predictor("coded", 2), keys_of(2, 2 * UNITS)
     learn(one, keys[:, :, : UNITS * GROUP])
     chosen(one, 0)
-    one.prompted()
+    one.prompted(DIM**-0.5)
     for each in (one, free):
         learn(each, keys)
     assert (chosen(one, 1) == chosen(free, 1)).all()
@@ -174,12 +174,11 @@ def test_it_goes_on_after_changes_as_what_was_captured_does() -> None:
 
 
 def test_a_guess_goes_by_the_latest_and_leaves_it() -> None:
-    """The sinks are among what it chooses; the next choice is as if nothing had been guessed."""
+    """The sinks are among what it chooses; the next choice is as if nothing had been guessed, also the first one."""
     one, free = predictor("coded", 2), predictor("coded", 2)
     for each in (one, free):
         learn(each, keys_of(2, UNITS))
-        chosen(each, 0)
-    for seed in range(1, 6):
+    for seed in range(6):
         guessed: Any = one.select(query_of(2, seed + 50), BUDGET, True)
         assert (guessed.units[:, 0] == 0).all() and (np.diff(guessed.units) > 0).all()
         assert np.array_equal(chosen(one, seed), chosen(free, seed))

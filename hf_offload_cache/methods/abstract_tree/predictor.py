@@ -342,7 +342,7 @@ class StoredAbstractsPredictor(AbstractTreePredictor):
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         parts, group = iter(sealed.keys), self.form.group_size
         if self._pages.units + sealed.fresh // group != sealed.units:
-            parts = sealed.stored()
+            parts = sealed.stored_keys()
             self._pages.clear()
         for keys in in_units(parts, group):
             self._pages.append(self.summarise(keys).flatten(2))

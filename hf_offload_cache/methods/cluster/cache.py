@@ -13,6 +13,7 @@ import torch
 
 from ...config import OffloadConfig, SelectiveConfig
 from ...core.layer import OffloadLayer, Output
+from ...core.plan import LayerKind
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
@@ -94,6 +95,7 @@ class ClusterLayer(SelectiveLayer):
     history_class: ClassVar[type[ClusterHistory]] = ClusterHistory
     config: ClusterConfig
     history: ClusterHistory
+    predictor: ClusterPredictor | None
 
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         super().__init__(shared, layer_idx, place, **kwargs)
@@ -151,7 +153,14 @@ class ClusterLayer(SelectiveLayer):
         return self.selecting.units(self.config, group, context) * group
 
     def make_predictor(self) -> ClusterPredictor:
-        return ClusterPredictor(self.history.clustered, self.config, self.config.clusters, self.shared.storage.account)
+        return ClusterPredictor(self.history.clustered, self.config, self.shared.storage.account)
+
+    def most_estimates(self, kind: LayerKind) -> int:
+        return kind.num_heads * kind.batch // kind.rows if self.config.remainder else 0
+
+    def prompted(self, call: AttentionCall) -> None:
+        if self.predictor is not None:
+            self.predictor.scaling = self.scaling
 
     # --- placement ---------------------------------------------------------------------------------------------
 

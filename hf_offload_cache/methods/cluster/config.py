@@ -71,6 +71,9 @@ class ClusterConfig(SelectedShareConfig):
     attend to them as a part of `num_selected`."""
     join_every: int = 32
     """Tokens moved from the recent window into clusters at once, in complete pages of `group_size`."""
+    remainder: bool = False
+    """Estimate what the clusters that a step does not select would add to its attention, from their centroids. False:
+    they are dropped, as in the paper."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -222,7 +222,7 @@ class ClusterHistory:
             parts = leaving(self.form, old, keys, values, count)
         self.length += keys.shape[2]
         sealed = self.clustered.sealed
-        return Sealed(self.units, sealed, parts, lambda: iter([self.whole(sealed)[0]]))
+        return Sealed(self.units, sealed, parts, lambda: iter([self.whole(sealed)]))
 
     @property
     def held_back(self) -> bool:

@@ -4,20 +4,29 @@ clusters)."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from ...config import SelectiveConfig
-from ...fetch.choice import Choice, kept_entries
+from ...errors import not_whole
+from ...fetch.choice import Choice, Estimates, kept_entries
+from ...history.base import Sealed
 from ...history.records import RecordFormat
+from ...history.state import Number, State
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
 from ...predictors.base import Decision, Predictor, Query
 from ...predictors.sinks import largest
-from .config import ClusterForm
+from ...predictors.value_maps import LEAST_TOKENS, ValueMaps
+from .config import ClusterConfig, ClusterForm
 from .entries import ClusteredEntries
 from .partition import MOST_ROOM
+from .remainder import estimates, fit_bytes, fit_maps, rehearse_maps
+
+_GROWN = 1.25
+"""Growth of the history after which maps are fitted again, to the tokens of a long call."""
 
 
 class ClusterPredictor(Predictor):
@@ -26,20 +35,28 @@ class ClusterPredictor(Predictor):
     Each head's shares are of its attention to all tokens, with the exact keys of the latest ones. They are summed over
     heads, a token, so that no head drowns the others. Clusters are selected until they contain the wanted tokens, or
     fill `most_pages`; the last one gives its latest entries. A row's first tokens are selected from any cluster.
-    Buffered entries are always attended to, and count among the wanted ones. Stores nothing: the history owns centroids
-    and counts. See `Predictor`.
+    Buffered entries are always attended to, and count among the wanted ones. The history owns centroids and counts. See
+    `Predictor`.
     """
 
-    def __init__(
-        self, clustered: ClusteredEntries, config: SelectiveConfig, clusters: ClusterForm, account: MemoryAccount
-    ) -> None:
-        self.clustered, self.config, self._clusters, self._account = clustered, config, clusters, account
+    STATE: ClassVar[State] = State("fitted state", fitted_at=Number())
+
+    def __init__(self, clustered: ClusteredEntries, config: ClusterConfig, account: MemoryAccount) -> None:
+        self.clustered, self.config, self._clusters, self._account = clustered, config, config.clusters, account
+        self.maps: ValueMaps | None = None
+        """Estimates the remainder of steps; None: it is dropped."""
+        self.scaling = 0.0
+        """Factor of the scores, from the prompt; 0: unknown yet."""
+        self.fitted_at = 0
+        """Tokens of the history at the latest fit; 0 before the first."""
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Predictor.rehearse`."""
         clustered = self.clustered
         most = self._clusters.most_clusters(context, clustered.form.group_size)
         run.passes("scores", decode=_score_bytes(clustered.form, clustered.partition.rows, most, heads, self._clusters))
+        if self.config.remainder and context >= LEAST_TOKENS:
+            rehearse_maps(run, clustered.form, clustered.partition.rows, heads, most)
 
     @staticmethod
     def most_pages(budget: int, num_sinks: int, clusters: ClusterForm, group_size: int) -> int:
@@ -53,6 +70,29 @@ class ClusterPredictor(Predictor):
     def ready(self, units: int) -> bool:
         return units == self.clustered.partition.clusters
 
+    # --- learning ----------------------------------------------------------------------------------------------
+
+    def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """As `Predictor.learn`: fit the maps of the remainder after a prompt, or a long piece of it. Raises
+        `BudgetError`."""
+        tokens, grown = sealed.tokens, sealed.tokens >= self.fitted_at * _GROWN
+        if not self.config.remainder or not self.scaling or not grown or sealed.fresh < LEAST_TOKENS:
+            return
+        clustered, rows = self.clustered, self.clustered.partition.rows
+        own = queries.reshape(rows, -1, *queries.shape[2:])
+        seen = None
+        if visible is not None:
+            seen = visible[:, :tokens].expand(len(queries), -1).repeat_interleave(rows // len(queries), 0)
+        partition, wanted = clustered.partition, self.config.tokens_fetched(tokens)
+        with self._account.holding("fitting", fit_bytes(clustered.form, own.shape[1], partition.clusters)):
+            made_of = clustered.form, clustered.labels, partition.centroids, partition.counts
+            maps = fit_maps(sealed, *made_of, own, self.scaling, wanted, seen, self._account)
+        if self.maps is not None:
+            self.maps.close()
+        self.maps, self.fitted_at = maps, tokens
+
+    # --- choosing ----------------------------------------------------------------------------------------------
+
     def select(self, query: Query, budget: int, guess: bool) -> Decision:
         clustered = self.clustered
         rows, count = clustered.partition.counts.shape
@@ -60,16 +100,29 @@ class ClusterPredictor(Predictor):
         nbytes = _score_bytes(clustered.form, rows, count, heads, self._clusters)
         self._account.hold("scores", nbytes)
         try:
-            return self._choice(query, budget)
+            return self._choice(query, budget, self.maps is not None and not guess)
         finally:
             self._account.release("scores", nbytes)
 
-    def _choice(self, query: Query, budget: int) -> Choice:
+    def estimate(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
+        """As `Predictor.estimate`."""
+        clustered, maps, (batch, heads, _) = self.clustered, self.maps, queries[0].states.shape
+        rows = clustered.partition.rows
+        if maps is None or maps.ratio.shape[1] != batch * heads // rows:
+            return None
+        states = [(one.states.float() * one.scaling).reshape(rows, -1, one.states.shape[2]) for one in queries]
+        found = estimates(
+            maps, clustered.form, clustered.partition.centroids.astype(np.float32, copy=False), clustered.stored,
+            [own.numpy(force=True) for own in states], units, queries[0].states.device,
+        )  # fmt: skip
+        return replace(found, bias=found.bias.reshape(batch, heads, *found.bias.shape[2:]))
+
+    def _choice(self, query: Query, budget: int, estimates_others: bool) -> Choice:
         clustered = self.clustered
         stored, page_counts, group = clustered.stored, clustered.page_counts, clustered.form.group_size
         shares = self.shares(query, clustered.partition.counts)
         shares[stored == 0] = -np.inf
-        begin, sinks = self._first(shares, query.visible)
+        padded, sinks = self._first(shares, query.visible)
         first, row = (sinks > 0) & (stored > 0), np.arange(len(stored))[:, None]
         wanted = np.maximum(0, budget * group - clustered.buffer.counts - sinks.sum(1))[:, None]
         most = self.most_pages(budget, self.config.num_sinks, self._clusters, group)
@@ -83,12 +136,16 @@ class ClusterPredictor(Predictor):
         cut[row, order] = np.where(selected, np.minimum(counts, wanted - before), 0)
         units, named = kept_entries((cut > 0) | first)
         entry = np.arange(clustered.pages.largest * group)
-        last, begin = stored[row, units], begin[row, units][..., None]
+        last, begin = stored[row, units], padded[row, units][..., None]
         keep = entry >= (last - cut[row, units])[..., None]
         keep |= first[row, units][..., None] & (entry >= begin) & (entry < begin + sinks[row, units][..., None])
         importance = np.where(first[row, units], np.inf, shares[row, units]).astype(np.float32)
         records = page_counts[row, units]
-        return Choice(units if named is None else np.where(named, units, -1), keep, importance, records)
+        left = None
+        if estimates_others:
+            left, apart = kept_entries((shares > -np.inf) & (padded == 0) & (cut == 0) & ~first)
+            left = left if apart is None else np.where(apart, left, -1)
+        return Choice(units if named is None else np.where(named, units, -1), keep, importance, records, left)
 
     def shares(self, query: Query, counts: np.ndarray) -> np.ndarray:
         """Share of a row's heads' attention that each key of a cluster gets, (rows, clusters) float32, as if all keys
@@ -122,6 +179,39 @@ class ClusterPredictor(Predictor):
             if start:
                 begin[row] = np.bincount(labels[row, :start], minlength=shares.shape[1])
         return begin, sinks
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def truncate(self, units: int) -> None:
+        if not units:
+            self.close()
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        if self.maps is not None:
+            self.maps.select_rows(rows)
+
+    def close(self) -> None:
+        if self.maps is not None:
+            self.maps.close()
+        self.maps, self.fitted_at = None, 0
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def fitted_state(self) -> dict[str, Any] | None:
+        return None if self.maps is None else self.capture()
+
+    def capture(self) -> dict[str, Any]:
+        return {"maps": None if self.maps is None else self.maps.capture(), **self.STATE.capture(self)}
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """As `Predictor.restore`. Raises `ContextError`."""
+        self.STATE.check(self.STATE.own(tree), "a layer")
+        if (tree["maps"] is None) != (tree["fitted_at"] == 0):
+            raise not_whole("a layer", f"its maps were fitted at {tree['fitted_at']} tokens")
+        if tree["maps"] is not None and self.config.remainder:
+            form, rows = self.clustered.form, self.clustered.partition.rows
+            self.maps = ValueMaps.restore(tree["maps"], form, rows, form.key_width, self._account)
+            self.fitted_at = tree["fitted_at"]
 
 
 def _best(shares: np.ndarray, most: int) -> np.ndarray:

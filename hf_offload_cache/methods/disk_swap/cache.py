@@ -40,6 +40,7 @@ def rules_of(settings: DiskSwapConfig) -> Rules:
         settings.rank,
         settings.summary_bytes,
         settings.max_context or 0,
+        settings.remainder,
     )
 
 
@@ -57,9 +58,12 @@ class DiskSwapLayer(SelectiveLayer):
     def make_predictor(self) -> LowRankPredictor:
         selecting, storage = self.selecting, self.shared.storage
         assert selecting is not None and isinstance(selecting.settings, DiskSwapConfig)
-        shared = LowRankShared(storage.account, selecting.workspace, lambda: selecting.postponed, selecting.rest)
-        rules = rules_of(selecting.settings)
-        form, rows = self.history.form, self.history.rows
+        form, rows, settings = self.history.form, self.history.rows, selecting.settings
+        shared = LowRankShared(
+            storage.account, selecting.workspace, lambda: selecting.postponed, selecting.rest,
+            lambda tokens: selecting.units(settings, form.group_size, tokens),
+        )  # fmt: skip
+        rules = rules_of(settings)
         return self.predictor_class(form, rows, rules, shared, self.name, self.adapter, self.layer_idx)
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
@@ -68,10 +72,13 @@ class DiskSwapLayer(SelectiveLayer):
             self.adapter = torch.empty(kind.form.key_width, rank, dtype=torch.float32, device="meta")
         super().rehearse(run, kind, context)
 
+    def most_estimates(self, kind: LayerKind) -> int:
+        return kind.num_heads // kind.form.num_key_heads if cast(DiskSwapConfig, self.config).remainder else 0
+
     def prompted(self, call: AttentionCall) -> None:
         step = self.shared.step
         if self.predictor is not None and not (step is not None and step.selects):  # candidates are not a prompt
-            self.predictor.prompted()
+            self.predictor.prompted(self.scaling)
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         super().restore(tree, parts, device)

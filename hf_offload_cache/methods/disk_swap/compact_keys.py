@@ -14,125 +14,7 @@ from ...memory.account import MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
 from .coding import Coding, most_bytes, most_components, parts
 from .integer_product import multiplied, rounded
-
-# Growing memory for one entry of every token of every row, which captured trees may share
-
-_ALONG = {
-    axis: State("compact keys", "compact keys", {"places": "places"}, data=Array(shape, at="_data"))
-    for axis, shape in ((1, "rows places width"), (2, "rows width places"))
-}
-
-
-class TokenRows:
-    """A tensor with rows first and tokens along `axis`, with spare room. The account books it as "compact keys".
-
-    Args:
-        axis: axis of the tokens, 1 or 2.
-        shape: (rows, 0, n) for axis 1, (rows, n, 0) for axis 2.
-        each: tokens of a unit. Above 1, axis 2 has units instead of tokens, and a unit's tokens lie along axis 1:
-            (rows, n * each, room). A maximum over a unit's tokens is then a maximum over complete rows.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        axis: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        account: MemoryAccount,
-        each: int = 1,
-    ) -> None:
-        self.axis, self.each, self.tokens = axis, each, 0
-        self._account = account
-        self._lent = 0  # a captured tree shares this many first tokens: they must not be overwritten
-        self._data = account.empty("compact keys", *shape, dtype=dtype, device=device)
-
-    @classmethod
-    def shared(cls, data: torch.Tensor, axis: int, account: MemoryAccount, each: int = 1) -> TokenRows:
-        """Adopt all of `data`, complete units that others also use. It is copied before it is changed. The account
-        books the complete storage behind `data`, because this keeps it in memory."""
-        rows = cls((0, 0, 0), axis, data.dtype, data.device, account, each)
-        account.hold("compact keys", data.untyped_storage().nbytes())
-        rows._data = data
-        rows._lent = rows.tokens = data.shape[axis] * each
-        return rows
-
-    def _places(self, tokens: int) -> int:
-        """Places along the axis that `tokens` tokens use."""
-        return -(-tokens // self.each)
-
-    @property
-    def places(self) -> int:
-        """Places in use along the axis."""
-        return self._places(self.tokens)
-
-    @property
-    def data(self) -> torch.Tensor:
-        """All stored tokens, a view: valid until the next change."""
-        return self._data.narrow(self.axis, 0, self._places(self.tokens))
-
-    def of_units(self, row: int, units: np.ndarray, unit_size: int) -> torch.Tensor:
-        """Entries of the tokens of `units` (n,) of a row, in that order: a copy without the rows' axis. If `each` is
-        not 1, `unit_size` must be `each`."""
-        axis, stored = self.axis - 1, self.data[row]
-        unit_size //= self.each
-        shape = [*stored.shape[:axis], len(units) * unit_size, *stored.shape[axis + 1 :]]
-        parted = stored.view(*stored.shape[:axis], -1, unit_size, *stored.shape[axis + 1 :])
-        if stored.is_cpu and stored.dtype != torch.bfloat16:  # numpy finishes before torch's threads wake
-            return torch.from_numpy(parted.numpy().take(units, axis).reshape(shape))
-        return parted.index_select(axis, torch.from_numpy(units).to(stored.device)).view(shape)
-
-    def lend(self) -> torch.Tensor:
-        """`data` for a holder that keeps it: later changes do not show there."""
-        self._lent = max(self._lent, self.tokens)
-        return self.data
-
-    def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` tokens a row, plus a little more if there are tokens already. Raises `BudgetError`."""
-        room = self._data.shape[self.axis]
-        if self._places(tokens) > room or (tokens > self.tokens and self.tokens < self._lent):
-            more = max(128, tokens // 32) if self.tokens else 0
-            _ALONG[self.axis].remake(self, places=self._places(tokens + more))
-            self._lent = 0
-
-    def rehearse(self, run: DryRun, tokens: int) -> None:
-        """Take the size for `tokens` tokens a row, in a dry run."""
-        self.reserve(tokens)
-        if len(self._data) > 1:
-            run.moves(self._data.nbytes)
-
-    def append(self, more: torch.Tensor) -> None:
-        """Add further tokens' entries, in token order along the axis. Their room must be reserved."""
-        first, count, each = self.tokens, more.shape[self.axis], self.each
-        if each == 1:
-            self._data.narrow(self.axis, first, count).copy_(more)
-        else:
-            parted = self._data.unflatten(1, (-1, each))
-            head = min(count, -first % each)  # tokens that fill the last, incomplete unit
-            complete = (count - head) // each * each
-            begun, units, partial = more.split([head, complete, count - head - complete], 2)
-            place = self._places(first)
-            if head:
-                parted[..., first % each : first % each + head, place - 1] = begun
-            parted[..., place : place + complete // each] = units.unflatten(2, (-1, each)).transpose(2, 3)
-            if partial.shape[2]:
-                parted[..., : partial.shape[2], place + complete // each] = partial
-        self.tokens += count
-
-    def truncate(self, tokens: int) -> None:
-        """Keep the first `tokens` of every row."""
-        self.tokens = min(self.tokens, tokens)
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Replace row i by row `rows[i]`; in place if the number of rows stays."""
-        _ALONG[self.axis].select_rows(self, rows, in_place=not self._lent)
-        self._lent = 0
-
-    def close(self) -> None:
-        """Free the memory."""
-        self.tokens = 0
-        _ALONG[self.axis].close(self)
-
+from .token_rows import TokenRows
 
 BLOCK = 4096
 """Tokens scored at a time, so that intermediate results stay in the processor's cache. Twice as many if there are more
@@ -150,6 +32,17 @@ class Asked(NamedTuple):
     """(h, 1) float32: products times `factor`, plus `constant`, are scores."""
     constant: np.ndarray
     """(h, 1) float32, or (1, 1)."""
+
+
+class Scored(NamedTuple):
+    """Some units of a row, scored token by token. `components` are valid until the keys' next product."""
+
+    scores: np.ndarray
+    """(h, tokens) float32, in the order of `CompactKeys._products`; padding has the score `HIDDEN`."""
+    by_unit: np.ndarray
+    """(h, tokens of a unit, units): the same memory."""
+    components: torch.Tensor
+    """(r, tokens), of any type, in the same order, without `CompactKeys.offsets`."""
 
 
 def scored_at_once(tokens: int) -> int:
@@ -205,10 +98,27 @@ class CompactKeys(ABC):
     def _asked(self, low: np.ndarray, roughly: bool) -> Asked:
         """Prepare low-rank queries `low` (h, ·). `roughly`: only the leading components."""
 
+    @property
     @abstractmethod
-    def _products(self, asked: Asked, stored: torch.Tensor) -> torch.Tensor:
-        """Products (h, n), of any type, with the `stored` entries of n tokens of a row: valid until the next call. If
-        units lie along the axis, each unit's first token precedes all second tokens, and so on."""
+    def rank(self) -> int:
+        """Number of components r."""
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """(r,) float32: what stored components stand for, less the components."""
+        return np.zeros(self.rank, dtype=np.float32)
+
+    @abstractmethod
+    def components(self, keys: torch.Tensor) -> torch.Tensor:
+        """Components (t, r) float32 of keys (Hk, t, D) as they would be stored, with `offsets` added."""
+
+    @abstractmethod
+    def _products(
+        self, asked: Asked, stored: torch.Tensor, memory: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Products (h, n), of any type, with the `stored` entries of n tokens of a row, and the components (r, n), of
+        any type: valid until the next call. If units lie along the axis, each unit's first token precedes all second
+        tokens, and so on. `memory`: bytes to use instead of the workspace."""
 
     def best_of_units(
         self,
@@ -234,7 +144,7 @@ class CompactKeys(ABC):
         for first in range(0, tokens, block):
             count = block if first + block <= tokens else tokens - first
             part = stored if count == tokens else stored.narrow(axis, first // each, count // each)
-            raw = self._products(asked, part)
+            raw, _ = self._products(asked, part)
             if seen is not None:
                 least = -(2**30) if asked.queries.dtype == torch.int8 else torch.finfo(raw.dtype).min / 2
                 raw.masked_fill_(~self._in_order(seen[first : first + count]), least)
@@ -243,6 +153,38 @@ class CompactKeys(ABC):
         best *= asked.factor
         best += asked.constant
         return best
+
+    def scored(
+        self, low: np.ndarray, row: int, units: np.ndarray, unit_size: int, visible: torch.Tensor | None
+    ) -> Scored:
+        """All tokens of `units` (n,) of a row, scored by low-rank queries `low` (h, ·)."""
+        asked, stored = self._asked(low, False), self._rows.of_units(row, units, unit_size)
+        raw, components = self._products(asked, stored)
+        scores: np.ndarray = raw.float().numpy(force=True) * asked.factor
+        scores += asked.constant
+        if visible is not None:
+            scores[:, ~self._in_order(self._seen(visible, row, units, unit_size)).numpy(force=True)] = HIDDEN
+        each, count = self._rows.each, len(units)
+        shape = (len(low), each, count) if each > 1 else (len(low), count, unit_size)
+        by_unit = scores.reshape(shape)
+        return Scored(scores, by_unit if each > 1 else by_unit.swapaxes(1, 2), components)
+
+    def all_scores(self, low: np.ndarray, row: int, unit_size: int) -> torch.Tensor:
+        """Scores (h, tokens of a unit, units) float32 of low-rank queries `low` (h, ·) over all tokens of a row, on the
+        keys' device."""
+        asked, stored, axis, each = self._asked(low, False), self._rows.data[row], self._rows.axis - 1, self._rows.each
+        tokens, heads = self.tokens, len(low)
+        scores = torch.empty(heads, unit_size, tokens // unit_size, dtype=torch.float32, device=stored.device)
+        block = (scored_at_once(tokens) // unit_size or 1) * unit_size
+        memory = torch.empty(min(block, tokens) * (self.rank + 4 * heads), dtype=torch.uint8, device=stored.device)
+        for first in range(0, tokens, block):
+            count = min(block, tokens - first)
+            raw, _ = self._products(asked, stored.narrow(axis, first // each, count // each), memory)
+            shape = (heads, unit_size, -1) if each > 1 else (heads, -1, unit_size)
+            units = slice(first // unit_size, (first + count) // unit_size)
+            scores[..., units] = raw.view(shape) if each > 1 else raw.view(shape).transpose(1, 2)
+        factor, constant = (torch.from_numpy(part).to(scores.device)[..., None] for part in asked[1:])
+        return scores.mul_(factor).add_(constant)
 
     def _seen(self, visible: torch.Tensor, row: int, units: np.ndarray | None, unit_size: int) -> torch.Tensor:
         """(n,) bool: the tokens of `units` of a row that are not padding, in token order."""
@@ -363,15 +305,30 @@ class CodedKeys(CompactKeys):
         queries, unit, used = rounded(low[:, :count], self.device)
         return Asked(queries, unit, low[:, -1:] + (used @ self._offsets[:count])[:, None] * unit)
 
-    def _products(self, asked: Asked, stored: torch.Tensor) -> torch.Tensor:
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def offsets(self) -> np.ndarray:
+        return self._offsets
+
+    def components(self, keys: torch.Tensor) -> torch.Tensor:
+        codes = self.coding.encode(keys.transpose(0, 1).flatten(1))
+        return self.coding.unpacked(codes).t().float() + torch.from_numpy(self._offsets).to(keys.device)
+
+    def _products(
+        self, asked: Asked, stored: torch.Tensor, memory: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         (heads, rank), each = asked.queries.shape, self._rows.each
         code_rows, places = stored.shape
         count = places * each
         wide, most = 4 * heads * count, max(count, scored_at_once(self._rows.tokens))
-        memory = self._workspace.take(most * (self._rank + 4 * heads), dtype=torch.uint8, device=stored.device)
+        if memory is None:
+            memory = self._workspace.take(most * (self._rank + 4 * heads), dtype=torch.uint8, device=stored.device)
         codes, out = stored.view(code_rows // each, each, places), memory[wide : wide + rank * count]
-        unpacked = self.coding.unpacked(codes, out.view(rank, each, places))
-        return multiplied(asked.queries, unpacked.view(rank, count), memory)
+        unpacked = self.coding.unpacked(codes, out.view(rank, each, places)).view(rank, count)
+        return multiplied(asked.queries, unpacked, memory), unpacked
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
@@ -516,10 +473,7 @@ class LowRankKeys(CompactKeys):
     def append(self, keys: torch.Tensor) -> None:
         self.reserve(self.tokens + keys.shape[2])
         for part in parts(keys):
-            flat = part.transpose(1, 2).flatten(2).float() @ self.adapter.flatten(0, 1).float()
-            if self._rows.data.dtype == torch.int8:
-                flat = flat.div_(self.scale).round_().clamp_(-127, 127)
-            self._rows.append(flat)
+            self._rows.append(self._projected(part))
 
     def close(self) -> None:
         super().close()
@@ -544,13 +498,27 @@ class LowRankKeys(CompactKeys):
             return Asked(*rounded(low, self.device)[:2], _ZERO)
         return Asked(torch.from_numpy(low).to(self.device, self._rows.data.dtype), _ONE, _ZERO)
 
-    def _products(self, asked: Asked, stored: torch.Tensor) -> torch.Tensor:
+    @property
+    def rank(self) -> int:
+        return self._rows.data.shape[2]
+
+    def components(self, keys: torch.Tensor) -> torch.Tensor:
+        return self._projected(keys[None])[0].to(self._rows.data.dtype).float()
+
+    def _projected(self, keys: torch.Tensor) -> torch.Tensor:
+        """Components (B, t, r) float32 of keys (B, Hk, t, D), in 8-bit steps if they are stored so."""
+        flat = keys.transpose(1, 2).flatten(2).float() @ self.adapter.flatten(0, 1).float()
+        return flat.div_(self.scale).round_().clamp_(-127, 127) if self._rows.data.dtype == torch.int8 else flat
+
+    def _products(
+        self, asked: Asked, stored: torch.Tensor, memory: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if stored.dtype != torch.int8:
-            return asked.queries @ stored.t()
+            return asked.queries @ stored.t(), stored.t()
         size = 4 * len(asked.queries) * len(stored)
-        return multiplied(
-            asked.queries, stored.t(), self._workspace.take(size, dtype=torch.uint8, device=stored.device)
-        )
+        if memory is None:
+            memory = self._workspace.take(size, dtype=torch.uint8, device=stored.device)
+        return multiplied(asked.queries, stored.t(), memory), stored.t()
 
 
 def multiplies_bfloat16() -> bool:

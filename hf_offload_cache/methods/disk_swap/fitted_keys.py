@@ -10,15 +10,26 @@ import numpy as np
 import torch
 
 from ...errors import not_whole, shown
+from ...fetch.choice import Estimates
 from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...history.state import LARGEST, Array, Number, State, Table
 from ...memory.account import MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
 from ...predictors.base import Query
-from .coding import LEAST_QUERIES, Directions, coding_bytes, default_summary_bytes, fit_coding, fitting_bytes
-from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank
-from .ranking import CANDIDATES, Ranking, rank_among, rank_units
+from ...predictors.value_maps import LEAST_TOKENS, ValueMaps, placed
+from .coding import (
+    LEAST_QUERIES,
+    Directions,
+    coding_bytes,
+    default_summary_bytes,
+    fit_coding,
+    fitting_bytes,
+    most_components,
+)
+from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, Scored, default_rank
+from .ranking import CANDIDATES, SOME, Ranking, few_of_many, rank_among, rank_units
+from .remainder import fit_bytes, fit_maps, mean_components, rehearse_maps
 
 # The first tokens' keys, which get exact scores: they differ from all others, and low bits clip them
 
@@ -140,6 +151,8 @@ class Rules:
     summary_bytes: int | None = None
     reserve: int = 0
     """Tokens a row to allocate at once."""
+    remainder: bool = False
+    """Estimate what units that were not selected would have added."""
 
 
 class LowRankShared(NamedTuple):
@@ -149,6 +162,7 @@ class LowRankShared(NamedTuple):
     workspace: Workspace
     postponed: Callable[[], bool] = lambda: False  # fitting waits
     rest: Callable[[], None] = lambda: None  # frees the memory that only selecting needs
+    wanted: Callable[[int], int] = lambda tokens: 0  # units a row that a step selects of so many tokens
 
 
 class FittedKeys:
@@ -173,11 +187,16 @@ class FittedKeys:
         self.form, self.rows, self.rules, self.adapter = form, rows, rules, adapter
         self.keys: CompactKeys | None = None
         self.sinks: SinkKeys | None = None
+        self.maps: ValueMaps | None = None
+        """Estimates the remainder of steps; None: it is dropped."""
+        self.scaling = 0.0
+        """Factor of the scores, from the prompt; 0: unknown yet."""
         self.fitted_at = 0
         """Tokens of the history at the latest fit; 0 before the first."""
         self.longest_piece = 0
         """Tokens of the prompt's longest piece so far. A shorter piece is probably the last."""
         self._shared = shared
+        self._scored: tuple[Query, np.ndarray, Scored] | None = None  # by `rank_among`, for `estimates`
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Learner.rehearse`."""
@@ -190,6 +209,9 @@ class FittedKeys:
             rank = rules.rank or (default_rank(width) if self.adapter is None else self.adapter.shape[1])
             LowRankKeys.rehearse(run, width, min(width, rank), rules.dtype, *sizes)
             run.passes("fitting", prefill=fitting_bytes(width, rows))
+        if rules.remainder and context >= LEAST_TOKENS:
+            rank = most_components(width) if rules.dtype is None else min(width, rank)
+            rehearse_maps(run, form, (rows, rank, heads), context, (CANDIDATES - 1) * wanted)
         if rules.num_sinks:
             SinkKeys(form, rows, rules.num_sinks, torch.device("cpu"), run, np.zeros(rows, dtype=np.int64))
 
@@ -213,13 +235,15 @@ class FittedKeys:
         self.longest_piece = max(piece, longest)
         often = _REFIT_LATER if piece < LEAST_QUERIES else _REFIT_LAST if piece < longest else _REFIT
         grown = sealed.tokens >= self.fitted_at * often
-        keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored
+        keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored_keys
         if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
             for part in sealed.keys:
                 self.keys.append(part)
         elif (self.adapter is not None or sealed.tokens >= self._least) and not self._shared.postponed():
-            seen = queries if queries.shape[2] >= LEAST_QUERIES else None
-            self.fit(keys, sealed, seen, visible)
+            ratio = None if self.maps is None else self.maps.ratio.clone()
+            self.fit(keys, sealed, queries if queries.shape[2] >= LEAST_QUERIES else None, visible)
+            if self.rules.remainder and sealed.tokens >= LEAST_TOKENS:
+                self._fit_maps(sealed, queries, visible, ratio)
         if self.keys is not None and self.sinks is None and self.rules.num_sinks:
             seen_tokens = None if visible is None else visible[:, : sealed.tokens].expand(self.rows, -1)
             sizes = self.form, self.rows, self.rules.num_sinks, self.keys.device
@@ -259,23 +283,82 @@ class FittedKeys:
             self.keys.append(part)
         self.fitted_at = sealed.tokens
 
+    def _fit_maps(
+        self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None, ratio: torch.Tensor | None
+    ) -> None:
+        """Fit the maps of the remainder to all tokens and these queries. So few queries that they are not a sample
+        keep the `ratio` of the maps before. Without queries there are no maps. Raises `BudgetError`."""
+        if not (count := queries.shape[2]) or not self.scaling or (count < LEAST_QUERIES and ratio is None):
+            return
+        shared, form, keys = self._shared, self.form, self.keys
+        assert keys is not None
+        stored = (lambda: iter(sealed.parts)) if sealed.fresh == sealed.tokens else sealed.stored
+        wanted, sizes = shared.wanted(sealed.tokens), (self.rows, keys.rank, queries.shape[1])
+        with shared.account.holding("fitting", fit_bytes(form, *sizes, sealed.tokens)):
+            chosen = wanted, CANDIDATES * wanted
+            self.maps = fit_maps(keys, stored, form, queries, self.scaling, chosen, visible, shared.account)
+        if self.maps is not None and count < LEAST_QUERIES and ratio is not None:
+            self.maps.ratio.copy_(ratio)
+
     # --- ranking -----------------------------------------------------------------------------------------------
+
+    def in_turns(self, wanted: int) -> bool:
+        """True if only some steps rank all units, because `wanted` are few of them. The others score candidates, which
+        costs less where they need these scores anyway, to estimate the remainder."""
+        return few_of_many(wanted, self.units) if self.maps is None else few_of_many(wanted, self.units, SOME)
 
     def rank(self, query: Query, wanted: int) -> Ranking:
         """Rank all units for a query. The order of the `wanted` best is right. See `ranking.rank_units`."""
         keys, seen = self.keys, self.seen(query)
         assert keys is not None
         exact, apart = self._exact_scores(query, seen), None if self.sinks is None else self.sinks.units
-        return rank_units(keys, query.states, query.scaling, self.form.group_size, wanted, seen, exact, apart)
+        turns = self.maps is not None and self.in_turns(wanted)
+        return rank_units(keys, query.states, query.scaling, self.form.group_size, wanted, seen, exact, apart, turns)
 
-    def rank_among(self, query: Query, candidates: np.ndarray, beyond: np.ndarray | None = None) -> np.ndarray:
-        """Rank only `candidates` (B, n). See `ranking.rank_among`."""
+    def rank_among(
+        self, query: Query, candidates: np.ndarray, beyond: np.ndarray | None = None, keep: bool = False
+    ) -> np.ndarray:
+        """Rank only `candidates` (B, n), ascending. See `ranking.rank_among`. `keep`: the scores are for `estimates`,
+        which follows."""
         keys, seen = self.keys, self.seen(query)
         assert keys is not None
         exact, apart = self._exact_scores(query, seen), None if self.sinks is None else self.sinks.units
-        return rank_among(
-            keys, query.states, query.scaling, self.form.group_size, candidates, seen, exact, apart, beyond
+        keep = keep and self.maps is not None and len(candidates) == 1
+        importance, scored = rank_among(
+            keys, query.states, query.scaling, self.form.group_size, candidates, seen, exact, apart, beyond, keep
         )
+        self._scored = None if scored is None else (query, candidates, scored)
+        return importance
+
+    def estimates(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
+        """Estimated entries for the attention of each query to `units` (B, n; -1: none) that a step does not read, one
+        for each query head and query."""
+        keys, maps, form = self.keys, self.maps, self.form
+        latest, self._scored = self._scored, None
+        if keys is None or maps is None or maps.ratio.shape[1] != queries[0].states.shape[1]:
+            return None
+        (rows, heads), count = queries[0].states.shape[:2], len(queries)
+        mass = np.full((rows, heads, count), -np.inf, dtype=np.float32)
+        values = np.zeros((rows, heads, count, form.value_dim), dtype=np.float32)
+        for at, (query, left) in enumerate(zip(queries, units, strict=True)):
+            low, seen = None, self.seen(query)
+            for row in range(rows):
+                if not (there := left[row][left[row] >= 0]).size:
+                    continue
+                if latest is not None and latest[0] is query and count == 1:
+                    # the ranking has scored all candidates, ascending: all but the chosen ones are left
+                    chosen = np.ones(latest[1].shape[1], dtype=bool)
+                    chosen[latest[1][row].searchsorted(there)] = False
+                    logarithm, components = mean_components(latest[2], keys.offsets, chosen)
+                else:
+                    if low is None:
+                        low = keys.low_rank_query(query.states)
+                        low *= np.float32(query.scaling)
+                    scored = keys.scored(low[row], row, there, form.group_size, seen)
+                    logarithm, components = mean_components(scored, keys.offsets)
+                mass[row, :, at] = logarithm + np.log(maps.ratio[row].numpy())
+                values[row, :, at] = maps.values(row, components)
+        return placed(mass, values, form, queries[0].states.device)
 
     def seen(self, query: Query) -> torch.Tensor | None:
         """(B, tokens) bool: the ranked tokens that are not padding; None: all."""
@@ -311,16 +394,16 @@ class FittedKeys:
     def select_rows(self, rows: torch.Tensor) -> None:
         """Replace row i by row `rows[i]`."""
         self.rows = len(rows)
-        for part in (self.keys, self.sinks):
+        for part in (self.keys, self.sinks, self.maps):
             if part is not None:
                 part.select_rows(rows)
 
     def close(self) -> None:
         """Free the memory. Later calls of `learn` may fit anew."""
-        for part in (self.keys, self.sinks):
+        for part in (self.keys, self.sinks, self.maps):
             if part is not None:
                 part.close()
-        self.keys = self.sinks = None
+        self.keys = self.sinks = self.maps = self._scored = None
         self.fitted_at = 0
 
     # --- contexts ----------------------------------------------------------------------------------------------
@@ -328,11 +411,14 @@ class FittedKeys:
     def fitted_state(self) -> dict[str, Any] | None:
         """As `Learner.fitted_state`."""
         keys = self.keys
-        return None if keys is None else {"summary": keys.fitted_state(), "sinks": None, **self.STATE.capture(self)}
+        if keys is None:
+            return None
+        maps = None if self.maps is None else self.maps.capture()
+        return {"summary": keys.fitted_state(), "sinks": None, "maps": maps, **self.STATE.capture(self)}
 
     def capture(self) -> dict[str, Any]:
         """As `Predictor.capture`."""
-        parts = {"summary": self.keys, "sinks": self.sinks}
+        parts = {"summary": self.keys, "sinks": self.sinks, "maps": self.maps}
         captured = {name: None if part is None else part.capture() for name, part in parts.items()}
         return {**captured, **self.STATE.capture(self)}
 
@@ -356,4 +442,6 @@ class FittedKeys:
             self.sinks = SinkKeys.restore(
                 tree["sinks"], form, self.rows, units * form.group_size, shared.account
             )
+        if self.keys is not None and tree["maps"] is not None and self.rules.remainder:
+            self.maps = ValueMaps.restore(tree["maps"], form, self.rows, self.keys.rank, shared.account)
         self.adapter, self.fitted_at, self.longest_piece = (tree[name] for name in self.STATE.entries)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ...errors import not_whole
-from ...fetch.choice import Choice
+from ...fetch.choice import Choice, Estimates
 from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...history.state import Number, State, Table
@@ -16,7 +16,7 @@ from ...memory.dry_run import DryRun
 from ...predictors.base import Predictor, Query
 from ...predictors.sinks import largest, with_sinks
 from .fitted_keys import FittedKeys, LowRankShared, Rules
-from .ranking import CANDIDATES, STEPS, few_of_many
+from .ranking import CANDIDATES, STEPS
 
 
 class LowRankPredictor(Predictor):
@@ -69,50 +69,60 @@ class LowRankPredictor(Predictor):
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         self.fitted.learn(sealed, queries, visible)
 
-    def prompted(self) -> None:
-        """Drop the ranking when a prompt arrives, because the importance before it no longer predicts anything."""
+    def prompted(self, scaling: float) -> None:
+        """Drop the ranking when a prompt arrives, because the importance before it no longer predicts anything.
+        `scaling`: factor of its scores."""
         self._latest = self._beyond = None
+        self.fitted.scaling = scaling
 
     # --- choosing ----------------------------------------------------------------------------------------------
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
         """Select the most important units: scoring and TopK of KVSwap, section 3.3. As `Predictor.select`.
 
-        A guess (section 3.3, online prediction) only ranks candidates, if there is a latest ranking.
+        A guess (section 3.3, online prediction) only ranks candidates, if there is a latest ranking. It changes
+        nothing, so that choices do not depend on looking ahead.
         """
         if guess and self._latest is not None:
-            return self._among_latest(query, budget, self._latest.copy())
+            return self._among_latest(query, budget, self._latest.copy(), guess)
         if self._may_go_by_latest(budget, query.states.shape[1]):
             assert self._latest is not None
             self._since += 1
-            return self._among_latest(query, budget, self._latest)
+            return self._among_latest(query, budget, self._latest, guess)
         ranking, seen = self.fitted.rank(query, budget), self.fitted.seen(query)
         importance = with_sinks(ranking.importance, self.rules.num_sinks, self.form.group_size, seen)
+        if guess:
+            return _best(importance, budget)
         self._since = self._phase % STEPS if self._latest is None else 0
         self._latest, self._beyond = importance, ranking.beyond
-        return _best(importance, budget)
+        return _best(importance, budget, None if self.fitted.maps is None else CANDIDATES * budget)
+
+    def estimate(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
+        """As `Predictor.estimate`."""
+        return self.fitted.estimates(queries, units)
 
     def _may_go_by_latest(self, budget: int, heads: int) -> bool:
         """True if few of many units are selected and all were ranked recently. Newly sealed units become candidates."""
         latest, units = self._latest, self.fitted.units
         if self._beyond is not None and self._beyond.shape[1] != heads:
             self._beyond = None  # a context's, with another number of heads than this model
-        if latest is None or self._beyond is None or not few_of_many(budget, units) or self._since >= STEPS - 1:
+        if latest is None or self._beyond is None or self._since >= STEPS - 1 or not self.fitted.in_turns(budget):
             return False
         if latest.shape[1] < units:
             fresh = np.full((self.rows, units - latest.shape[1]), np.inf, dtype=np.float32)
             self._latest = np.concatenate([latest, fresh], 1)
         return True
 
-    def _among_latest(self, query: Query, budget: int, latest: np.ndarray) -> Choice:
+    def _among_latest(self, query: Query, budget: int, latest: np.ndarray, guess: bool) -> Choice:
         """Select among the units of highest `latest` importance (B, units) float32, and update it for them in place."""
-        seen = self.fitted.seen(query)
+        seen, every = self.fitted.seen(query), np.arange(len(latest))[:, None]  # faster than take_along_axis
         candidates = largest(latest, min(CANDIDATES * budget, latest.shape[1]))
         candidates.sort(1)
-        np.put_along_axis(latest, candidates, self.fitted.rank_among(query, candidates, self._beyond), 1)
+        latest[every, candidates] = self.fitted.rank_among(query, candidates, self._beyond, not guess)
         with_sinks(latest, self.rules.num_sinks, self.form.group_size, seen)
-        best = _best(np.take_along_axis(latest, candidates, 1), budget)
-        return Choice(np.take_along_axis(candidates, best.units, 1), importance=best.importance)
+        best = _best(latest[every, candidates], budget, None if self.fitted.maps is None or guess else -1)
+        others = None if best.next is None else candidates[every, best.next]
+        return Choice(candidates[every, best.units], importance=best.importance, next=others)
 
     # --- changes -----------------------------------------------------------------------------------------------
 
@@ -155,9 +165,18 @@ class LowRankPredictor(Predictor):
         self.fitted.restore(tree)
 
 
-def _best(importance: np.ndarray, budget: int) -> Choice:
-    """The `budget` most important units of each row, ascending: the TopK of KVSwap, section 3.3."""
+def _best(importance: np.ndarray, budget: int, among: int | None = None) -> Choice:
+    """The `budget` most important units of each row, ascending: the TopK of KVSwap, section 3.3. `among`: the best
+    units, these included, of which the others come in `Choice.next`; -1: all; None: without."""
     rows, count = importance.shape
-    units = largest(importance, budget if budget < count else count)
+    every, others = np.arange(rows)[:, None], None
+    if among is None or budget >= count:
+        units = largest(importance, budget if budget < count else count)
+    else:
+        most = count if among < 0 else min(among, count)
+        best = largest(importance, most)
+        order = importance[every, best].argpartition(most - budget, 1)
+        best = best[every, order]
+        others, units = best[:, : most - budget], best[:, most - budget :]
     units.sort(1)
-    return Choice(units, importance=importance[np.arange(rows)[:, None], units])
+    return Choice(units, importance=importance[every, units], next=others)

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from ...predictors.sinks import largest
-from .compact_keys import CompactKeys
+from .compact_keys import CompactKeys, Scored
 
 CANDIDATES = 4
 """Candidates for each selected group: a rough pass hands so many to the precise one, and a guess ranks only so many."""
-_FEW = 8
-"""Groups for each candidate from which on a rough pass comes first; see `few_of_many`."""
+_FEW, SOME = 8, 2
+"""Groups for each candidate from which on a rough pass comes first, and from which on steps rank in turns if they score
+candidates anyway, to estimate the others; see `few_of_many`."""
 STEPS = 4
 """Steps from one ranking of all groups to the next, if few of many are selected. Steps in between rank candidates."""
 _NOTHING = np.float32(-1e30)
@@ -29,12 +30,12 @@ class Ranking:
     """(B, groups) float32, comparable within a row: the softmax weight of the group's best token, summed over heads."""
     beyond: np.ndarray | None = None
     """(B, H) float32: each head's softmax sum over all groups and exact tokens, divided by the sum over only candidates
-    and exact tokens. None: all groups were scored with all components."""
+    and exact tokens. None: all groups were scored with all components, and the next step will do so, too."""
 
 
-def few_of_many(wanted: int, groups: int) -> bool:
-    """True if the candidates for `wanted` groups are at most an eighth of all `groups`."""
-    return _FEW * CANDIDATES * wanted <= groups
+def few_of_many(wanted: int, groups: int, times: int | None = None) -> bool:
+    """True if there are at least `times` as many `groups` as candidates for `wanted` groups; None: eight times."""
+    return (_FEW if times is None else times) * CANDIDATES * wanted <= groups
 
 
 def rank_units(
@@ -46,6 +47,7 @@ def rank_units(
     visible: torch.Tensor | None = None,
     exact: np.ndarray | None = None,
     apart: np.ndarray | None = None,
+    in_turns: bool = False,
 ) -> Ranking:
     """Rank all groups for query (B, H, D) by the compact `keys` of B rows. The order of the `wanted` best is right.
 
@@ -65,6 +67,7 @@ def rank_units(
         exact: (B, H, t) float32, scaled exact scores of the sinks and the tail, which share the softmax but are not
             ranked.
         apart: (B, n), groups that contain sinks: they rank below all others, and their other tokens do not count.
+        in_turns: the next steps rank candidates only, so `Ranking.beyond` is needed.
     """
     low = keys.low_rank_query(query)
     low *= np.float32(scaling)
@@ -72,7 +75,7 @@ def rank_units(
     count = min(CANDIDATES * wanted, groups - (0 if apart is None else apart.shape[1]))
     rough = few_of_many(wanted, groups) and keys.has_rough_form
     importance = np.empty((rows, groups), dtype=np.float32)
-    beyond = np.empty((rows, low.shape[1]), dtype=np.float32) if rough else None
+    beyond = np.empty((rows, low.shape[1]), dtype=np.float32) if rough or in_turns else None
     for row in range(rows):
         best = keys.best_of_units(low[row], row, group_size, visible, rough)
         excluded, last = None if apart is None else apart[row], None if exact is None else exact[row]
@@ -84,6 +87,8 @@ def rank_units(
         weights, total = _weights(best, last)
         importance[row] = _shares(weights, total, excluded)
         if beyond is not None:
+            if not rough:
+                chosen = largest(importance[row][None], count)[0]
             scored = total - _sum(weights) + _sum(weights[:, chosen])
             beyond[row] = (total / np.maximum(scored, 1e-6 * total))[:, 0]
     return Ranking(importance, beyond)
@@ -116,22 +121,27 @@ def rank_among(
     exact: np.ndarray | None = None,
     apart: np.ndarray | None = None,
     beyond: np.ndarray | None = None,
-) -> np.ndarray:
+    keep: bool = False,
+) -> tuple[np.ndarray, Scored | None]:
     """Importance (B, n) float32 of only the groups `candidates` (B, n), on the scale of `rank_units`.
 
     Each head's softmax sum over all groups is estimated as `beyond` (B, H) times the sum over the candidates. This
-    reads a small part of the bytes that `rank_units` reads.
+    reads a small part of the bytes that `rank_units` reads. With `keep`, also returns the scores of the last row.
     """
     low = keys.low_rank_query(query)
     low *= np.float32(scaling)
-    importance = np.empty(candidates.shape, dtype=np.float32)
+    importance, scored = np.empty(candidates.shape, dtype=np.float32), None
     for row, chosen in enumerate(candidates):
-        best = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
+        if keep:
+            scored = keys.scored(low[row], row, chosen, group_size, visible)
+            best = np.maximum.reduce(scored.by_unit, 1)
+        else:
+            best = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
         if apart is not None:
-            best[:, np.isin(chosen, apart[row])] = _NOTHING
+            best[:, (chosen[:, None] == apart[row]).any(1)] = _NOTHING
         weights, total = _weights(best, None if exact is None else exact[row])
         importance[row] = _shares(weights, total if beyond is None else total * beyond[row][:, None])
-    return importance
+    return importance, scored
 
 
 _sum = partial(np.add.reduce, axis=-1, keepdims=True)

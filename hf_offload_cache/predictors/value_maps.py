@@ -1,0 +1,161 @@
+"""Linear maps that estimate what a step does not attend to: from what a predictor keeps of keys to values.
+
+It goes beyond the papers, whose steps drop what they do not select."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ..errors import not_whole
+from ..fetch.choice import Estimates
+from ..history.records import RecordFormat
+from ..history.state import LARGEST, Array, State
+from ..memory.account import MemoryAccount
+from ..memory.dry_run import DryRun
+
+LEAST_TOKENS = 1024
+"""Fewest tokens to which maps are fitted."""
+QUERIES, _LATEST = 32, 512
+"""Queries that weigh the tokens of a fit, and the latest queries of a call among which they lie evenly."""
+_OTHERS = 0.1
+"""Weight of a token that no query attends to, relative to the mean weight."""
+_RIDGE = 1e-4
+"""Regularisation of the regression, for components of deviation 1."""
+
+
+class ValueMaps:
+    """For each row, a linear map from components of keys to values, and the ratio of true to estimated mass.
+
+    A step's remainder is a weighted mean of values. The same mean of components, mapped, estimates it, and components
+    are in memory. On the host: (rows, r + 1, Hv, Dv) int8. The account books the maps as "adapters".
+
+    Args:
+        sizes: rows, components r, and query heads a row.
+    """
+
+    STATE: ClassVar[State] = State(
+        "estimates of the remainder",
+        "adapters",
+        maps=Array("rows inputs heads dim", torch.int8),
+        scale=Array("rows inputs", torch.float32, low=0, high=LARGEST),
+        ratio=Array("rows query_heads", torch.float32, low=0, high=LARGEST),
+    )
+
+    def __init__(self, form: RecordFormat, sizes: tuple[int, int, int], account: MemoryAccount) -> None:
+        (rows, rank, query_heads), host = sizes, torch.device("cpu")
+        self._account = account
+        shape = rows, rank + 1, form.num_value_heads, form.value_dim
+        self.maps = account.empty("adapters", *shape, dtype=torch.int8, device=host)
+        self.scale = account.empty("adapters", *shape[:2], dtype=torch.float32, device=host)
+        self.ratio = account.empty("adapters", rows, query_heads, dtype=torch.float32, device=host)
+
+    @classmethod
+    def rehearse(cls, run: DryRun, form: RecordFormat, sizes: tuple[int, int, int]) -> None:
+        """Take the memory, in a dry run."""
+        maps = cls(form, sizes, run)
+        if sizes[0] > 1:
+            run.moves(maps.maps.nbytes)
+
+    def set(self, row: int, sums: LeastSquares, true: np.ndarray, estimated: np.ndarray) -> None:
+        """Let a row have the map that solves `sums`, and the ratio of the `true` mass (H,) to the `estimated` one, at
+        most a factor of 8 from 1."""
+        ratio = np.where(estimated > 0, true / np.maximum(estimated, 1e-30), 1)
+        maps = sums.solved()
+        scale = maps.abs().amax((1, 2)).clamp_min(1e-30) / 127
+        self.maps[row] = (maps / scale[:, None, None]).round_().to(torch.int8)
+        self.scale[row] = scale
+        self.ratio[row] = torch.from_numpy(ratio.clip(1 / 8, 8).astype(np.float32))
+
+    def values(self, row: int, components: np.ndarray) -> np.ndarray:
+        """Values (H, Dv) float32 for mean components (H, r) float32 of query heads of a row."""
+        maps, scale = self.maps[row].numpy(), self.scale[row].numpy()
+        inputs = np.concatenate([components, np.ones((len(components), 1), dtype=np.float32)], 1) * scale
+        count = maps.shape[1]
+        by_head = np.matmul(inputs.reshape(count, -1, len(scale)), maps.astype(np.float32).transpose(1, 0, 2))
+        values: np.ndarray = by_head.reshape(len(components), -1)
+        return values
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Replace row i by row `rows[i]`."""
+        self.STATE.select_rows(self, rows)
+
+    def capture(self) -> dict[str, Any]:
+        """A tree for `restore`, without copies."""
+        return self.STATE.capture(self)
+
+    @classmethod
+    def restore(cls, tree: Any, form: RecordFormat, rows: int, rank: int, account: MemoryAccount) -> ValueMaps:
+        """The maps that `tree` was captured from: copies. Raises `ContextError`, `BudgetError`."""
+        sizes = {"rows": rows, "inputs": rank + 1, "heads": form.num_value_heads, "dim": form.value_dim}
+        heads = cls.STATE.check(tree, "a layer", **sizes)["query_heads"]
+        if not heads or heads % form.num_value_heads:
+            raise not_whole("a layer", f"its estimates of the remainder are for {heads} query heads")
+        maps = cls(form, (rows, rank, heads), account)
+        cls.STATE.restore(maps, tree)
+        return maps
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.STATE.close(self)
+
+
+def asked(queries: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """The queries (B, H, n, D) of a call's `queries` (B, H, q, D) that weigh the tokens of a fit, the latest first; and
+    how many queries of the call come after each."""
+    latest = queries[:, :, -_LATEST:]
+    count = latest.shape[2]
+    behind = list(range(0, count, max(1, -(-count // QUERIES))))
+    return latest[:, :, [count - 1 - after for after in behind]], behind
+
+
+def placed(mass: np.ndarray, values: np.ndarray, form: RecordFormat, device: torch.device) -> Estimates:
+    """Entries with `values` (rows, H, q, Dv) float32 for each query and head of a row, of logarithmic `mass` (rows, H,
+    q). Heads of other rows, if a sequence has several, come in the bias as if they were sequences."""
+    rows, heads, count = mass.shape
+    shared = heads // form.num_key_heads
+    by_head = values.reshape(rows, form.num_key_heads, shared, count, -1).transpose(0, 3, 2, 1, 4)
+    entries = np.zeros((rows, count * shared, form.entry_width), dtype=np.float32)
+    entries[..., form.key_width :] = by_head.reshape(rows, count * shared, -1)
+    bias = np.full((rows, form.num_key_heads, shared, count, count, shared), -np.inf, dtype=np.float32)
+    each, query = np.arange(shared)[:, None], np.arange(count)
+    bias[:, :, each, query, query, each] = mass.reshape(rows, form.num_key_heads, shared, count)
+    return Estimates(
+        torch.from_numpy(entries).to(device, form.dtype),
+        torch.from_numpy(bias.reshape(rows, heads, count, -1)).to(device),
+    )
+
+
+class LeastSquares:
+    """Weighted sums of a row's regression of values on components, `inputs` with the constant."""
+
+    def __init__(self, inputs: int, form: RecordFormat, device: torch.device) -> None:
+        heads = form.num_value_heads
+        self._gram = torch.zeros(heads, inputs, inputs, dtype=torch.float32, device=device)
+        self._product = torch.zeros(heads, inputs, form.value_dim, dtype=torch.float32, device=device)
+        self._plain = self._gram[0].clone(), self._product.clone()
+        self._tokens = 0
+
+    def add(self, components: torch.Tensor, values: torch.Tensor, weights: torch.Tensor) -> None:
+        """Add tokens with components (n, r), values (Hv, n, Dv) and weights (Hk, n)."""
+        inputs = torch.cat([components, torch.ones_like(components[:, :1])], 1)
+        weighted = inputs.t() * weights.unflatten(0, (len(values), -1)).sum(1)[:, None]  # (Hv, r + 1, n)
+        self._gram += weighted @ inputs
+        self._product += weighted @ values
+        self._plain[0].addmm_(inputs.t(), inputs)
+        self._plain[1].add_(inputs.t() @ values)
+        self._tokens += len(components)
+
+    def solved(self) -> torch.Tensor:
+        """Maps (r + 1, Hv, Dv) float32 of least weighted squares."""
+        count = max(1, self._tokens)
+        mean = self._gram[:, -1, -1].clamp_min(1e-12)[:, None, None] / count
+        gram = self._gram / mean + _OTHERS * self._plain[0]
+        product = self._product / mean + _OTHERS * self._plain[1]
+        deviation = (self._plain[0].diagonal() / count).sqrt().clamp_min(1e-6)
+        gram = gram / torch.outer(deviation, deviation)
+        gram.diagonal(dim1=1, dim2=2).add_(_RIDGE * count)
+        maps = torch.linalg.solve(gram, product / deviation[:, None])
+        return (maps / deviation[:, None]).transpose(0, 1)

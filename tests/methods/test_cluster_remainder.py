@@ -1,0 +1,176 @@
+"""The remainder of a step of `ClusterCache`: clusters that were not selected, estimated from their centroids."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import pytest
+import torch
+from long_models import long_tiny
+
+from hf_offload_cache import ClusterCache
+from hf_offload_cache.core import SelectiveLayer
+from hf_offload_cache.errors import ContextError
+
+FIELDS: dict[str, Any] = {
+    "group_size": 4, "num_recent": 8, "block_tokens": 64, "num_selected": 32, "cluster_size": 8, "engine": "memory",
+    "look_ahead": False, "remainder": True,
+}  # fmt: skip
+LENGTH = 1100
+
+
+@functools.cache
+def ids(rows: int = 1, tokens: int = LENGTH) -> torch.Tensor:
+    return harness.prompt(long_tiny("llama"), rows, tokens)
+
+
+@pytest.fixture
+def filled() -> Iterator[ClusterCache]:
+    with ClusterCache(long_tiny("llama"), **FIELDS) as cache:
+        with torch.no_grad():
+            long_tiny("llama")(ids(), past_key_values=cache)
+        yield cache
+
+
+Step = tuple[Any, Any, Any, Any, torch.Tensor]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """Layer, call, choice, fetched and output of each step."""
+    seen: list[Step] = []
+    combine = SelectiveLayer.combine
+
+    def watched(layer: Any, call: Any, choice: Any, fetched: Any, visible: Any) -> Any:
+        output, weights = combine(layer, call, choice, fetched, visible)
+        held = dataclasses.replace(fetched, entries=fetched.entries.clone())  # layers share the memory
+        seen.append((layer, call, choice, held, output.float()))
+        return output, weights
+
+    monkeypatch.setattr(SelectiveLayer, "combine", watched)
+    return seen
+
+
+def step(cache: ClusterCache, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = long_tiny("llama")(ids()[:, :1], past_key_values=cache, **options).logits
+    return logits
+
+
+def test_a_step_attends_to_its_twin(filled: ClusterCache, steps: list[Step]) -> None:
+    """An entry for each query head: the mapped mean of the centroids that were not selected, weighted by the sizes of
+    their clusters and exp(score), and the logarithm of that sum, times the prompt's ratio, in the mask."""
+    step(filled)
+    assert len(steps) == 3
+    for layer, call, choice, fetched, output in steps:
+        history, maps = layer.history, layer.predictor.maps
+        clustered, key_heads = history.clustered, layer.rows.heads
+        shared = call.query.shape[1] // key_heads
+        keys, values = (part[:, 0].float() for part in history.form.split(fetched.entries))
+        places = fetched.of_chosen(history.positions(choice.units))
+        places = np.where(fetched.valid, places, -1)
+        latest = np.arange(history.length - history.recent.shape[1], history.length)
+        there = np.concatenate([places >= 0, np.ones((key_heads, len(latest)), dtype=bool)], 1)
+        for row in range(key_heads):
+            left = choice.next[row][choice.next[row] >= 0]
+            used = (clustered.stored[row] > 0).nonzero()[0]
+            assert set(left) | set(choice.units[row]) >= set(used) and not set(left) & set(choice.units[row])
+            means = torch.from_numpy(clustered.partition.centroids[row, left]).float()
+            sizes = torch.from_numpy(clustered.stored[row, left]).float()
+            linear = maps.maps[row, :, 0].float() * maps.scale[row][:, None]
+            for head in range(shared):
+                state = call.query[0, row * shared + head, 0].float() * call.scaling
+                weights = sizes * (means @ state).exp()
+                value = torch.cat([weights @ means / weights.sum(), torch.ones(1)]) @ linear
+                mass = weights.sum().log() + maps.ratio[row, head].log()
+                scores = torch.cat([keys[row, : there.shape[1]] @ state, mass[None]])
+                scores[:-1][~torch.from_numpy(there[row])] = -torch.inf
+                wanted = scores.softmax(0) @ torch.cat([values[row, : there.shape[1]], value[None]])
+                torch.testing.assert_close(output[0, 0, row * shared + head], wanted, rtol=2e-3, atol=2e-4)
+
+
+def test_it_is_nearer_to_full_attention_where_values_follow_from_keys(steps: list[Step]) -> None:
+    """Put into the cache in place of a model's: keys of few directions, and values linear in them."""
+    model, errors = long_tiny("llama"), {}
+    some = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    shape = model.config.num_key_value_heads, LENGTH, model.config.head_dim
+    keys = some(1, shape[0], LENGTH, 4) @ some(4, shape[2])
+    values = keys @ some(shape[2], shape[2]) / 8 + 0.1 * some(1, *shape)
+    queries = some(1, model.config.num_attention_heads, LENGTH, shape[2])
+    from eval.studies.contexts import Context, replay
+
+    layers = model.config.num_hidden_layers
+    context = Context(ids(), [keys] * layers, [values] * layers, [queries] * layers)
+    for remainder in (False, True):
+        with ClusterCache(model, **{**FIELDS, "remainder": remainder}) as cache:
+            replay(cache, model, context)
+            steps.clear()
+            step(cache)
+            layer, call, *_, output = steps[0]
+            own, other = (part[0].float() for part in layer.whole())
+            shared = call.query.shape[1] // own.shape[0]
+            states = call.query[0, :, 0].float().unflatten(0, (-1, shared)) * call.scaling
+            full = (states @ own.transpose(1, 2)).softmax(2) @ other
+            errors[remainder] = float((output[0, 0] - full.flatten(0, 1)).square().sum())
+    assert errors[True] < errors[False] / 3
+
+
+def test_without_it_nothing_is_estimated(steps: list[Step]) -> None:
+    """Nor below 1,024 tokens, nor where everything is selected."""
+    for fields, tokens in (({"remainder": False}, LENGTH), ({}, 900), ({"num_selected": 2 * LENGTH}, LENGTH)):
+        with ClusterCache(long_tiny("llama"), **{**FIELDS, **fields}) as cache:
+            with torch.no_grad():
+                long_tiny("llama")(ids()[:, :tokens], past_key_values=cache)
+            step(cache)
+    assert not [choice for _, _, choice, *_ in steps if choice.estimates is not None]
+
+
+@pytest.mark.parametrize("way", ["left padding", "candidates"])
+def test_rows_of_padding_and_candidates_have_it(way: str, steps: list[Step]) -> None:
+    model, rows = long_tiny("llama"), 2 if way == "left padding" else 1
+    options: dict[str, Any] = {"max_new_tokens": 12}
+    given = ids(rows)
+    if way == "left padding":
+        options["attention_mask"] = harness.padding(rows, LENGTH)
+    else:
+        given = harness.repetitive_prompt(model, LENGTH)
+        options["prompt_lookup_num_tokens"] = 3
+    with ClusterCache(model, **FIELDS) as cache:
+        harness.generate(model, cache, given, **options)
+    found = [(choice.estimates, call.query.shape[2]) for _, call, choice, *_ in steps if choice.estimates is not None]
+    assert found and all(estimates.bias.shape[2] == queries for estimates, queries in found)
+    assert way == "left padding" or max(queries for _, queries in found) > 1
+    for estimates, queries in found:
+        own = estimates.bias > -torch.inf
+        assert (own.sum(3) == 1).all() and estimates.entries.isfinite().all()
+        assert own.shape[3] == queries * model.config.num_attention_heads // model.config.num_key_value_heads
+
+
+def test_a_saved_context_has_it_and_a_wrong_one_is_refused(filled: ClusterCache, tmp_path: Path) -> None:
+    filled.save(tmp_path / "context")
+    wanted = step(filled)
+    with ClusterCache.open(tmp_path / "context", long_tiny("llama"), engine="memory") as cache:
+        assert torch.equal(step(cache), wanted)
+    layer: Any = filled.layers[0]
+    tree = layer.predictor.capture()
+    without = {"maps": {**tree["maps"], "ratio": None}}
+    for wrong, message in (({"fitted_at": 0}, "were fitted at 0"), (without, "remainder")):
+        with pytest.raises(ContextError, match=message):
+            layer.make_predictor().restore({**tree, **wrong, "units": 0})
+
+
+def test_a_second_turn_fits_again(filled: ClusterCache) -> None:
+    maps = [layer.predictor.maps for layer in filled.layers]  # type: ignore[attr-defined]
+    step(filled)
+    assert [layer.predictor.maps for layer in filled.layers] == maps  # type: ignore[attr-defined]
+    with torch.no_grad():
+        long_tiny("llama")(ids(), past_key_values=filled)
+    for layer, before in zip(filled.layers, maps, strict=True):
+        assert layer.predictor.maps is not before and before.maps.numel() == 0  # type: ignore[attr-defined]
+        assert layer.predictor.fitted_at > 2 * LENGTH - 100  # type: ignore[attr-defined]
