@@ -28,6 +28,7 @@ OWN: dict[str, Values] = {
         "summary_dtype": ("int8", "float32"),
         "rank": (16, 96),
         "adapter": ("calibrated",),
+        "remainder": (True,),
     },
     "abstract-tree": {
         "chunk_size": (16, 128),
@@ -48,6 +49,7 @@ OWN: dict[str, Values] = {
         "cluster_capacity": (16, 30),
         "selected_share": (0.1, 0.2),
         "centroids": ("disk",),
+        "remainder": (True,),
     },
     "spec": {"bits": (1, 4), "quant_group": (32,), "speculative": (False,), "top_up": ("always",)},
 }

@@ -1,0 +1,179 @@
+"""How close to full attention do steps come that estimate what they do not attend to, instead of dropping it?
+
+Perplexity and KL are to full attention in float32 over the same keys and values in 16 bits, so that rounding in the
+model hides nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import pathlib
+import pydoc
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_offload_cache.config import SelectiveConfig
+from hf_offload_cache.core import selective_layer
+from hf_offload_cache.tuning import distance, divergence, perplexity_over
+
+from .common import Rows, Study, main
+from .contexts import MODEL, Context, default_model, follow, open_cache, prefill, reference_texts, replay
+from .teacher_forced import Fields, contenders_of
+from .watch import Look, Watch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+QUARTERS = 4
+
+
+def code(tokenizer: Any, count: int, tokens: int) -> list[torch.Tensor]:
+    """`count` stretches (1, tokens) of the source code of Python's own modules."""
+    folder = pathlib.Path(pydoc.__file__).parent
+    modules = "argparse", "ast", "dataclasses", "datetime", "enum", "inspect", "typing", "zipfile"
+    text = "\n\n".join((folder / f"{name}.py").read_text() for name in modules if (folder / f"{name}.py").exists())
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+    starts = [index * (ids.shape[1] - tokens) // max(1, count - 1) for index in range(count)]
+    return [ids[:, start : start + tokens] for start in starts]
+
+
+def texts_of(kind: str, tokenizer: Any, count: int, tokens: int, steps: int) -> list[torch.Tensor]:
+    """`count` texts (1, tokens + steps). "changed": help texts, but code in the second half of the steps."""
+    held = tokens + steps
+    if kind != "changed":
+        return TEXTS[kind](tokenizer, count, held)
+    stays = held - steps // 2
+    parts = zip(reference_texts(tokenizer, count, held), code(tokenizer, count, held), strict=True)
+    return [torch.cat([one[:, :stays], other[:, stays:]], 1) for one, other in parts]
+
+
+TEXTS: dict[str, Callable[[Any, int, int], list[torch.Tensor]]] = {"help": reference_texts, "code": code}
+USUAL: dict[str, Fields] = {
+    f"{count}, {name}": {"num_selected": count, "remainder": remainder}
+    for count in (400, 800)
+    for name, remainder in (("dropped", False), ("estimated", True))
+} | {"1600, dropped": {"num_selected": 1600, "remainder": False}}
+
+
+def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
+    """Add a row for each text and contender, with the KL of each quarter of its steps."""
+    model, tokenizer = default_model(loaded, arguments.model)
+    wide = copy.deepcopy(model).float()
+    last = arguments.tokens + arguments.steps
+    contenders = contenders_of(arguments, USUAL, memory=arguments.memory)
+    for kind in arguments.texts:
+        texts = texts_of(kind, tokenizer, arguments.samples, arguments.tokens, arguments.steps)
+        for sample, ids in enumerate(texts):
+            left = {name: one for name, one in contenders.items() if not rows.has(text=kind, sample=sample, name=name)}
+            if not left:
+                continue
+            context, new = prefill(model, ids[:, : arguments.tokens]), ids[:, arguments.tokens :]
+            reference = follow(wide, replay(DynamicCache(config=model.config), wide, widened(context)), new)
+            for name, fields in left.items():
+                with open_cache(model, fields, last, arguments.path) as planned:
+                    config, cls = planned.config, type(planned)  # type: ignore[attr-defined]
+                with cls(wide, path=arguments.path, **of_plan(config)) as cache:  # type: ignore[call-arg]
+                    found = steps(cache, wide, context, new, reference)
+                rows.add(text=kind, sample=sample, name=name, **found)
+    return {"contenders": {name: summary(rows.where(name=name)) for name in contenders}}
+
+
+def widened(context: Context) -> Context:
+    """With the same keys and values in float32."""
+    keys, values = ([part.float() for part in parts] for parts in (context.keys, context.values))
+    return replace(context, keys=keys, values=values)
+
+
+def of_plan(config: SelectiveConfig) -> Fields:
+    """The fields of a planned cache, without its limits: a float32 model has wider temporary tensors."""
+    limits = {"memory", "max_context", "max_batch"}
+    return {name: value for name, value in asdict(config).items() if name not in limits}
+
+
+def steps(cache: Any, model: PreTrainedModel, context: Context, new: torch.Tensor, reference: torch.Tensor) -> Fields:
+    """A row's figures. "estimated" and "lost": the attention mass that steps estimated, by their own estimate, and the
+    true mass on what they did not attend to; the others compare these and the KL over steps, by Spearman's rank
+    correlation."""
+    lost: list[float] = []
+    estimated, true, looked_at = [], [], selective_layer.LOOKED_AT
+    counters = cache.storage.counters
+
+    def told(look: Look) -> None:
+        lost.append(1 - look.mass)
+
+    replay(cache, model, context)
+    selective_layer.LOOKED_AT = 1  # every layer's in every step
+    try:
+        with torch.no_grad(), Watch(cache, widened(context).keys, told):
+            logits = []
+            for token in new.split(1, 1):
+                counters.estimated_millionths = counters.times_estimated = 0
+                logits.append(model(input_ids=token, past_key_values=cache).logits[0, -1].float())
+                estimated.append(counters.estimated_millionths / 1e6 / max(1, counters.times_estimated))
+                true.append(float(np.mean(lost)))
+                lost.clear()
+    finally:
+        selective_layer.LOOKED_AT = looked_at
+    found = torch.stack(logits)
+    each = divergence(reference, found)
+    row: Fields = {**distance(reference, found), "most": float(each.max())}
+    row |= {f"kl_{place + 1}": float(part.mean()) for place, part in enumerate(each.tensor_split(QUARTERS))}
+    row |= {"perplexity": perplexity_over(reference, found, new), "lost": float(np.mean(true))}
+    row |= {"estimated": float(np.mean(estimated)), "lost_to_kl": spearman(true, each.tolist())}
+    report = cache.report()
+    row["hit_rate"] = report.hit_rate
+    return row | ({"estimated_to_lost": spearman(estimated, true)} if any(estimated) else {})
+
+
+def spearman(one: list[float], other: list[float]) -> float:
+    """Spearman's rank correlation of two lists without equal values."""
+    ranks = [np.argsort(np.argsort(part)) for part in (one, other)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over texts; the largest "most"; the perplexity's geometric mean."""
+    found = {}
+    for name in rows[0] if rows else ():
+        values = [row[name] for row in rows if isinstance(row.get(name), float)]
+        if values:
+            found[name] = float(np.exp(np.mean(np.log(values))) if name == "perplexity" else np.mean(values))
+    return found | ({"most": max(row["most"] for row in rows)} if rows else {})
+
+
+def plot(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Figure) -> None:
+    """KL by quarter of the steps, a line a contender; a panel a kind of text."""
+    kinds = list(dict.fromkeys(row["text"] for row in rows))
+    for panel, kind in zip(np.atleast_1d(figure.subplots(1, len(kinds), sharey=True)), kinds, strict=True):
+        for name in summary["contenders"]:
+            own = [row for row in rows if row["name"] == name and row["text"] == kind]
+            quarters = [np.mean([row[f"kl_{place + 1}"] for row in own]) for place in range(QUARTERS)]
+            panel.plot(range(1, QUARTERS + 1), quarters, "o--" if "dropped" in name else "o-", label=name)
+        panel.set(title=kind, xlabel="quarter of the steps", yscale="log", xticks=range(1, QUARTERS + 1))
+    figure.axes[0].set_ylabel("KL to full attention, nats a token")
+    figure.axes[0].legend()
+
+
+STUDY = Study(
+    "remainder", __doc__, run,
+    {
+        "tokens": (7424, "prefilled tokens"),
+        "steps": (512, "tokens decoded after them, teacher-forced"),
+        "samples": (2, "texts of a kind"),
+        "texts": (["help", "code"], "kinds of text; changed: from one to the other after half of the steps",
+                  [*TEXTS, "changed"]),
+        "memory": ("1/13", "memory budget: a share of the full KV, a size, or none"),
+        **MODEL,
+    },
+    {"tokens": 1280, "steps": 16, "samples": 1, "texts": ["help"]}, settings=True, plots={"plot": plot},
+    of_a_run=("texts",),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    main(STUDY)
