@@ -80,7 +80,7 @@ def test_it_is_the_twins(kind: str, hidden: bool) -> None:
         visible = torch.ones(2, UNITS * GROUP, dtype=torch.bool)
         visible[0, :70] = False
     one = learned(kind, 2, visible)
-    asked, keys = query(2, 0, visible), keys_and_values(2)[0]
+    asked = query(2, 0, visible)
     choice: Any = one.select(asked, BUDGET, False)
     assert choice.next.shape == (2, (CANDIDATES - 1) * BUDGET)
     estimates = one.estimate([asked], [choice.next])
@@ -88,7 +88,7 @@ def test_it_is_the_twins(kind: str, hidden: bool) -> None:
     assert estimates is not None and compact is not None and maps is not None
     for row in range(2):
         assert not set(choice.next[row]) & set(choice.units[row]) and len(set(choice.next[row])) == choice.next.shape[1]
-        components = compact.components(keys[row])
+        components = compact.components(row, torch.arange(UNITS * GROUP))
         low = torch.from_numpy(compact.low_rank_query(asked.states)[row])
         scores = compact.all_scores(low.numpy(), row, GROUP).transpose(1, 2).flatten(1) * DIM**-0.5
         tokens = tokens_of(choice.next[row])

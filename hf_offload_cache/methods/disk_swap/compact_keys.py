@@ -109,8 +109,8 @@ class CompactKeys(ABC):
         return np.zeros(self.rank, dtype=np.float32)
 
     @abstractmethod
-    def components(self, keys: torch.Tensor) -> torch.Tensor:
-        """Components (t, r) float32 of keys (Hk, t, D) as they would be stored, with `offsets` added."""
+    def components(self, row: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Components (n, r) float32 of `tokens` (n,) of a row, with `offsets` added, on the keys' device."""
 
     @abstractmethod
     def _products(
@@ -313,9 +313,10 @@ class CodedKeys(CompactKeys):
     def offsets(self) -> np.ndarray:
         return self._offsets
 
-    def components(self, keys: torch.Tensor) -> torch.Tensor:
-        codes = self.coding.encode(keys.transpose(0, 1).flatten(1))
-        return self.coding.unpacked(codes).t().float() + torch.from_numpy(self._offsets).to(keys.device)
+    def components(self, row: int, tokens: torch.Tensor) -> torch.Tensor:
+        each, codes = self._rows.each, self._rows.data[row]
+        some = codes.view(-1, each, codes.shape[1])[:, tokens % each, tokens // each]
+        return self.coding.unpacked(some).t().float() + torch.from_numpy(self._offsets).to(codes.device)
 
     def _products(
         self, asked: Asked, stored: torch.Tensor, memory: torch.Tensor | None = None
@@ -502,8 +503,8 @@ class LowRankKeys(CompactKeys):
     def rank(self) -> int:
         return self._rows.data.shape[2]
 
-    def components(self, keys: torch.Tensor) -> torch.Tensor:
-        return self._projected(keys[None])[0].to(self._rows.data.dtype).float()
+    def components(self, row: int, tokens: torch.Tensor) -> torch.Tensor:
+        return self._rows.data[row, tokens].float()
 
     def _projected(self, keys: torch.Tensor) -> torch.Tensor:
         """Components (B, t, r) float32 of keys (B, Hk, t, D), in 8-bit steps if they are stored so."""

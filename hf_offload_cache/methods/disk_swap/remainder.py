@@ -125,7 +125,7 @@ def fit_maps(
                 seen &= visible[min(row, len(visible) - 1), tokens]
             there, tokens = places[seen], tokens[seen]
             weights = shares[row][:, tokens % group, tokens // group]
-            components = keys.components(block_keys[row][:, there])
+            components = keys.components(row, tokens)
             sums[row].add(components, block_values[row][:, there].float(), weights)
         begin += count
     made = ValueMaps(form, (rows, keys.rank, heads), account)
