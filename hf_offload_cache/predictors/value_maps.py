@@ -18,7 +18,7 @@ from ..memory.dry_run import DryRun
 
 LEAST_TOKENS = 1024
 """Fewest tokens to which maps are fitted."""
-QUERIES, _LATEST = 32, 512
+QUERIES, _LATEST = 16, 512
 """Queries that weigh the tokens of a fit, and the latest queries of a call among which they lie evenly."""
 _OTHERS = 0.1
 """Weight of a token that no query attends to, relative to the mean weight."""
