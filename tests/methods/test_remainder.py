@@ -107,7 +107,7 @@ def test_it_is_the_twins(kind: str, hidden: bool) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_nearer_to_full_attention(kind: str) -> None:
-    """Where values follow from keys, the error of attention is much smaller than with the rest dropped."""
+    """The attention error is less than a fifth of that of dropping, if values follow from keys."""
     one, (keys, values) = learned(kind, 1), keys_and_values(1)
     dropped = estimated = 0.0
     for seed in range(8):
@@ -129,7 +129,7 @@ def test_it_is_nearer_to_full_attention(kind: str) -> None:
 
 
 def test_each_query_has_its_own_entries() -> None:
-    """Of several queries each sees its own entries, and units that another chose are left out."""
+    """Each of several queries sees only its own entries. Units that another query chose are dropped from them."""
     one = learned("coded", 2)
     asked = [query(2, seed) for seed in range(3)]
     left = [one.select(each, BUDGET, False).next for each in asked]  # type: ignore[union-attr]
