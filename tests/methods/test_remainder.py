@@ -184,6 +184,22 @@ def test_rows_and_contexts_keep_it(kind: str) -> None:
     assert not account.by_owner["adapters"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fitted_state_of_a_stream_has_it(kind: str) -> None:
+    """A stream's keys are learned without queries: the maps that arrived with the fitted state stay."""
+    one, account = learned(kind, 1), MemoryAccount()
+    other = LowRankPredictor(FORM, 1, KINDS[kind], LowRankShared(account, Workspace(account, "scores")), "layer 0")
+    state = one.fitted_state()
+    assert state is not None
+    other.restore({**state, "units": 0})
+    parts = [keys_and_values(1)]
+    other.learn(Sealed(UNITS, UNITS * GROUP, parts, lambda: iter(parts)), torch.empty(1, HEADS, 0, DIM), None)
+    asked, left = query(1, 0), np.arange(20, 60)[None]
+    before, after = one.estimate([asked], [left]), other.estimate([asked], [left])
+    assert before is not None and after is not None
+    assert torch.equal(before.entries, after.entries) and torch.equal(before.bias, after.bias)
+
+
 @pytest.mark.parametrize("change", [{"maps": torch.zeros(2, 3, 2, 16, dtype=torch.int8)}, {"ratio": torch.ones(2, 3)}])
 def test_a_context_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
     one, account = learned("coded", 2), MemoryAccount()
