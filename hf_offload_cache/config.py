@@ -180,6 +180,11 @@ class OffloadConfig:
         return 1
 
     @property
+    def stored_bits(self) -> int | None:
+        """Bits of a stored element, if they are fewer than the model's type has; None: it is stored in that type."""
+        return None
+
+    @property
     def records_apart(self) -> bool:
         """Whether records are in host memory, outside the budget."""
         return False

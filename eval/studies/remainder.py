@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_offload_cache.config import SelectiveConfig
 from hf_offload_cache.core import selective_layer
+from hf_offload_cache.core.plan import layer_kinds
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.tuning import distance, divergence, perplexity_over
 
 from .common import Rows, Study, main
@@ -77,8 +78,8 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
             reference = follow(wide, replay(DynamicCache(config=model.config), wide, widened(context)), new)
             for name, fields in left.items():
                 with open_cache(model, fields, last, arguments.path) as planned:
-                    config, cls = planned.config, type(planned)  # type: ignore[attr-defined]
-                with cls(wide, path=arguments.path, **of_plan(config)) as cache:  # type: ignore[call-arg]
+                    cls, planned_fields = type(planned), of_plan(planned, model)
+                with cls(wide, path=arguments.path, **planned_fields) as cache:  # type: ignore[call-arg]
                     found = steps(cache, wide, context, new, reference)
                 rows.add(text=kind, sample=sample, name=name, **found)
     return {"contenders": {name: summary(rows.where(name=name)) for name in contenders}}
@@ -90,10 +91,13 @@ def widened(context: Context) -> Context:
     return replace(context, keys=keys, values=values)
 
 
-def of_plan(config: SelectiveConfig) -> Fields:
-    """The fields of a planned cache, without its limits: a float32 model has wider temporary tensors."""
+def of_plan(planned: Any, model: PreTrainedModel) -> Fields:
+    """The fields of a planned cache of `model`, without its limits: a float32 model has wider temporary tensors. Its
+    records would hold fewer tokens too."""
     limits = {"memory", "max_context", "max_batch"}
-    return {name: value for name, value in asdict(config).items() if name not in limits}
+    kinds = layer_kinds(Geometry.of(model), planned.config, 1, type(planned).layer_class.heads_apart)
+    fields = {name: value for name, value in asdict(planned.config).items() if name not in limits}
+    return fields | {"group_size": max(kind.form.group_size for kind, _ in kinds)}
 
 
 def steps(cache: Any, model: PreTrainedModel, context: Context, new: torch.Tensor, reference: torch.Tensor) -> Fields:

@@ -16,14 +16,14 @@ from ..errors import PromptError, not_whole
 from ..fetch.storage import DryStorage
 from ..history.base import History, Sealed
 from ..history.position_history import PositionHistory
-from ..history.records import RecordFormat, without_autocast
+from ..history.records import RecordFormat, unpacking_bytes, without_autocast
 from ..memory.account import RECORDS
 from ..memory.dry_run import DryRun
 from ..memory.plan import LayerPlan
 from ..model.attention_call import TAG, AttentionCall, Tag
 from ..model.place import no_backward
 from ..stores.base import FreezableStore
-from .plan import LayerKind, stream_bytes
+from .plan import LayerKind, stream_bytes, streamed
 from .read_only import ReadOnlyTensor, refuse_assignment
 from .shared import Shared
 from .step import Step
@@ -330,6 +330,7 @@ class OffloadLayer(CacheLayerMixin):
         run.keeps("tables", self.history.tables_nbytes)
         run.keeps(RECORDS, sum(store.memory_bytes for store in self.shared.storage.stores))
         run.passes("stream buffers", prefill=stream_bytes(kind, self.config))
+        run.passes("unpacked entries", prefill=unpacking_bytes(kind.form, kind.rows * streamed(kind, self.config)))
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
         """An empty history; a method with its own order overrides this and `restore_history`."""
@@ -342,7 +343,7 @@ class OffloadLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.rows = Rows(key_states.shape[1] if self.heads_apart else 1)
         keys, values = self.rows.fold(key_states), self.rows.fold(value_states)
-        form = RecordFormat.of(keys, values, self.config.group_size)
+        form = RecordFormat.of(keys, values, self.config.group_size, self.config.stored_bits)
         self._hold(self.make_history(form, keys.shape[0], keys.device))
 
     def _hold(self, history: History) -> None:

@@ -44,7 +44,7 @@ class LayerKind:
         """`config`: the layer's."""
         heads = shape.num_key_heads if heads_apart else 1
         sizes = (shape.num_key_heads // heads, shape.key_dim, shape.num_value_heads // heads, shape.value_dim)
-        form = RecordFormat.of_sizes(sizes, geometry.dtype, config.group_size)
+        form = RecordFormat.of_sizes(sizes, geometry.dtype, config.group_size, config.stored_bits)
         return cls(form, shape.num_heads, batch * heads, batch, geometry.device, len(geometry.layers))
 
 
@@ -65,11 +65,15 @@ def layer_kinds(
     return kinds
 
 
+def streamed(kind: LayerKind, config: OffloadConfig) -> int:
+    """Maximum records a row that are streamed at a time, in blocks or for a crop."""
+    group = kind.form.group_size
+    return max(config.block_tokens // group, -(-latest_tokens(kind.form, config) // group) + 1)
+
+
 def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
     """Bytes of the two buffers that a history is streamed through."""
-    group = kind.form.group_size
-    units = max(config.block_tokens // group, -(-latest_tokens(kind.form, config) // group) + 1)  # for `truncate` too
-    return 2 * kind.rows * units * kind.form.record_bytes * Staging.sides(kind.device)
+    return 2 * kind.rows * streamed(kind, config) * kind.form.record_bytes * Staging.sides(kind.device)
 
 
 def decoding_queue(write_queue: int, units: Iterable[int]) -> int:

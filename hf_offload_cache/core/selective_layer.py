@@ -15,7 +15,7 @@ import torch
 from ..config import SelectiveConfig
 from ..errors import BudgetError, not_whole, shown
 from ..fetch.areas import records_soon
-from ..fetch.choice import Choice, Estimates
+from ..fetch.choice import Choice, Estimate, Estimates
 from ..fetch.fetcher import Fetched, Fetcher
 from ..fetch.replica_link import Link
 from ..fetch.tier import SlotTier, Tier
@@ -139,7 +139,7 @@ class SelectiveLayer(OffloadLayer):
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         """The tiers in which read payloads stay, fastest first: `capacity` payloads on the device."""
         form, device = self.history.form, self.history.device
-        return [SlotTier(capacity, form.payload_width, form.dtype, device, self.shared.storage.account)]
+        return [SlotTier(capacity, form.payload_width, form.payload_dtype, device, self.shared.storage.account)]
 
     def make_link(self) -> Link | None:
         """The link that reads some records as replicas; None: it reads none."""
@@ -168,9 +168,10 @@ class SelectiveLayer(OffloadLayer):
         """Upper bound on the tokens a row that a choice keeps of its units; 0: a step attends to complete units."""
         return 0
 
-    def most_estimates(self, kind: LayerKind) -> int:
-        """Upper bound on the entries a row of `Choice.estimates`, for one query."""
-        return 0
+    @property
+    def estimates(self) -> bool:
+        """Whether steps may estimate what they do not attend to."""
+        return False
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         """Rehearse the history, the predictor, tiers and a step's gather."""
@@ -201,9 +202,10 @@ class SelectiveLayer(OffloadLayer):
         assert self.selecting is not None
         records, soon = self.most_records(config, form.group_size, wanted), records_soon(history.records)
         waiting = 0 if history.extra_entries is None else history.extra_entries[0].shape[1]
-        estimates, behind = self.most_estimates(kind), history.recent.shape[1] + waiting
+        behind = history.recent.shape[1] + waiting
+        estimates = kind.num_heads * kind.batch // (kind.rows * form.num_key_heads) if self.estimates else 0
         latest, last = (-(-(behind + more) // form.group_size) for more in (estimates, MOST_CANDIDATES * estimates))
-        payload = rows * form.payload_width * form.dtype.itemsize
+        payload = rows * form.view_width * form.dtype.itemsize
         view, widest = (min(records, soon) + latest) * payload, (min(max(records, verified), soon) + last) * payload
         kept = self.most_kept(context)
         kept = rows * (kept + latest * form.group_size) * form.entry_bytes if kept else 0
@@ -320,24 +322,25 @@ class SelectiveLayer(OffloadLayer):
         finally:
             decision.close()  # frees what it has while it waits for a look that failed
 
-    def choose_for(self, call: AttentionCall, visible: torch.Tensor | None) -> Choice:
-        """A step's choice: for several queries (candidates) the union of their choices, up to two budgets."""
+    def choose_for(self, call: AttentionCall, visible: torch.Tensor | None) -> tuple[Choice, Estimate | None]:
+        """A step's choice, and how to estimate what it leaves out, if the step does. For several queries (candidates)
+        it is the union of their choices, up to two budgets."""
         if call.query.shape[2] == 1:
             query = Query(call.query[:, :, 0], self.scaling, visible, self._recent_keys)
             choice = self.choose(query)
-            return choice if choice.next is None else self._estimating(choice, [query], [choice.next])
+            return choice, None if choice.next is None else partial(self._estimate, choice, [query], [choice.next])
         queries = [self.query_of(states, visible) for states in call.query.unbind(2)]
         choices = [self.choose(query, again=query is not queries[-1]) for query in queries]
         least = self.most_records(self.config, self.history.form.group_size, self.budget)  # the most for one query
         union = Choice.union(choices, max(least, (1 if self.widened else 2) * self.budget))
         left = [choice.next for choice in choices if choice.next is not None]
-        return union if len(left) < len(choices) else self._estimating(union, queries, left)
+        return union, None if len(left) < len(choices) else partial(self._estimate, union, queries, left)
 
-    def _estimating(self, choice: Choice, queries: list[Query], left: list[np.ndarray]) -> Choice:
-        """`choice`, with estimates for each query's units `left` (rows, n) that are not in it."""
+    def _estimate(self, choice: Choice, queries: list[Query], left: list[np.ndarray]) -> Estimates | None:
+        """Estimates for each query's units `left` (rows, n) that are not in `choice`."""
         if len(queries) > 1:
             left = [np.where((units[:, :, None] == choice.units[:, None]).any(2), -1, units) for units in left]
-        return replace(choice, estimates=cast(Predictor, self.predictor).estimate(queries, left))
+        return cast(Predictor, self.predictor).estimate(queries, left)
 
     def _attend(self, call: AttentionCall) -> Output:
         query = call.query
@@ -410,14 +413,17 @@ class SelectiveLayer(OffloadLayer):
         assert selecting is not None
         timeline, layer_idx = storage.timeline, self.layer_idx
         with timeline.span("rank", layer_idx) if timeline.on else NOTHING:
-            choice = self.choose_for(call, visible)
+            choice, estimate = self.choose_for(call, visible)
+        count, most = call.query.shape[2], 0
+        if estimate is not None:
+            most = count * (call.query.shape[1] // (self.rows.heads * self.history.form.num_key_heads))
         with timeline.span("gather", layer_idx) if timeline.on else NOTHING:
-            fetched = self.fetcher.gather(self.history, choice)
+            fetched = self.fetcher.gather(self.history, choice, estimate, most)
         self.fetched(choice, fetched)
         if selecting.watch is not None:
             selecting.watch(self.layer_idx, choice)
-        queries = call.query.shape[0] * (call.query.shape[2] - (0 if step is None else step.guessed))
-        estimated = 0 if choice.estimates is None else choice.estimates.entries.shape[1]
+        queries = call.query.shape[0] * (count - (0 if step is None else step.guessed))
+        estimated = 0 if fetched.estimates is None else fetched.estimates.entries.shape[1]
         storage.counters.attend(queries, self.history.length, fetched.entries.shape[1] - estimated)
         with timeline.span("attend", layer_idx) if timeline.on else NOTHING:
             return self.combine(call, choice, fetched, visible)
@@ -433,12 +439,12 @@ class SelectiveLayer(OffloadLayer):
         mask = None
         if call.mask is not None or fetched.valid is not None or call.query.shape[2] > 1:
             mask = gathered_mask(call, self.history, choice, fetched)
-        if choice.estimates is not None:
-            mask = biased_mask(call, mask, choice.estimates, keys.shape[2])
+        if fetched.estimates is not None:
+            mask = biased_mask(call, mask, fetched.estimates, keys.shape[2])
             counters = self.shared.storage.counters
             if (counters.decode_steps + self.layer_idx) % LOOKED_AT == 0:
                 counters.times_estimated += 1
-                own = choice.estimates.bias.shape[3]
+                own = fetched.estimates.bias.shape[3]
                 counters.later(estimated_millionths=millionths(call, self.scaling, keys, mask, own))
         return call.attend(keys, values, mask)
 

@@ -4,6 +4,7 @@ from .areas import Areas as Areas
 from .areas import ByteRows as ByteRows
 from .areas import Staging as Staging
 from .choice import Choice as Choice
+from .choice import Estimates as Estimates
 from .choice import Extents as Extents
 from .choice import Fetched as Fetched
 from .choice import valid_entries as valid_entries

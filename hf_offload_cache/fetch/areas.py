@@ -105,7 +105,7 @@ class Staging:
         """As `upload`, seen as payloads: row i is the payload of record i, for i below `count`."""
         if self._cuda:
             self.upload(count, form.record_bytes)
-        shape = form.record_bytes, form.payload_width, form.dtype
+        shape = form.record_bytes, form.payload_width, form.payload_dtype
         if shape not in self._payloads:
             size = self.nbytes // form.record_bytes
             with torch.inference_mode(False):
@@ -134,20 +134,34 @@ class View:
     """Memory in which each of `rows` rows has room for `width` payloads and `behind` more after them.
 
     Attributes:
-        payloads: all payloads, (rows * (width + behind), payload width).
-        entries: the same memory, row by row: (rows, N, entry width).
+        payloads: all payloads, (n, payload width).
+        entries: the entries, row by row: (rows, N, entry width). They are in the same memory, or in memory of their own
+            that `unpack` fills.
         target: (rows * width) int64, the indices in `payloads` of each row's first `width`.
     """
 
     def __init__(self, memory: torch.Tensor, rows: int, width: int, behind: int, form: Any) -> None:
         stride = width + behind
+        size = rows * stride * form.record_width
         with torch.inference_mode(False):  # written to in any mode
-            payloads = memory[: rows * stride * form.payload_width].view(rows * stride, form.payload_width)
-            self.entries = payloads.view(rows, stride * form.group_size, form.entry_width)
+            self.entries = memory[:size].view(rows, stride * form.group_size, form.entry_width)
+            if form.bits is None:
+                payloads, self._unpacked = self.entries.view(rows * stride, form.payload_width), None
+            else:
+                packed = memory[size:].view(form.payload_dtype)[: rows * width * form.payload_width]
+                payloads, stride = packed.view(rows * width, form.payload_width), width
+                whole = self.entries[:, : width * form.group_size].unflatten(1, (width, form.group_size))
+                self._unpacked = [*zip(payloads.split(width), whole, strict=True)] if width else []
             self.payloads = ByteRows(payloads)
+        self._form = form
         self.entry_rows: ByteRows | None = None
         """`entries` as rows of one entry each, made when first needed."""
         self.target = (np.arange(rows)[:, None] * stride + np.arange(width)).reshape(-1)
+
+    def unpack(self) -> None:
+        """Fill the entries from packed payloads, if they are packed."""
+        for payloads, entries in self._unpacked or ():
+            self._form.unpack(payloads, entries)
 
 
 @dataclass(frozen=True)
@@ -245,11 +259,11 @@ class Areas:
         A view that needs more, for a verification of candidates, takes the memory of free areas, until `narrow`. Raises
         `BudgetError`."""
         self.filled = None
-        parts = rows, width, behind, form.group_size, form.entry_width, form.dtype, device
+        parts = rows, width, behind, form.group_size, form.entry_width, form.dtype, form.bits, device
         if self._parted is not None and self._parted[0] == parts:
             return self._parted[1]
-        size, memory = rows * (width + behind) * form.payload_width, self._view
-        room *= form.payload_width
+        size, memory = rows * (width + behind) * form.view_width, self._view
+        room *= form.view_width
         if memory is None or memory.dtype != form.dtype or memory.device != device or memory.numel() < size:
             memory = None  # the old memory is freed before the new one is allocated
             self._drop_view()
@@ -269,7 +283,7 @@ class Areas:
         size, memory = rows * entries * form.entry_width, self._kept
         if memory is None or memory.dtype != form.dtype or memory.device != device or memory.numel() < size:
             self._drop_kept()
-            room = rows * (chosen * form.entry_width + -(-latest // form.group_size) * form.payload_width)
+            room = rows * (chosen * form.entry_width + -(-latest // form.group_size) * form.record_width)
             memory = self._kept = self._account.empty("kept", room, dtype=form.dtype, device=device)
         return memory[:size].view(rows, entries, form.entry_width)
 

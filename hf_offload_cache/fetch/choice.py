@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +21,10 @@ class Estimates:
     bias: torch.Tensor
     """(B, H, q, E) float32, on the same device: added to the scaled scores of these keys; -inf where an entry is not
     for that query. With keys of zeros it is the logarithm of the mass that an entry stands for."""
+
+
+Estimate = Callable[[], Estimates | None]
+"""Computes a step's estimates, or finds that there are none."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,6 @@ class Choice:
     next: np.ndarray | None = None
     """(rows, n) int64: the units of highest importance that were not chosen, whose entries can be estimated; None: none
     are."""
-    estimates: Estimates | None = None
-    """Entries to attend to behind the latest ones."""
 
     @classmethod
     def all_of(cls, rows: int, count: int) -> Choice:
@@ -123,15 +126,16 @@ class Source(Protocol):
     def extra_entries(self) -> tuple[torch.Tensor, np.ndarray] | None: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fetched:
-    """A choice's entries followed by the latest ones. Valid until the next gather of any fetcher of the cache."""
+    """A choice's entries followed by the latest ones. Valid until the next gather of any fetcher of the cache. Not to
+    be changed."""
 
     entries: torch.Tensor
     """(rows, N + t, entry width) on the history's device, as stored."""
     chosen: int
     """N: entries a row from the choice. That is the number in its units' records, or, with `Choice.keep`, the largest
-    number that a row keeps. The entries of `Choice.estimates` are the last ones."""
+    number that a row keeps."""
     valid: np.ndarray | None
     """(rows, N) bool: entries to attend to; None: all. The others are undefined, but finite if they were stored, and
     zeros if there is no record."""
@@ -141,6 +145,8 @@ class Fetched:
     records: torch.Tensor | None = None
     """(rows, E, entries a record, entry width): complete contents of the records in the choice's extents; valid as long
     as `entries`."""
+    estimates: Estimates | None = None
+    """What the step estimates; its entries are the last ones."""
 
     def of_chosen(self, entries: np.ndarray) -> np.ndarray:
         """Values for all entries of the units, (rows, entries), reduced to those of this result, (rows, N)."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
 from .areas import Areas, ByteRows, Filled, records_soon
-from .choice import Choice, Extents, Fetched, Source, valid_entries
+from .choice import Choice, Estimate, Estimates, Extents, Fetched, Source, valid_entries
 from .reads import AreaReads, EarlyLook, Missing
 from .replica_link import Link
 from .storage import Storage
@@ -95,8 +94,11 @@ class Fetcher:
 
     # --- gather ------------------------------------------------------------------------------------------------
 
-    def gather(self, history: Source, choice: Choice) -> Fetched:
-        """The entries of `choice`, row by row and unit by unit, followed by `history.recent`.
+    def gather(
+        self, history: Source, choice: Choice, estimate: Estimate | None = None, most_estimates: int = 0
+    ) -> Fetched:
+        """The entries of `choice`, row by row and unit by unit, followed by `history.recent`, and by the entries that
+        `estimate` returns, at most `most_estimates` a row. It is called while records are read.
 
         Waits for the prefetch, reads missing records, and keeps what was read. A choice that is gathered again counts
         once. Raises `StoreError` or `BudgetError` with nothing changed.
@@ -104,16 +106,21 @@ class Fetcher:
         self._at_work = True
         try:
             form, recent, extra, filled = history.form, history.recent, history.extra_entries, self._areas.filled
-            latest, estimates = recent.shape[1], choice.estimates
-            last = 0 if estimates is None else estimates.entries.shape[1]
+            latest = recent.shape[1]
             if filled is not None and filled.by is self and filled.units is choice.units:
                 extents = filled.extents
             else:
                 extents = history.extents(choice.units)
-                same = filled is not None and filled.by is self
-                if filled is None or not same or not np.array_equal(filled.extents.records, extents.records):
-                    behind = latest + last + (0 if extra is None else extra[1].shape[1])
-                    filled = self._fill_view(history, extents, choice, behind)
+                if filled is None or not (
+                    filled.by is self and np.array_equal(filled.extents.records, extents.records)
+                ):
+                    filled = None
+            if filled is None:
+                behind = latest + most_estimates + (0 if extra is None else extra[1].shape[1])
+                filled, estimates = self._fill_view(history, extents, choice, behind, estimate)
+            else:
+                estimates = None if estimate is None else estimate()
+            last = 0 if estimates is None else estimates.entries.shape[1]
             width = extents.records.shape[1]
             present = int(np.count_nonzero(extents.records >= 0))
             runs = extents.count is not None or extents.first is not None
@@ -138,9 +145,11 @@ class Fetcher:
                 fetched = Fetched(entries, chosen, valid)
             if estimates is not None:
                 fetched.entries[:, fetched.entries.shape[1] - last :] = estimates.entries
+                fetched.estimates = estimates
             self._areas.filled, self.latest = None, choice
             whole = filled.view.entries[:, : width * form.group_size].unflatten(1, (width, form.group_size))
-            return replace(fetched, records=whole)
+            fetched.records = whole
+            return fetched
         finally:
             self._at_work = False
 
@@ -153,15 +162,18 @@ class Fetcher:
         behind = history.recent.shape[1] + (0 if extra is None else extra[1].shape[1])
         self._at_work = True
         try:
-            filled = self._areas.filled = self._fill_view(history, extents, choice, behind)
+            filled = self._areas.filled = self._fill_view(history, extents, choice, behind)[0]
         finally:
             self._at_work = False
         width, group = extents.records.shape[1], history.form.group_size
         return filled.view.entries[:, : width * group].unflatten(1, (width, group))
 
-    def _fill_view(self, history: Source, extents: Extents, choice: Choice, latest: int) -> Filled:
+    def _fill_view(
+        self, history: Source, extents: Extents, choice: Choice, latest: int, estimate: Estimate | None = None
+    ) -> tuple[Filled, Estimates | None]:
         """The view filled with the records of `extents`, which are those of `choice`, and room for `latest` entries a
-        row behind them. The records come from tiers, from the prefetch, and from the store."""
+        row behind them; and what `estimate` returns. The records come from tiers, from the prefetch, and from the
+        store. While they are read, resident ones are copied and `estimate` is called."""
         form, records, (rows, width) = history.form, extents.records.reshape(-1), extents.records.shape
         behind, room = -(-latest // form.group_size), rows * min(records_soon(history.records), self.most_records)
         at_once = min(room, rows * self.read_at_once)
@@ -175,22 +187,31 @@ class Fetcher:
             lies_in = tier.locate(records)
             hits.append((tier, lies_in))
             absent = absent & (lies_in < 0)
-        places, ready = absent.nonzero()[0], 0
+        places, ready, estimates = absent.nonzero()[0], 0, None
+
+        def meanwhile() -> None:
+            nonlocal estimates
+            take_resident(hits, view)
+            if estimate is not None:
+                estimates = estimate()
+
         if places.size:
             missing, which = distinct(records[places])
             matter = importance_of(choice.importance, absent, missing.size, which) if self._weighs else None
             target = view.target[places]
-            ready = self._missing.bring(history, view, target, missing, which, matter, at_once, hits)
+            ready = self._missing.bring(history, view, target, missing, which, matter, at_once, meanwhile)
             if not self._several:
                 for tier, lies_in in hits:
                     keep_in(tier, lies_in, places, missing, which, view)
         else:
             if self._missing.ahead is not None:
                 self.drop_ahead()
-            take_resident(hits, view)
+            meanwhile()
         if self._several:  # faster tiers also keep what a slower one had
             keep(hits, records, view)
-        return Filled(self, choice.units, extents, view, count - places.size, ready)
+        if form.bits is not None:
+            view.unpack()
+        return Filled(self, choice.units, extents, view, count - places.size, ready), estimates
 
     def look(self, history: Source, extents: Extents, *, again: bool = False) -> torch.Tensor:
         """The entries (rows, E, entries a record, entry width) of the records of `extents`, for a predictor; -1: zeros.

@@ -17,7 +17,7 @@ from .choice import Choice, Extents, Source
 from .prefetcher import Ticket
 from .replica_link import Link
 from .storage import Storage
-from .tier import Found, among, distinct, take_resident
+from .tier import among, distinct
 
 # A read into a borrowed area
 
@@ -238,7 +238,7 @@ class AreaReads:
         form = history.form
         (rows, width), records = extents.records.shape, extents.records.reshape(-1)
         places = (records >= 0).nonzero()[0]
-        out = torch.zeros(rows * width, form.payload_width, dtype=form.dtype, device=history.device)
+        out = torch.zeros(rows * width, form.payload_width, dtype=form.payload_dtype, device=history.device)
         if places.size:
             wanted, which = distinct(records[places])
             each = np.arange(wanted.size) if which is None else which
@@ -249,7 +249,11 @@ class AreaReads:
                 area = self._areas.borrow(room * form.record_bytes, history.device)
                 first = self.read(history, wanted[:room], area)
                 self.fill(history, ByteRows(out), places, wanted, each, first)
-        return out.view(rows, width, form.group_size, form.entry_width)
+        if form.bits is None:
+            return out.view(rows, width, form.group_size, form.entry_width)
+        entries = torch.empty(rows * width, form.group_size, form.entry_width, dtype=form.dtype, device=history.device)
+        form.unpack(out, entries)
+        return entries.unflatten(0, (rows, width))
 
 
 # A predictor's probable look, read before it asks
@@ -345,18 +349,22 @@ class Missing:
 
     def bring(
         self, history: Source, view: View, target: np.ndarray, records: np.ndarray, which: np.ndarray | None,
-        importance: Importance, room: int, resident: Found,
+        importance: Importance, room: int, meanwhile: Callable[[], None],
     ) -> int:  # fmt: skip
         """Copy record `which[i]` (None: i) of `records`, distinct and ascending, to row `target[i]` of the view.
 
-        Reads what was not prefetched, at most `room` records at a time, and copies `resident` payloads meanwhile.
-        Returns the number of rows that were prefetched."""
+        Reads what was not prefetched, at most `room` records at a time, and calls `meanwhile` once. Returns the number
+        of rows that were prefetched."""
         ahead, ready, row = self.ahead, None, None
         if ahead is not None and ahead.read.records.size:
             ready, row = among(records, ahead.read.records)
         if ready is None or row is None or not ready.any():
             read = self._begin(history, records, importance, room)
-            take_resident(resident, view)
+            try:
+                meanwhile()
+            except Exception:
+                self._reads.drop(read)
+                raise
             if self.ahead is not None:
                 self.drop_ahead()
             each = slice(records.size) if which is None else which
@@ -376,8 +384,8 @@ class Missing:
         read_now = None
         if not ready.all():
             read_now = self._begin(history, records[~ready], None if importance is None else importance[~ready], room)
-        take_resident(resident, view)
         try:
+            meanwhile()
             landed = self._land(history, view, target[prefetched], row[each[prefetched]])
         except Exception:
             if read_now is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from ..fetch.storage import Storage
 from ..memory.dry_run import DryRun
 from ..stores.base import FreezableStore, Store, aligned_empty, pinned_empty
 from .base import Block, Sealed, equal_parts, frozen, joined
-from .records import RecordFormat, latest_tokens, leaving, packing_bytes, piece_groups, together
+from .records import RecordFormat, latest_tokens, leaving, packing_bytes, piece_groups, together, unpacking_bytes
 from .state import DTYPES, Number, State, Table
 from .tail import BlockTable, RollingTail
 
@@ -27,14 +28,15 @@ from .tail import BlockTable, RollingTail
 def check_form(form: RecordFormat, name: str) -> None:
     """Raise `ContextError` unless a captured form describes keys and values."""
     sizes = [form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim, form.group_size]
-    if not all(type(size) is int and 0 < size < 2**20 for size in sizes) or form.dtype not in DTYPES:
+    known = form.dtype in DTYPES and form.bits in (None, 8)
+    if not all(type(size) is int and 0 < size < 2**20 for size in sizes) or not known:
         raise not_whole(name, f"its entries have the form {shown(form, 200)}")
 
 
 def check_captured(
-    state: State, tree: dict[str, Any], parts: Sequence[Store], name: str, group_size: int | None
+    state: State, tree: dict[str, Any], parts: Sequence[Store], name: str, config: OffloadConfig
 ) -> tuple[RecordFormat, dict[str, int]]:
-    """The form of a captured history, and the sizes of its tail and of its `state`. `group_size`: the configuration's.
+    """The form of a captured history, and the sizes of its tail and of its `state`.
 
     Raises `ContextError` unless they are consistent with the records, which are in `parts`."""
     form, tail = RecordFormat(**tree["form"]), RollingTail.STATE
@@ -42,8 +44,10 @@ def check_captured(
     sizes = tail.check(tail.own(tree), name, form.dtype, width=form.entry_width)
     sizes = state.check(state.own(tree), name, **sizes, records=sum(part.capacity for part in parts))
     wrong = None
-    if group_size not in (None, form.group_size):
-        wrong = f"a record holds {form.group_size} tokens, group_size is {group_size}"
+    if config.group_size not in (None, form.group_size):
+        wrong = f"a record holds {form.group_size} tokens, group_size is {config.group_size}"
+    elif form.bits != config.stored_bits:
+        wrong = f"its entries are stored with bits={form.bits}, the configuration has bits={config.stored_bits}"
     elif (sizes_of_others := {part.record_bytes for part in parts} - {form.record_bytes}):
         wrong = f"its records need {form.record_bytes} bytes, its stores have records of {sizes_of_others}"
     elif tree["length"] < sizes["recent"] or not sizes["rows"]:
@@ -178,7 +182,7 @@ class PositionHistory:
 
         Raises `ContextError` if the tree is not consistent; the caller still owns `parts` then.
         """
-        form, sizes = check_captured(cls.STATE, tree, parts, name, config.group_size)
+        form, sizes = check_captured(cls.STATE, tree, parts, name, config)
         if tree["length"] != (stored := sizes["groups"] * form.group_size + sizes["recent"]):
             raise not_whole(name, f"its length is {tree['length']}, its groups and its tail hold {stored}")
         ids = tree["table"].cpu().numpy()
@@ -266,12 +270,11 @@ class PositionHistory:
         the payloads, (rows * n, payload_width) in host memory, which the writer owns: do not change them."""
         pins = self._storage.pinned and self.store.in_memory  # other stores need aligned records
         records = (pinned_empty if pins else aligned_empty)(ids.size, self.form.record_bytes)
-        typed = records.view(self.form.dtype)
-        typed[:, self.form.payload_width :] = 0
-        shape = (self.rows, ids.shape[1], self.form.group_size, self.form.entry_width)
-        typed[:, : self.form.payload_width].view(shape).copy_(entries.reshape(shape))
+        payloads = self.form.payload(records)
+        records[:, self.form.payload_bytes :] = 0
+        self.form.pack(entries.reshape(-1, self.form.group_size, self.form.entry_width), payloads)
         self._storage.prefetcher.write(self.store, ids.reshape(-1), records)
-        return typed[:, : self.form.payload_width]
+        return payloads
 
     # --- out ---------------------------------------------------------------------------------------------------
 
@@ -283,16 +286,22 @@ class PositionHistory:
         ids = [self.table.ids[:, start : min(start + step, groups)].reshape(-1) for start in range(0, groups, step)]
         flat = np.concatenate(ids, dtype=np.int64) if ids else np.empty(0, dtype=np.int64)
         done = 0
-        for records in self._storage.stream(self.store, flat, step * self.rows, self.device):
-            entries = self._entries(records)[:, : stop - done]
-            done += entries.shape[1]
-            yield Block(*self.form.split(entries))
+        with self._unpacking(step * self.rows if groups else 0):
+            for records in self._storage.stream(self.store, flat, step * self.rows, self.device):
+                entries = self._entries(records)[:, : stop - done]
+                done += entries.shape[1]
+                yield Block(*self.form.split(entries))
         if done < stop:
             yield Block(*self.form.split(self.tail.entries[:, : stop - done]))
 
+    def _unpacking(self, records: int) -> AbstractContextManager[object]:
+        """Books the entries of so many packed records while they are streamed."""
+        nbytes = unpacking_bytes(self.form, records)
+        return self._storage.account.holding("unpacked entries", nbytes) if nbytes else nullcontext()
+
     def _entries(self, records: torch.Tensor) -> torch.Tensor:
         """Entries (rows, n G, entry_width) of raw records, which lie row after row."""
-        return self.form.payload(records).reshape(self.rows, -1, self.form.entry_width)
+        return self.form.unpacked(records).reshape(self.rows, -1, self.form.entry_width)
 
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return joined(self, self.length if stop is None else stop)
@@ -310,7 +319,7 @@ class PositionHistory:
         keep = self._leaving(length)
         ids = self.table.ids[:, keep : -(-length // group)].reshape(-1).astype(np.int64)
         entries = self.tail.entries[:, :0]
-        with self._storage.audited():
+        with self._storage.audited(), self._unpacking(len(ids)):
             for records in self._storage.stream(self.store, ids, max(1, len(ids)), self.device):
                 entries = self._entries(records)[:, : length - keep * group]
         self.tail.replace(entries)

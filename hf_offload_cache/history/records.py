@@ -1,4 +1,7 @@
-"""The layout of keys and values in a record: one entry a token, all key heads and then all value heads, no gaps."""
+"""The layout of keys and values in a record: one entry a token, all key heads and then all value heads, no gaps.
+
+In 8 bits, the entries' integers come first, followed by the largest magnitude of each token and head.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,12 @@ TARGET_RECORD_BYTES = 16 * 1024
 """Reads of this size come close to the best rate for small devices (bandwidth over operations a second)."""
 
 
+LEVELS = 127
+"""Levels of either sign of an entry in 8 bits."""
+PACKED_AT_ONCE = 1 << 16
+"""Elements that are packed at a time, for which there is temporary memory."""
+
+
 def stored_dtype(keys: torch.Tensor, values: torch.Tensor) -> torch.dtype:
     """The type that both are stored in: their own. If they differ, the type that attention casts both to under
     `torch.autocast`; without it, the type that can represent both."""
@@ -53,7 +62,9 @@ def stored_dtype(keys: torch.Tensor, values: torch.Tensor) -> torch.dtype:
 class RecordFormat:
     """Geometry of one layer's records. A record holds `group_size` consecutive tokens of one sequence.
 
-    Entries lie token after token, so gathered records are attention's keys and values as strided views.
+    Entries lie token after token, so gathered records are attention's keys and values as strided views. With `bits`,
+    records hold them in fewer bits: each token's heads are `LEVELS` levels of either sign, of that head's largest
+    magnitude. Entries that were unpacked are packed again without a further change.
     """
 
     num_key_heads: int
@@ -61,26 +72,38 @@ class RecordFormat:
     num_value_heads: int
     value_dim: int
     dtype: torch.dtype
+    """Type of the entries in memory, for attention."""
     group_size: int
+    bits: int | None = None
+    """8: records hold integers of 8 bits; None: `dtype`."""
 
     @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor, group_size: int | None) -> RecordFormat:
+    def of(
+        cls, keys: torch.Tensor, values: torch.Tensor, group_size: int | None, bits: int | None = None
+    ) -> RecordFormat:
         """The format for keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) in `stored_dtype`.
 
-        Without `group_size`: the largest power of two from 4 to 16 whose record is at most 16 KiB, or 4.
+        Without `group_size`: the largest power of two from 4 to 16 whose record is at most 16 KiB, or 4. With `bits`:
+        the number of tokens from 4 to 16 whose record has the fewest bytes a token.
         """
         sizes = (keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
-        return cls.of_sizes(sizes, stored_dtype(keys, values), group_size)
+        return cls.of_sizes(sizes, stored_dtype(keys, values), group_size, bits)
 
     @classmethod
-    def of_sizes(cls, sizes: tuple[int, int, int, int], dtype: torch.dtype, group_size: int | None) -> RecordFormat:
+    def of_sizes(
+        cls, sizes: tuple[int, int, int, int], dtype: torch.dtype, group_size: int | None, bits: int | None = None
+    ) -> RecordFormat:
         """As `of`, for `sizes` (Hk, Dk, Hv, Dv)."""
+        if group_size is None and bits is not None:  # largest magnitudes make an entry a little too large for a block
+            forms = [cls(*sizes, dtype, count, bits) for count in range(16, 3, -1)]
+            short = [form for form in forms if form.record_bytes <= TARGET_RECORD_BYTES] or forms[-1:]
+            return min(short, key=lambda form: form.record_bytes / form.group_size)
         if group_size is None:
             entry = (sizes[0] * sizes[1] + sizes[2] * sizes[3]) * dtype.itemsize
             group_size = 4
             while group_size < 16 and 2 * group_size * entry <= TARGET_RECORD_BYTES:
                 group_size *= 2
-        return cls(*sizes, dtype, group_size)
+        return cls(*sizes, dtype, group_size, bits)
 
     @cached_property
     def key_width(self) -> int:
@@ -96,14 +119,42 @@ class RecordFormat:
         return self.entry_width * self.dtype.itemsize
 
     @cached_property
-    def payload_width(self) -> int:
-        """Elements of one record without padding."""
+    def record_width(self) -> int:
+        """Elements of the entries of one record, in `dtype`."""
         return self.group_size * self.entry_width
+
+    @cached_property
+    def payload_dtype(self) -> torch.dtype:
+        """Type of a record's payload: that of entries, or bytes if entries are packed."""
+        return self.dtype if self.bits is None else torch.uint8
+
+    @cached_property
+    def payload_width(self) -> int:
+        """Elements of one record without padding, in `payload_dtype`."""
+        if self.bits is None:
+            return self.record_width
+        return self._largest_at + self.group_size * (self.num_key_heads + self.num_value_heads) * self.dtype.itemsize
+
+    @cached_property
+    def _largest_at(self) -> int:
+        """Byte of a packed payload at which the largest magnitudes begin: behind the integers, aligned."""
+        return -(-self.record_width // self.dtype.itemsize) * self.dtype.itemsize
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        """Bytes of one record without padding."""
+        return self.payload_width * self.payload_dtype.itemsize
+
+    @cached_property
+    def view_width(self) -> int:
+        """Elements, in `dtype`, that a record takes in memory while a step attends to it: its entries, and its packed
+        payload."""
+        return self.record_width + (0 if self.bits is None else self.payload_bytes // self.dtype.itemsize)
 
     @cached_property
     def record_bytes(self) -> int:
         """Bytes of one record on disk: the payload rounded up to the device's block."""
-        return -(-self.payload_width * self.dtype.itemsize // DEVICE_BLOCK) * DEVICE_BLOCK
+        return -(-self.payload_bytes // DEVICE_BLOCK) * DEVICE_BLOCK
 
     def entries(self, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) into `out` (B, T, entry_width); returns `out`."""
@@ -125,7 +176,65 @@ class RecordFormat:
 
     def payload(self, records: torch.Tensor) -> torch.Tensor:
         """The payload (n, payload_width) of raw records (uint8, (n, record_bytes)) as a view."""
-        return records.view(self.dtype)[:, : self.payload_width]
+        return records.view(self.payload_dtype)[:, : self.payload_width]
+
+    # --- entries in 8 bits -------------------------------------------------------------------------------------
+
+    def pack(self, entries: torch.Tensor, payloads: torch.Tensor) -> None:
+        """Write the entries (n, group_size, entry_width) of n records to their `payloads` (n, payload_width).
+
+        In 8 bits an element x of a head whose largest magnitude is m becomes round(127 x / m). A head with an element
+        that is not finite becomes NaN."""
+        if self.bits is None:
+            payloads.view(entries.shape).copy_(entries)
+            return
+        step = max(1, PACKED_AT_ONCE // self.record_width)
+        for some, into in zip(entries.split(step), payloads.split(step), strict=True):
+            into[:, self.record_width : self._largest_at] = 0
+            for heads, codes, largest in zip(self._heads(some), *self._packed(into), strict=True):
+                wide = heads.to(self._wide, copy=True)
+                most = torch.maximum(wide.amax(-1, keepdim=True), -wide.amin(-1, keepdim=True))
+                largest.copy_(most)
+                factor = (LEVELS / most).clamp_(max=torch.finfo(self._wide).max)
+                codes.copy_(wide.mul_(factor).round_().nan_to_num_(0, LEVELS, -LEVELS))
+
+    def unpack(self, payloads: torch.Tensor, entries: torch.Tensor) -> None:
+        """Write the entries of n packed `payloads` (n, payload_width) to `entries` (n, group_size, entry_width)."""
+        for heads, codes, largest in zip(self._heads(entries), *self._packed(payloads), strict=True):
+            torch.mul(codes, largest.to(self._wide).div_(LEVELS), out=heads)
+
+    def unpacked(self, records: torch.Tensor) -> torch.Tensor:
+        """The entries (n, group_size, entry_width) of raw records (uint8, (n, record_bytes)): a view, or new if they
+        are packed."""
+        payloads, shape = self.payload(records), (len(records), self.group_size, self.entry_width)
+        if self.bits is None:
+            return payloads.view(shape)
+        entries = torch.empty(shape, dtype=self.dtype, device=records.device)
+        self.unpack(payloads, entries)
+        return entries
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """Type that packing computes in."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[int, int], ...]:
+        """Heads and dimension of the runs of equal heads in an entry."""
+        if self.key_dim == self.value_dim:
+            return ((self.num_key_heads + self.num_value_heads, self.key_dim),)
+        return ((self.num_key_heads, self.key_dim), (self.num_value_heads, self.value_dim))
+
+    def _heads(self, entries: torch.Tensor) -> list[torch.Tensor]:
+        """Runs of equal heads, (n, group_size, heads, dimension) each, as views of entries or of their integers."""
+        runs = entries.split([heads * dim for heads, dim in self._parts], -1)
+        return [run.unflatten(-1, part) for run, part in zip(runs, self._parts, strict=True)]
+
+    def _packed(self, payloads: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The integers of packed payloads, as `_heads`, and each one's largest magnitudes (n, group_size, heads, 1)."""
+        codes = payloads[:, : self.record_width].view(torch.int8).unflatten(1, (self.group_size, self.entry_width))
+        largest = payloads[:, self._largest_at :].view(self.dtype).unflatten(1, (self.group_size, -1, 1))
+        return self._heads(codes), list(largest.split([heads for heads, _ in self._parts], 2))
 
 
 # The number of groups that leave a tail, their packing for the writer, and its memory
@@ -167,8 +276,17 @@ def latest_tokens(form: RecordFormat, config: OffloadConfig) -> int:
 def packing_bytes(form: RecordFormat, rows: int, latest: int, groups: int) -> int:
     """Memory of `append` while it packs `groups` groups a row: entries, their records, and a new tail of `latest`
     tokens."""
-    group_bytes = form.payload_width * form.dtype.itemsize + form.record_bytes
-    return rows * (groups * group_bytes + latest * form.entry_bytes)
+    group_bytes = form.record_width * form.dtype.itemsize + form.record_bytes
+    wide = 0
+    if form.bits is not None:
+        at_once = min(max(PACKED_AT_ONCE, form.record_width), rows * groups * form.record_width)
+        wide = at_once * max(4, form.dtype.itemsize)
+    return rows * (groups * group_bytes + latest * form.entry_bytes) + wide
+
+
+def unpacking_bytes(form: RecordFormat, records: int) -> int:
+    """Memory of the entries of `records` packed records that were streamed; 0 if they are not packed."""
+    return 0 if form.bits is None else records * form.record_width * form.dtype.itemsize
 
 
 def sealed_groups(form: RecordFormat, config: OffloadConfig, context: int) -> int:

@@ -174,8 +174,8 @@ def test_the_check_notices(method: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Entries that are one place off do not get through."""
     gather, bring = Fetcher.gather, EntryReads.bring
 
-    def shifted(fetcher: Fetcher, history: Any, choice: Any) -> Any:
-        found = gather(fetcher, history, choice)
+    def shifted(*given: Any) -> Any:
+        found = gather(*given)
         return dataclasses.replace(found, entries=found.entries.roll(1, 1))
 
     def shifted_too(*given: Any) -> Any:

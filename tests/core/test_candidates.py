@@ -126,10 +126,10 @@ def test_a_union_that_is_cut(monkeypatch: pytest.MonkeyPatch, checked_gathers: G
 
     choose_for = SelectiveLayer.choose_for
 
-    def watched(layer: Any, call: AttentionCall, visible: Any) -> Choice:
-        choice = choose_for(layer, call, visible)
+    def watched(layer: Any, call: AttentionCall, visible: Any) -> Any:
+        choice, estimate = choose_for(layer, call, visible)
         chosen.append(choice.units)
-        return choice
+        return choice, estimate
 
     with sparse(model, look_ahead=False, **FIELDS) as cache:
         cache.activate_past_recording()

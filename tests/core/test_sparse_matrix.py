@@ -18,7 +18,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core import OffloadLayer
-from hf_offload_cache.fetch import Choice, Fetched, Fetcher
+from hf_offload_cache.fetch import Fetched, Fetcher
 from hf_offload_cache.history import PositionHistory
 from hf_offload_cache.methods.disk_swap import DiskSwapLayer
 
@@ -42,6 +42,7 @@ def linear(cache: DiskSwapCache) -> bool:
 
 
 REUSE = {"none": {"reuse_capacity": 0}, "some": {"reuse_capacity": 40}, "default": {}}
+REUSE |= {"8 bits": {"reuse_capacity": 40, "entry_bits": 8}}
 
 
 def assert_sparse(model_name: str, cache: DiskSwapCache, seen: Gathers, steps: int) -> None:
@@ -148,8 +149,8 @@ def test_the_check_notices(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         gather = Fetcher.gather
 
-        def shifted(fetcher: Fetcher, history: Any, choice: Choice) -> Fetched:
-            fetched = gather(fetcher, history, choice)
+        def shifted(*given: Any) -> Fetched:
+            fetched = gather(*given)
             return dataclasses.replace(fetched, entries=fetched.entries.roll(1, 1))
 
         monkeypatch.setattr(Fetcher, "gather", shifted)

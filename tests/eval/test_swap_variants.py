@@ -29,9 +29,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
     found: list[np.ndarray] = []
     gather = Fetcher.gather
 
-    def watched(fetcher: Any, history: Any, choice: Choice) -> Any:
+    def watched(fetcher: Any, history: Any, choice: Choice, *given: Any) -> Any:
         found.append(np.array(choice.units))
-        return gather(fetcher, history, choice)
+        return gather(fetcher, history, choice, *given)
 
     monkeypatch.setattr(Fetcher, "gather", watched)
     return found

@@ -20,6 +20,7 @@ from hf_offload_cache.errors import BudgetError, CacheClosedError, StalledError,
 from hf_offload_cache.fetch import (
     Areas,
     Choice,
+    Estimates,
     Extents,
     Fetched,
     Fetcher,
@@ -147,6 +148,35 @@ def test_a_choice_that_is_gathered_again_is_counted_once(storage: Storage) -> No
         assert_holds(source, again, seen.gather(source, again))
         assert counters.units_selected == count
     assert counters.units_resident == 2
+    seen.close()
+
+
+@pytest.mark.parametrize("read", [[0, 3], []], ids=["reads", "all resident"])
+def test_estimates_are_computed_once_while_records_are_read(storage: Storage, read: list[int]) -> None:
+    """They come behind the latest entries, fewer than there is room for. One that fails changes nothing."""
+    store, areas = filled(storage), Areas(storage.account)
+    source, seen = Source(store, units([4, 7, 2, 9])), fetcher(storage, 8, areas=areas)
+    seen.gather(source, Choice(units([1, 2])))
+    choice, borrowed = Choice(units(sorted([1, 2, *read]))), list[int]()
+    entries = torch.full((1, 2, WIDTH), 5.0)
+
+    def estimate(error: Exception | None = None) -> Estimates:
+        borrowed.append(len(areas._borrowed))
+        if error is not None:
+            raise error
+        return Estimates(entries, torch.zeros(1, 1, 1, 2))
+
+    with pytest.raises(BudgetError, match="no room"):
+        seen.gather(source, choice, functools.partial(estimate, BudgetError("no room")), 6)
+    assert_areas_are_back(areas)
+    fetched = seen.gather(source, choice, estimate, 6)
+    assert borrowed == 2 * [1 if read else 0]
+    assert torch.equal(fetched.entries[:, -2:], entries) and fetched.estimates is not None
+    assert_holds(source, choice, dataclasses.replace(fetched, entries=fetched.entries[:, :-2]))
+    assert_areas_are_back(areas)
+    again = seen.gather(source, choice, lambda: None, 6)
+    assert again.estimates is None
+    assert_holds(source, choice, again)
     seen.close()
 
 

@@ -82,6 +82,72 @@ def test_default_group_size(heads: int, dim: int, dtype: torch.dtype, group: int
     assert group == 16 or 2 * group * form.entry_bytes > TARGET_RECORD_BYTES
 
 
+def packed(form: RecordFormat, entries: torch.Tensor) -> torch.Tensor:
+    """Raw records of entries (n, group size, entry width), in memory that held something else."""
+    records = torch.full((len(entries), form.record_bytes), 0xA5, dtype=torch.uint8)
+    form.pack(entries, form.payload(records))
+    return records
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    shape=st.tuples(*[st.integers(1, 40)] * 4) | st.tuples(*[st.integers(1, 40)] * 2).map(lambda alike: alike * 2),
+    dtype=st.sampled_from((*DTYPES, torch.float64)),
+    group=st.integers(1, 20),
+    scale=st.sampled_from((1e-30, 1e-3, 1.0, 300.0)),
+    seed=st.integers(0, 1000),
+)
+def test_entries_in_8_bits(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, group: int, scale: float, seed: int
+) -> None:
+    """Each element comes back within half a level of its own head's and token's largest, which comes back itself; what
+    came back is packed and unpacked without another change. In float32 and float64, up to rounding."""
+    form = RecordFormat(*shape, dtype, group, 8)
+    random = torch.Generator().manual_seed(seed)
+    size = torch.rand(3, group, 1, generator=random, dtype=torch.float64) + 0.01
+    entries = (torch.randn(3, group, form.entry_width, generator=random, dtype=torch.float64) * size * scale).to(dtype)
+    given_ = entries.clone()
+    records = packed(form, entries)
+    assert torch.equal(entries, given_)
+    back = form.unpacked(records)
+    rounds = 0 if dtype.itemsize == 2 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(form.unpacked(packed(form, back)), back, rtol=rounds, atol=0)
+    for came, went in zip(form.split(entries), form.split(back), strict=True):
+        most = came.double().abs().amax(3, keepdim=True)
+        error = (came.double() - went.double()).abs()
+        rounding = most * torch.finfo(dtype).eps + torch.finfo(dtype).smallest_normal
+        assert (error <= most / 254 * 1.001 + rounding).all()
+        torch.testing.assert_close(went.abs().amax(3), came.abs().amax(3), rtol=rounds, atol=0)
+    assert form.payload_bytes <= form.record_bytes < form.payload_bytes + DEVICE_BLOCK
+    scales = (form.num_key_heads + form.num_value_heads) * dtype.itemsize
+    assert 0 <= form.payload_bytes - group * (form.entry_width + scales) < dtype.itemsize
+
+
+def test_zeros_and_numbers_that_are_not_finite_in_8_bits() -> None:
+    form = RecordFormat(2, 3, 1, 2, torch.bfloat16, 4, 8)
+    entries = torch.ones(2, 4, form.entry_width, dtype=torch.bfloat16)
+    entries[0, 1] = 0
+    entries[0, 2, 4], entries[1, 3, 7] = torch.inf, torch.nan
+    back = form.unpacked(packed(form, entries))
+    expected = entries.clone()
+    expected[0, 2, 3:6] = expected[1, 3, 6:] = torch.nan
+    assert torch.equal(back.isnan(), expected.isnan())
+    assert torch.equal(back.nan_to_num(9.0), expected.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "group", "record_bytes"),
+    [
+        (3, 64, 10, 4096), (1, 256, 15, 8192), (4, 128, 15, 16384), (8, 128, 7, 16384), (32, 128, 4, 36864),
+        (1, 2, 16, 4096),
+    ],
+)  # fmt: skip
+def test_default_group_size_in_8_bits(heads: int, dim: int, group: int, record_bytes: int) -> None:
+    """Of SmolLM2, Gemma 3 270M, and larger models: the fewest bytes a token, within 16 KiB if four tokens are."""
+    form = RecordFormat.of(*pair(heads, dim, heads, dim, 1, 1, torch.bfloat16), None, 8)
+    assert (form.group_size, form.record_bytes) == (group, record_bytes)
+
+
 def test_of_two_types_the_one_that_attention_uses_or_that_holds_both() -> None:
     keys, values = pair(1, 4, 1, 4)
     assert RecordFormat.of(keys, values.bfloat16(), 4).dtype == torch.float32

@@ -324,8 +324,9 @@ chosen_fields = st.fixed_dictionaries(
         "summary_dtype": st.sampled_from(["int8", "bfloat16", "float32"]),
         "engine": st.sampled_from(["direct", "mapped", "memory"]),
         "exact": st.booleans(),
+        "entry_bits": st.sampled_from([None, 8]),
     },
-)
+).filter(lambda fields: not (fields.get("exact") and fields.get("entry_bits")))
 
 
 wishes = given(
@@ -460,20 +461,23 @@ def check_kept(cache: Any, geometry: Geometry) -> None:
     assert cache.storage.account.pressed == 0
 
 
-PARTS = [(cls, part) for cls in (DiskSwapCache, OffloadCache) for part in ("1/1", "3/5", "2/5")]
-PARTS += [(AbstractTreeCache, part) for part in ("1/1", "3/5")]  # of less, two chunks are more than a tenth
+PARTS: list[tuple[Any, str, dict[str, Any]]] = [
+    (cls, part, {}) for cls in (DiskSwapCache, OffloadCache) for part in ("1/1", "3/5", "2/5")
+]
+PARTS += [(AbstractTreeCache, part, {}) for part in ("1/1", "3/5")]  # of less, two chunks are more than a tenth
+PARTS += [(DiskSwapCache, part, {"entry_bits": 8}) for part in ("3/5", "2/5")]
 
 
 @pytest.mark.parametrize(
-    ("cache_class", "part", "chunk"),
+    ("cache_class", "part", "fields", "chunk"),
     [pytest.param(*one, chunk, marks=pytest.mark.slow if (turn + (chunk == 128)) % 2 else [])
      for turn, one in enumerate(PARTS) for chunk in (CONTEXT, 128)],
 )  # fmt: skip
-def test_the_budget_is_kept(cache_class: Any, part: str, chunk: int) -> None:
+def test_the_budget_is_kept(cache_class: Any, part: str, fields: dict[str, Any], chunk: int) -> None:
     """Prefill, 10 steps, a second turn and 10 more, up to the last token of the context; nothing raises."""
     model = tiny("llama")
     geometry = Geometry.of(model)
-    with cache_class.for_budget(model, part, CONTEXT, BATCH) as cache:
+    with cache_class.for_budget(model, part, CONTEXT, BATCH, **fields) as cache:
         mask = run(model, cache, 700, chunk, 10)
         check_kept(cache, geometry)
         mask = run(model, cache, CONTEXT - 740, chunk, 10, mask)

@@ -128,7 +128,7 @@ def test_without_it_nothing_is_estimated(steps: list[Step]) -> None:
             with torch.no_grad():
                 long_tiny("llama")(ids()[:, :tokens], past_key_values=cache)
             step(cache)
-    assert not [choice for _, _, choice, *_ in steps if choice.estimates is not None]
+    assert not [fetched for *_, fetched, _ in steps if fetched.estimates is not None]
 
 
 @pytest.mark.parametrize("way", ["left padding", "candidates"])
@@ -143,7 +143,7 @@ def test_rows_of_padding_and_candidates_have_it(way: str, steps: list[Step]) -> 
         options["prompt_lookup_num_tokens"] = 3
     with ClusterCache(model, **FIELDS) as cache:
         harness.generate(model, cache, given, **options)
-    found = [(choice.estimates, call.query.shape[2]) for _, call, choice, *_ in steps if choice.estimates is not None]
+    found = [(held.estimates, call.query.shape[2]) for _, call, _, held, _ in steps if held.estimates is not None]
     assert found and all(estimates.bias.shape[2] == queries for estimates, queries in found)
     assert way == "left padding" or max(queries for _, queries in found) > 1
     for estimates, queries in found:

@@ -13,7 +13,6 @@ import torch
 
 from ...config import OffloadConfig, SelectiveConfig
 from ...core.layer import OffloadLayer, Output
-from ...core.plan import LayerKind
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
@@ -155,8 +154,9 @@ class ClusterLayer(SelectiveLayer):
     def make_predictor(self) -> ClusterPredictor:
         return ClusterPredictor(self.history.clustered, self.config, self.shared.storage.account)
 
-    def most_estimates(self, kind: LayerKind) -> int:
-        return kind.num_heads * kind.batch // kind.rows if self.config.remainder else 0
+    @property
+    def estimates(self) -> bool:
+        return self.config.remainder
 
     def prompted(self, call: AttentionCall) -> None:
         if self.predictor is not None:

@@ -368,7 +368,7 @@ class ClusterHistory:
 
         Raises `ContextError` if the tree is inconsistent; the caller then keeps `parts`.
         """
-        form, sizes = check_captured(cls.STATE, tree, parts, name, config.group_size)
+        form, sizes = check_captured(cls.STATE, tree, parts, name, config)
         rows, sealed = sizes["rows"], tree["length"] - sizes["recent"]
         check_clusters(form, tree["clusters"], rows, sealed, clusters.capacity, sizes["records"], name)
         store = storage.layer_store(parts, form.record_bytes, name)

@@ -72,8 +72,9 @@ class DiskSwapLayer(SelectiveLayer):
             self.adapter = torch.empty(kind.form.key_width, rank, dtype=torch.float32, device="meta")
         super().rehearse(run, kind, context)
 
-    def most_estimates(self, kind: LayerKind) -> int:
-        return kind.num_heads // kind.form.num_key_heads if cast(DiskSwapConfig, self.config).remainder else 0
+    @property
+    def estimates(self) -> bool:
+        return cast(DiskSwapConfig, self.config).remainder
 
     def prompted(self, call: AttentionCall) -> None:
         step = self.shared.step

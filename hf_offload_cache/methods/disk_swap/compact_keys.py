@@ -155,11 +155,16 @@ class CompactKeys(ABC):
         return best
 
     def scored(
-        self, low: np.ndarray, row: int, units: np.ndarray, unit_size: int, visible: torch.Tensor | None
-    ) -> Scored:
-        """All tokens of `units` (n,) of a row, scored by low-rank queries `low` (h, ·)."""
-        asked, stored = self._asked(low, False), self._rows.of_units(row, units, unit_size)
-        raw, components = self._products(asked, stored)
+        self, low: np.ndarray, row: int, units: np.ndarray, unit_size: int, visible: torch.Tensor | None,
+        own_memory: bool = False,
+    ) -> Scored:  # fmt: skip
+        """All tokens of `units` (n,) of a row, scored by low-rank queries `low` (h, ·). `own_memory`: in new memory
+        instead of the workspace."""
+        asked, stored, memory = self._asked(low, False), self._rows.of_units(row, units, unit_size), None
+        if own_memory:
+            size = len(units) * unit_size * (self.rank + 4 * len(low))
+            memory = torch.empty(size, dtype=torch.uint8, device=stored.device)
+        raw, components = self._products(asked, stored, memory)
         scores: np.ndarray = raw.float().numpy(force=True) * asked.factor
         scores += asked.constant
         if visible is not None:
@@ -168,23 +173,6 @@ class CompactKeys(ABC):
         shape = (len(low), each, count) if each > 1 else (len(low), count, unit_size)
         by_unit = scores.reshape(shape)
         return Scored(scores, by_unit if each > 1 else by_unit.swapaxes(1, 2), components)
-
-    def all_scores(self, low: np.ndarray, row: int, unit_size: int) -> torch.Tensor:
-        """Scores (h, tokens of a unit, units) float32 of low-rank queries `low` (h, ·) over all tokens of a row, on the
-        keys' device."""
-        asked, stored, axis, each = self._asked(low, False), self._rows.data[row], self._rows.axis - 1, self._rows.each
-        tokens, heads = self.tokens, len(low)
-        scores = torch.empty(heads, unit_size, tokens // unit_size, dtype=torch.float32, device=stored.device)
-        block = (scored_at_once(tokens) // unit_size or 1) * unit_size
-        memory = torch.empty(min(block, tokens) * (self.rank + 4 * heads), dtype=torch.uint8, device=stored.device)
-        for first in range(0, tokens, block):
-            count = min(block, tokens - first)
-            raw, _ = self._products(asked, stored.narrow(axis, first // each, count // each), memory)
-            shape = (heads, unit_size, -1) if each > 1 else (heads, -1, unit_size)
-            units = slice(first // unit_size, (first + count) // unit_size)
-            scores[..., units] = raw.view(shape) if each > 1 else raw.view(shape).transpose(1, 2)
-        factor, constant = (torch.from_numpy(part).to(scores.device)[..., None] for part in asked[1:])
-        return scores.mul_(factor).add_(constant)
 
     def _seen(self, visible: torch.Tensor, row: int, units: np.ndarray | None, unit_size: int) -> torch.Tensor:
         """(n,) bool: the tokens of `units` of a row that are not padding, in token order."""

@@ -15,16 +15,19 @@ class DiskSwapConfig(SelectiveConfig):
     """The fields of KVSwap (sections 3.2 to 3.4), in addition to those of every selective cache."""
 
     stored_format: ClassVar[tuple[str, ...]] = (
-        *SelectiveConfig.stored_format, "summary_bytes", "rank", "summary_dtype",
+        *SelectiveConfig.stored_format, "entry_bits", "summary_bytes", "rank", "summary_dtype",
         "adapter",
     )  # fmt: skip
     of_a_run: ClassVar[tuple[str, ...]] = (*SelectiveConfig.of_a_run, "adapter")
     kept_on_open: ClassVar[tuple[str, ...]] = (
-        *SelectiveConfig.kept_on_open, "summary_bytes", "rank", "summary_dtype",
+        *SelectiveConfig.kept_on_open, "entry_bits", "summary_bytes", "rank", "summary_dtype",
     )  # fmt: skip
     not_with_exact: ClassVar[tuple[str, ...]] = ("adapter",)
     sets_memory: ClassVar[tuple[str, ...]] = (*SelectiveConfig.sets_memory, "adapter")
 
+    entry_bits: int | None = None
+    """8: keys and values are stored in 8 bits, with a scale for each token and head, on the disk and in slots; latest
+    tokens are not. None: in the model's own type."""
     summary_bytes: int | None = None
     """Bytes of a coded compact key, for each token and layer. None: a sixteenth of a key in 16 bits, from 8 to 128."""
     rank: int | None = None
@@ -41,6 +44,7 @@ class DiskSwapConfig(SelectiveConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._one_of("entry_bits", (None, 8))
         if self.rank is not None:
             self._at_least("rank", 1)
         self._one_of("summary_dtype", (None, "coded", "int8", "bfloat16", "float32"))
@@ -58,11 +62,20 @@ class DiskSwapConfig(SelectiveConfig):
             )
         if self.adapter is not None and not isinstance(self.adapter, str | Path):
             raise ConfigError(f"adapter must be a path or None, got {type(self.adapter).__name__}")
+        if self.exact and self.entry_bits is not None:
+            raise ConfigError(
+                f"exact={self.exact!r} attends to the model's own keys and values, which entry_bits={self.entry_bits} "
+                "does not keep: leave out one of the two"
+            )
         if self.exact and self.adapter is not None:
             raise ConfigError(
                 f"exact={self.exact!r} attends to all tokens, so adapter has no effect: leave it out, or use "
                 "exact=False"
             )
+
+    @property
+    def stored_bits(self) -> int | None:
+        return self.entry_bits
 
     @property
     def summaries(self) -> str:

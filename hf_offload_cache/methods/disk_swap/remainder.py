@@ -3,7 +3,6 @@ compact keys. It goes beyond the paper, whose steps drop these units."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -14,12 +13,12 @@ from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
 from ...predictors.sinks import largest
 from ...predictors.value_maps import QUERIES, LeastSquares, ValueMaps, asked
-from .compact_keys import BLOCK, HIDDEN, CompactKeys, Scored
+from .compact_keys import HIDDEN, CompactKeys, Scored
 
-_TOKENS = 4096
-"""Tokens that maps are fitted to, evenly among all."""
+_TOKENS = 2048
+"""Tokens that maps are fitted to, in units that lie evenly among all."""
 _SCORES, _PIECE = 1 << 16, 256
-"""Scores, and stored tokens, in a piece of a fit."""
+"""Scores, and tokens, in a piece of a fit."""
 _COMPONENTS = 1 << 15
 """Components converted to float32 at a time."""
 
@@ -77,7 +76,8 @@ def _weighted(components: torch.Tensor, weights: np.ndarray) -> np.ndarray:
 
 def fit_bytes(form: RecordFormat, rows: int, rank: int, heads: int, tokens: int) -> int:
     """Bytes that `fit_maps` uses while it runs."""
-    scores = 4 * 4 * max(_SCORES, heads * tokens) + BLOCK * (rank + 4 * max(heads, _SCORES // max(1, tokens)))
+    tokens = min(tokens, _TOKENS + 2 * form.group_size)
+    scores = max(_SCORES, heads * tokens) * 4 * 5 + tokens * rank
     gram = 4 * 3 * form.num_value_heads * (rank + 1) * (rank + 1 + form.value_dim)
     pieces = 4 * _PIECE * (form.entry_width + (form.num_value_heads + 2) * (rank + 1) + 3 * heads * QUERIES)
     return max(scores, pieces) + 4 * rows * form.num_key_heads * tokens + rows * gram
@@ -93,107 +93,113 @@ def fit_maps(
     visible: torch.Tensor | None,
     account: MemoryAccount,
 ) -> ValueMaps | None:
-    """Fit maps to all tokens of `stored()`, whose compact keys are `keys`: weighted least squares of values on
-    components. A token's weight is the attention that it gets from the latest of `queries` (B, H, q, D), as a part of
-    their remainder. None if there is none.
+    """Fit maps to a sample of the units of `stored()`, whose compact keys are `keys`: weighted least squares of values
+    on components. A token's weight is the attention that it gets from the latest of `queries` (B, H, q, D), as a part
+    of their remainder, if they select as large a share of the sample as of all. None if there is no remainder.
 
     Args:
         chosen: units that a step selects, and the best units, these included, among which the remainder is.
         visible: (·, tokens), excludes padding.
     """
-    rows, heads = queries.shape[:2]
-    group, units = form.group_size, keys.tokens // form.group_size
-    wanted, candidates = chosen
-    if wanted >= min(candidates, units):
+    rows, group, units = len(queries), form.group_size, keys.tokens // form.group_size
+    every = -(-units * group // _TOKENS)
+    sample = np.arange(1 + (every - 1) // 2, units, every)  # the first unit is selected, and unlike the others
+    wanted, candidates = (max(1, round((count - 1) / every)) for count in chosen)
+    if wanted >= min(candidates, len(sample)):
         return None
-    states = _Asked(queries, keys, form, scaling)
-    shares = torch.zeros(rows, form.num_key_heads, group, units, dtype=torch.float32, device=keys.device)
-    for row in range(rows):
-        states.weigh(row, wanted, candidates, visible, shares[row])
+    asked_ = _Asked(queries, keys, form, scaling, sample, every)
+    shares = [asked_.weigh(row, wanted, candidates, visible) for row in range(rows)]
     sums = [LeastSquares(keys.rank + 1, form, keys.device) for _ in range(rows)]
-    every = -(-keys.tokens // _TOKENS)
+    tokens = (sample[:, None] * group + np.arange(group)).ravel()
     begin = 0
-    pieces = (zip(*(part.split(_PIECE, 2) for part in parts), strict=True) for parts in stored())
-    for block_keys, block_values in itertools.chain.from_iterable(pieces):
-        count = block_keys.shape[2]
-        places = torch.arange(-begin % every, count, every, device=keys.device)
-        for row in range(rows):
-            states.compare(row, begin, block_keys[row])
-            tokens = places + begin
-            seen = tokens >= group  # the first unit is selected, and unlike the others
-            if visible is not None:
-                seen &= visible[min(row, len(visible) - 1), tokens]
-            there, tokens = places[seen], tokens[seen]
-            weights = shares[row][:, tokens % group, tokens // group]
-            components = keys.components(row, tokens)
-            sums[row].add(components, block_values[row][:, there].float(), weights)
-        begin += count
-    made = ValueMaps(form, (rows, keys.rank, heads), account)
+    for block_keys, block_values in stored():
+        first, stop = tokens.searchsorted([begin, begin + block_keys.shape[2]])
+        for start in range(first, stop, _PIECE):
+            some = slice(start, min(start + _PIECE, stop))
+            here = torch.from_numpy(tokens[some]).to(keys.device)
+            for row in range(rows):
+                asked_.compare(row, some, block_keys[row].index_select(1, here - begin))
+                seen = None if visible is None else visible[min(row, len(visible) - 1), here]
+                there, weights = here, torch.from_numpy(shares[row][:, some]).to(keys.device)
+                if seen is not None:
+                    there, weights = here[seen], weights[:, seen]
+                values = block_values[row].index_select(1, there - begin).float()
+                sums[row].add(keys.components(row, there), values, weights)
+        begin += block_keys.shape[2]
+    made = ValueMaps(form, (rows, keys.rank, queries.shape[1]), account)
     for row in range(rows):
-        made.set(row, sums[row], *states.mass(row))
+        made.set(row, sums[row], *asked_.mass(row))
     return made
 
 
 class _Asked:
-    """The queries by which tokens are weighed, and their estimated and true remainders."""
+    """The queries by which the tokens of a sample are weighed, and their estimated and true remainders.
 
-    def __init__(self, queries: torch.Tensor, keys: CompactKeys, form: RecordFormat, scaling: float) -> None:
+    Args:
+        sample: units (n,), ascending, without the first.
+        every: number of units that one of the sample stands for.
+    """
+
+    def __init__(
+        self, queries: torch.Tensor, keys: CompactKeys, form: RecordFormat, scaling: float, sample: np.ndarray,
+        every: int,
+    ) -> None:  # fmt: skip
         states, behind = asked(queries)
-        self._states = states.transpose(1, 2).float()  # (B, n, H, D)
-        self._ends = [max(0, keys.tokens - after) // form.group_size for after in behind]
+        self._states = states.transpose(1, 2).float()  # (B, q, H, D)
+        ends = [max(0, keys.tokens - after) // form.group_size for after in behind]
+        self._hidden = sample >= np.array(ends)[:, None]  # (q, n)
         self._keys, self._group, self._key_heads, self._scaling = keys, form.group_size, form.num_key_heads, scaling
+        self._units, self._every = np.concatenate([[0], sample]), every
         rows, count, heads = self._states.shape[:3]
-        self._rest = np.zeros((rows, count, keys.tokens // form.group_size), dtype=bool)
+        self._rest = np.zeros((rows, count, len(sample)), dtype=bool)
         self._top, self._total = (np.zeros((rows, count, heads), dtype=np.float32) for _ in range(2))
         self._estimated, self._true = np.zeros((rows, heads)), np.zeros((rows, heads))
 
-    def weigh(self, row: int, wanted: int, candidates: int, visible: torch.Tensor | None, shares: torch.Tensor) -> None:
-        """Add to `shares` (Hk, tokens of a unit, units) the attention of a row's queries to their remainders.
+    def weigh(self, row: int, wanted: int, candidates: int, visible: torch.Tensor | None) -> np.ndarray:
+        """The attention (Hk, tokens of the sample) float32 of a row's queries to their remainders.
 
-        `wanted` of the `candidates` best units are selected. Each query sees the units that ended before it."""
+        `wanted` of the sample's `candidates` best units are selected. Each query sees the units that ended before
+        it."""
         count, heads = self._top.shape[1:]
-        units = self._rest.shape[2]
-        seen = None
-        if visible is not None:
-            whole = visible[min(row, len(visible) - 1), : units * self._group].view(units, self._group)
-            seen = whole.t().to(shares.device)
-        piece = max(1, _SCORES // (heads * units * self._group))
+        group, units = self._group, len(self._units)
+        shares = np.zeros((self._key_heads, group, units - 1), dtype=np.float32)
+        piece = max(1, _SCORES // (heads * units * group))
         for first in range(0, count, piece):
             part = slice(first, min(count, first + piece))
             low = self._keys.low_rank_query(self._states[row, part]) * np.float32(self._scaling)
-            scores = self._keys.all_scores(low.reshape(-1, low.shape[-1]), row, self._group)
-            scores = scores.unflatten(0, (-1, heads))  # (n, H, tokens of a unit, units)
-            ends = torch.tensor(self._ends[part], device=scores.device)
-            hidden = (torch.arange(units, device=scores.device) >= ends[:, None])[:, None, None]
-            scores.masked_fill_(hidden if seen is None else hidden | ~seen, -1e30)
-            top = scores.amax((2, 3), keepdim=True).clamp_min(-1e29)
-            best = (scores.amax(2) - top[..., 0]).clamp_min_(-80).exp_()
-            importance = (best / best.sum(-1, keepdim=True)).sum(1)
-            importance.masked_fill_(hidden[:, 0, 0], -1)
-            importance[:, 0] = torch.inf
-            rest = _next_best(importance.numpy(force=True), wanted, candidates)
-            rest &= ~hidden[:, 0, 0].numpy(force=True)
-            weights = (scores - top).clamp_min_(-80).exp_()
-            total = weights.sum((2, 3), keepdim=True)
-            weights *= torch.from_numpy(rest).to(weights.device)[:, None, None]
-            weights /= total
-            shares += weights.unflatten(1, (self._key_heads, -1)).sum((0, 2))
+            low = low.reshape(-1, low.shape[-1])
+            scores = self._keys.scored(low, row, self._units, group, visible, own_memory=True).by_unit
+            scores = scores.reshape(-1, heads, group, units)
+            hidden = self._hidden[part, None, None]
+            np.copyto(scores[..., 1:], HIDDEN, where=hidden)
+            top = np.maximum(scores.max((2, 3), keepdims=True), -1e29)
+            scores -= top
+            weights = np.exp(np.maximum(scores, -80, out=scores), out=scores)
+            weights[..., 1:] *= ~hidden
+            best = weights.max(2)
+            share = best[..., 1:] / (best[..., :1] + self._every * best[..., 1:].sum(2, keepdims=True))
+            rest = _next_best(share.sum(1), wanted, candidates) & ~hidden[:, 0, 0]
+            total = weights[..., 0].sum(2) + self._every * weights[..., 1:].sum((2, 3))
+            left = weights[..., 1:]
+            left *= rest[:, None, None]
+            left /= total[..., None, None]
+            shares += left.reshape(len(left), self._key_heads, -1, group, units - 1).sum((0, 2))
             self._rest[row, part] = rest
-            self._top[row, part] = top[..., 0, 0].numpy(force=True)
-            self._total[row, part] = total[..., 0, 0].numpy(force=True)
-            self._estimated[row] += weights.sum((0, 2, 3)).numpy(force=True)
+            self._top[row, part] = top[..., 0, 0]
+            self._total[row, part] = total
+            self._estimated[row] += left.sum((0, 2, 3))
+        return shares.transpose(0, 2, 1).reshape(self._key_heads, -1)
 
-    def compare(self, row: int, begin: int, keys: torch.Tensor) -> None:
-        """Add the true remainder's mass among keys (Hk, t, D) of a row, the tokens from `begin` on."""
-        count = keys.shape[1]
-        units = np.arange(begin, begin + count) // self._group
-        held = torch.from_numpy(self._rest[row][:, units]).to(keys.device)  # (n, t)
-        states = self._states[row].transpose(0, 1).unflatten(0, (self._key_heads, -1)).to(keys.device)  # (Hk, R, n, D)
+    def compare(self, row: int, places: slice, keys: torch.Tensor) -> None:
+        """Add the true remainder's mass among keys (Hk, t, D) of a row, those of the sample's tokens at `places`."""
+        units = np.arange(places.start, places.stop) // self._group
+        held = torch.from_numpy(self._rest[row][:, units]).to(keys.device)  # (q, t)
+        states = self._states[row].transpose(0, 1).unflatten(0, (self._key_heads, -1)).to(keys.device)  # (Hk, R, q, D)
         top, total = (
             torch.from_numpy(part[row].T.copy()).to(keys.device).unflatten(0, (self._key_heads, -1))[..., None]
             for part in (self._top, self._total)
         )
-        scores = torch.matmul(states.flatten(1, 2), keys.float().transpose(1, 2)).view(*states.shape[:3], count)
+        scores = torch.matmul(states.flatten(1, 2), keys.float().transpose(1, 2)).view(*states.shape[:3], -1)
         weights = (scores * self._scaling - top).clamp_(-80, 60).exp_() * held / total.clamp_min(1e-30)
         self._true[row] += weights.sum((2, 3)).flatten().numpy(force=True)
 
