@@ -151,7 +151,8 @@ class View:
                 packed = memory[size:].view(form.payload_dtype)[: rows * width * form.payload_width]
                 payloads, stride = packed.view(rows * width, form.payload_width), width
                 whole = self.entries[:, : width * form.group_size].unflatten(1, (width, form.group_size))
-                self._unpacked = [*zip(payloads.split(width), whole, strict=True)] if width else []
+                rows_of = zip(payloads.split(width), whole, strict=True) if width else ()
+                self._unpacked = [views for one in rows_of for views in form.unpacking(*one)]
             self.payloads = ByteRows(payloads)
         self._form = form
         self.entry_rows: ByteRows | None = None
@@ -160,8 +161,8 @@ class View:
 
     def unpack(self) -> None:
         """Fill the entries from packed payloads, if they are packed."""
-        for payloads, entries in self._unpacked or ():
-            self._form.unpack(payloads, entries)
+        if self._unpacked is not None:
+            self._form.unpack(self._unpacked)
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ class AreaReads:
         if form.bits is None:
             return out.view(rows, width, form.group_size, form.entry_width)
         entries = torch.empty(rows * width, form.group_size, form.entry_width, dtype=form.dtype, device=history.device)
-        form.unpack(out, entries)
+        form.unpack(form.unpacking(out, entries))
         return entries.unflatten(0, (rows, width))
 
 

@@ -198,9 +198,16 @@ class RecordFormat:
                 factor = (LEVELS / most).clamp_(max=torch.finfo(self._wide).max)
                 codes.copy_(wide.mul_(factor).round_().nan_to_num_(0, LEVELS, -LEVELS))
 
-    def unpack(self, payloads: torch.Tensor, entries: torch.Tensor) -> None:
-        """Write the entries of n packed `payloads` (n, payload_width) to `entries` (n, group_size, entry_width)."""
-        for heads, codes, largest in zip(self._heads(entries), *self._packed(payloads), strict=True):
+    def unpacking(
+        self, payloads: torch.Tensor, entries: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Views of packed `payloads` (n, payload_width) and of the `entries` (n, group_size, entry_width) that they are
+        unpacked to: runs of equal heads, each with integers, largest magnitudes, and the result."""
+        return list(zip(*self._packed(payloads), self._heads(entries), strict=True))
+
+    def unpack(self, views: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+        """Write the entries of packed payloads; `views`: of `unpacking`."""
+        for codes, largest, heads in views:
             torch.mul(codes, largest.to(self._wide).div_(LEVELS), out=heads)
 
     def unpacked(self, records: torch.Tensor) -> torch.Tensor:
@@ -210,10 +217,10 @@ class RecordFormat:
         if self.bits is None:
             return payloads.view(shape)
         entries = torch.empty(shape, dtype=self.dtype, device=records.device)
-        self.unpack(payloads, entries)
+        self.unpack(self.unpacking(payloads, entries))
         return entries
 
-    @property
+    @cached_property
     def _wide(self) -> torch.dtype:
         """Type that packing computes in."""
         return torch.promote_types(self.dtype, torch.float32)

@@ -4,6 +4,7 @@ It goes beyond the papers, whose steps drop what they do not select."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import numpy as np
@@ -69,12 +70,19 @@ class ValueMaps:
         self.scale[row] = scale
         self.ratio[row] = torch.from_numpy(ratio.clip(1 / 8, 8).astype(np.float32))
 
+    @property
+    def log_ratio(self) -> np.ndarray:
+        """(rows, H) float32: logarithm of `ratio`."""
+        logarithm: np.ndarray = np.log(self.ratio.numpy())
+        return logarithm
+
     def values(self, row: int, components: np.ndarray) -> np.ndarray:
         """Values (H, Dv) float32 for mean components (H, r) float32 of query heads of a row."""
         maps, scale = self.maps[row].numpy(), self.scale[row].numpy()
-        inputs = np.concatenate([components, np.ones((len(components), 1), dtype=np.float32)], 1) * scale
-        count = maps.shape[1]
-        by_head = np.matmul(inputs.reshape(count, -1, len(scale)), maps.astype(np.float32).transpose(1, 0, 2))
+        count, rank = maps.shape[1], components.shape[1]
+        inputs, wide = components * scale[:rank], maps.astype(np.float32).transpose(1, 0, 2)  # (Hv, r + 1, Dv)
+        by_head = np.matmul(inputs.reshape(count, -1, rank), wide[:, :rank])
+        by_head += wide[:, rank:] * scale[rank]
         values: np.ndarray = by_head.reshape(len(components), -1)
         return values
 
@@ -111,21 +119,31 @@ def asked(queries: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     return latest[:, :, [count - 1 - after for after in behind]], behind
 
 
-def placed(mass: np.ndarray, values: np.ndarray, form: RecordFormat, device: torch.device) -> Estimates:
+def placed(
+    mass: np.ndarray, log_ratio: np.ndarray, values: np.ndarray, form: RecordFormat, device: torch.device
+) -> Estimates:
     """Entries with `values` (rows, H, q, Dv) float32 for each query and head of a row, of logarithmic `mass` (rows, H,
-    q). Heads of other rows, if a sequence has several, come in the bias as if they were sequences."""
+    q), to which `log_ratio` (rows, H) is added. Heads of other rows, if a sequence has several, come in the bias as if
+    they were sequences."""
     rows, heads, count = mass.shape
     shared = heads // form.num_key_heads
     by_head = values.reshape(rows, form.num_key_heads, shared, count, -1).transpose(0, 3, 2, 1, 4)
     entries = np.zeros((rows, count * shared, form.entry_width), dtype=np.float32)
     entries[..., form.key_width :] = by_head.reshape(rows, count * shared, -1)
-    bias = np.full((rows, form.num_key_heads, shared, count, count, shared), -np.inf, dtype=np.float32)
-    each, query = np.arange(shared)[:, None], np.arange(count)
-    bias[:, :, each, query, query, each] = mass.reshape(rows, form.num_key_heads, shared, count)
+    bias = np.full((rows, heads * count, count * shared), -np.inf, dtype=np.float32)
+    lines, own = _own_entries(heads, shared, count)
+    bias[:, lines, own] = (mass + log_ratio[:, :, None]).reshape(rows, -1)
     return Estimates(
         torch.from_numpy(entries).to(device, form.dtype),
         torch.from_numpy(bias.reshape(rows, heads, count, -1)).to(device),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _own_entries(heads: int, shared: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each head and query, its line of the bias and its entry, of `shared` ones a query."""
+    lines = np.arange(heads * count)
+    return lines, lines % count * shared + lines // count % shared
 
 
 class LeastSquares:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -287,6 +288,19 @@ def test_steps_attend_to_it(name: str, way: str, outputs: list[Any]) -> None:
         torch.testing.assert_close(output, wanted, rtol=2e-3, atol=2e-4)
     if way == "candidates":
         assert any(output.shape[1] > 1 for output, _ in outputs)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_steps_in_16_bits_attend_to_it(dtype: torch.dtype, bits: int | None, outputs: list[Any]) -> None:
+    """Within the rounding of the model's type, over entries in 8 bits too."""
+    model = copy.deepcopy(long_tiny("llama")).to(dtype)
+    with DiskSwapCache(model, **FIELDS, entry_bits=bits) as cache:
+        harness.generate(model, cache, harness.prompt(model, 1, LENGTH), max_new_tokens=4)
+    assert len(outputs) == 3 * 3
+    for output, wanted in outputs:
+        rounding = 8 * torch.finfo(dtype).eps * float(wanted.abs().max())
+        torch.testing.assert_close(output, wanted, rtol=0.02, atol=rounding)
 
 
 def test_off_and_everything_selected_estimate_nothing(outputs: list[Any]) -> None:

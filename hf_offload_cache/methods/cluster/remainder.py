@@ -136,6 +136,6 @@ def estimates(
             top = scores.max(1, keepdims=True)
             weights = np.exp(np.maximum(scores - top, -80, dtype=np.float32))
             total = weights.sum(1, keepdims=True)
-            mass[row, :, at] = (top + np.log(total))[:, 0] + np.log(maps.ratio[row].numpy())
+            mass[row, :, at] = (top + np.log(total))[:, 0]
             values[row, :, at] = maps.values(row, weights @ means / total)
-    return placed(mass, values, form, device)
+    return placed(mass, maps.log_ratio, values, form, device)

@@ -196,7 +196,7 @@ class FittedKeys:
         self.longest_piece = 0
         """Tokens of the prompt's longest piece so far. A shorter piece is probably the last."""
         self._shared = shared
-        self._scored: tuple[Query, np.ndarray, Scored] | None = None  # by `rank_among`, for `estimates`
+        self._scored: tuple[Query, np.ndarray, Scored, np.ndarray] | None = None  # by `rank_among`, for `estimates`
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Learner.rehearse`."""
@@ -327,7 +327,7 @@ class FittedKeys:
         importance, scored = rank_among(
             keys, query.states, query.scaling, self.form.group_size, candidates, seen, exact, apart, beyond, keep
         )
-        self._scored = None if scored is None else (query, candidates, scored)
+        self._scored = None if scored is None else (query, candidates, *scored)
         return importance
 
     def estimates(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
@@ -340,25 +340,26 @@ class FittedKeys:
         (rows, heads), count = queries[0].states.shape[:2], len(queries)
         mass = np.full((rows, heads, count), -np.inf, dtype=np.float32)
         values = np.zeros((rows, heads, count, form.value_dim), dtype=np.float32)
+        if latest is not None and latest[0] is queries[0] and count == 1 and units[0].size:
+            # the ranking has scored all candidates, ascending: all but the chosen ones are left
+            chosen = np.ones(latest[1].shape[1], dtype=bool)
+            chosen[latest[1][0].searchsorted(units[0][0])] = False
+            logarithm, components = mean_components(latest[2], keys.offsets, chosen, latest[3])
+            mass[0, :, 0] = logarithm
+            values[0, :, 0] = maps.values(0, components)
+            return placed(mass, maps.log_ratio, values, form, queries[0].states.device)
         for at, (query, left) in enumerate(zip(queries, units, strict=True)):
             low, seen = None, self.seen(query)
             for row in range(rows):
                 if not (there := left[row][left[row] >= 0]).size:
                     continue
-                if latest is not None and latest[0] is query and count == 1:
-                    # the ranking has scored all candidates, ascending: all but the chosen ones are left
-                    chosen = np.ones(latest[1].shape[1], dtype=bool)
-                    chosen[latest[1][row].searchsorted(there)] = False
-                    logarithm, components = mean_components(latest[2], keys.offsets, chosen)
-                else:
-                    if low is None:
-                        low = keys.low_rank_query(query.states)
-                        low *= np.float32(query.scaling)
-                    scored = keys.scored(low[row], row, there, form.group_size, seen)
-                    logarithm, components = mean_components(scored, keys.offsets)
-                mass[row, :, at] = logarithm + np.log(maps.ratio[row].numpy())
+                if low is None:
+                    low = keys.low_rank_query(query.states)
+                    low *= np.float32(query.scaling)
+                scored = keys.scored(low[row], row, there, form.group_size, seen)
+                mass[row, :, at], components = mean_components(scored, keys.offsets)
                 values[row, :, at] = maps.values(row, components)
-        return placed(mass, values, form, queries[0].states.device)
+        return placed(mass, maps.log_ratio, values, form, queries[0].states.device)
 
     def seen(self, query: Query) -> torch.Tensor | None:
         """(B, tokens) bool: the ranked tokens that are not padding; None: all."""

@@ -122,26 +122,28 @@ def rank_among(
     apart: np.ndarray | None = None,
     beyond: np.ndarray | None = None,
     keep: bool = False,
-) -> tuple[np.ndarray, Scored | None]:
+) -> tuple[np.ndarray, tuple[Scored, np.ndarray] | None]:
     """Importance (B, n) float32 of only the groups `candidates` (B, n), on the scale of `rank_units`.
 
     Each head's softmax sum over all groups is estimated as `beyond` (B, H) times the sum over the candidates. This
-    reads a small part of the bytes that `rank_units` reads. With `keep`, also returns the scores of the last row.
+    reads a small part of the bytes that `rank_units` reads. With `keep`, also returns the scores of the last row, and
+    the largest (h, 1) of each head.
     """
     low = keys.low_rank_query(query)
     low *= np.float32(scaling)
-    importance, scored = np.empty(candidates.shape, dtype=np.float32), None
+    importance, kept = np.empty(candidates.shape, dtype=np.float32), None
     for row, chosen in enumerate(candidates):
         if keep:
             scored = keys.scored(low[row], row, chosen, group_size, visible)
             best = np.maximum.reduce(scored.by_unit, 1)
+            kept = scored, np.maximum.reduce(best, 1, keepdims=True)
         else:
             best = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
         if apart is not None:
             best[:, (chosen[:, None] == apart[row]).any(1)] = _NOTHING
         weights, total = _weights(best, None if exact is None else exact[row])
         importance[row] = _shares(weights, total if beyond is None else total * beyond[row][:, None])
-    return importance, scored
+    return importance, kept
 
 
 _sum = partial(np.add.reduce, axis=-1, keepdims=True)

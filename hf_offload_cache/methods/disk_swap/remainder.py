@@ -39,23 +39,29 @@ def rehearse_maps(run: DryRun, form: RecordFormat, sizes: tuple[int, int, int], 
 # A step's estimate
 
 def mean_components(
-    scored: Scored, offsets: np.ndarray, without: np.ndarray | None = None
+    scored: Scored, offsets: np.ndarray, without: np.ndarray | None = None, top: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """The logarithm (h,) float32 of the sum of exp(score) over all tokens that are `scored` but those of the units
-    `without` (n,), and the mean of their components (h, r) float32, by weights exp(score).
+    `without` (n,) bool, and the mean of their components (h, r) float32, by weights exp(score).
 
-    Changes the scores. If there is no token but padding, the logarithm is -inf."""
+    Changes the scores. If there is no token but padding, the logarithm is -inf. `top` (h, 1): the largest score of
+    each head; what is below it by 80 is negligible."""
     scores = scored.scores
-    if without is not None:
-        scored.by_unit[:, :, without] = HIDDEN
-    top = np.maximum.reduce(scores, 1, keepdims=True)
+    if top is None:
+        top = np.maximum.reduce(scores, 1, keepdims=True)
     scores -= top
-    weights = np.exp(np.maximum(scores, -80.0, out=scores), out=scores)
-    weights[weights < 1e-34] = 0  # padding, and what would not count
-    total = np.maximum(np.add.reduce(weights, 1, keepdims=True), 1e-30)
-    mean = _weighted(scored.components, weights) / total
+    weights = np.exp(np.maximum(scores, np.float32(-80), out=scores), out=scores)
+    if without is not None:
+        scored.by_unit[:, :, without] = 0
+    total = np.maximum(np.add.reduce(weights, 1, keepdims=True), np.float32(1e-30))
+    mean = _weighted(scored.components, weights)
+    mean /= total
     mean += offsets
-    return np.where(top > -1e29, top + np.log(total), -np.inf)[:, 0], mean
+    logarithm = np.log(total)
+    logarithm += top
+    if np.minimum.reduce(top, None) <= -1e29:
+        logarithm[top <= -1e29] = -np.inf
+    return logarithm[:, 0], mean
 
 
 def _weighted(components: torch.Tensor, weights: np.ndarray) -> np.ndarray:
