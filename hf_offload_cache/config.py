@@ -29,6 +29,8 @@ def parse_size(text: str | int, name: str = "size") -> int:
     return math.floor(Fraction(match[1].replace(",", "")) * _UNITS[match[2].upper()])
 
 
+GOALS = ("fidelity", "speed")
+"""What a cache can be planned for."""
 MOST_JSON_BYTES = 4 * 2**20
 """Maximum size of a JSON file. Those that this library writes have some kilobytes."""
 _MOST_NESTED = 32

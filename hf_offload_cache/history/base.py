@@ -132,7 +132,7 @@ class History(Protocol):
 
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything before token `stop` as new contiguous keys (rows, Hk, T, Dk) and values, in the order of the
-        sequence, bitwise equal to what was added."""
+        sequence: to the bit what was added, unless the format has fewer bits."""
 
     def truncate(self, length: int) -> np.ndarray | None:
         """Keep the first `length` tokens. Returns the freed records, or None if no unit was cut."""

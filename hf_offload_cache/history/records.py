@@ -84,7 +84,7 @@ class RecordFormat:
         """The format for keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) in `stored_dtype`.
 
         Without `group_size`: the largest power of two from 4 to 16 whose record is at most 16 KiB, or 4. With `bits`:
-        the number of tokens from 4 to 16 whose record has the fewest bytes a token.
+        the number of tokens from 4 to 16 whose record has the fewest bytes a token, the largest of several.
         """
         sizes = (keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
         return cls.of_sizes(sizes, stored_dtype(keys, values), group_size, bits)

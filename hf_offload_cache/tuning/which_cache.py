@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import MOST_JSON_BYTES, OffloadConfig, parse_json
+from ..config import GOALS, MOST_JSON_BYTES, OffloadConfig, parse_json
 from ..errors import BudgetError, ConfigError, shown
 from ..model.fingerprint import fingerprint
 from ..model.geometry import Geometry
@@ -190,7 +190,6 @@ def check_fields(stored: Any, path: str | Path, fields: dict[str, Any]) -> None:
         )
 
 
-GOALS = ("fidelity", "speed")
 HINTS = ("long-prompt", "long-output")
 _ALIKE, _ONE = 0.05, 1.5
 """Shares of needles within 5% count as ties, and so do shares that differ by one needle."""

@@ -290,6 +290,52 @@ def test_the_users_fields_stay() -> None:
     assert exact.exact is True and exact.num_recent == 32
 
 
+def test_a_goal_chooses_fields_that_fit() -> None:
+    """For fidelity more tokens, in 8 bits, and an estimate of the others; at less memory fewer tokens, then the usual
+    steps, with a note. The user's own fields stay."""
+
+    def chosen(share: int, goal: str = "fidelity", **fields: Any) -> tuple[tuple[Any, ...], list[str]]:
+        full = SMOL.full_kv_bytes(8192, 1)
+        config, notes = DiskSwapCache.fit_goal(goal, SMOL, full // share, 8192, 1, fields)
+        assert isinstance(config, DiskSwapConfig)
+        assert DiskSwapCache.plan(SMOL, config, 8192, 1).peak_bytes <= full // share
+        return (config.num_selected, config.remainder, config.entry_bits), notes
+
+    assert chosen(13) == ((560, True, 8), [])
+    assert chosen(13, "speed") == ((400, False, None), [])
+    assert chosen(13, num_selected=500) == ((500, True, 8), [])
+    assert chosen(13, entry_bits=None) == ((560, True, None), [])
+    assert chosen(13, exact=True) == ((400, False, None), [])
+    usual, notes = chosen(34)
+    assert usual[1:] == (False, None)
+    assert notes == ['goal="fidelity" has no room for num_selected=400, remainder=True, entry_bits=8: raise memory, or '
+                     "lower max_context"]  # fmt: skip
+    fits = {share: chosen(share)[0] for share in range(13, 35)}
+    assert set(fits.values()) > {(560, True, 8), (400, True, 8)}
+
+
+def test_a_goal_that_is_none() -> None:
+    model = tiny("llama")
+    with pytest.raises(ConfigError, match="goal must be one of fidelity, speed, got 'best'"):
+        DiskSwapCache.for_budget(model, "3/5", CONTEXT, goal="best")
+    with pytest.raises(ConfigError, match='AbstractTreeCache has no fields for goal="fidelity": use DiskSwapCache'):
+        AbstractTreeCache.for_budget(model, "3/5", CONTEXT, goal="fidelity")
+    with OffloadCache.for_budget(model, "3/5", CONTEXT, goal="fidelity") as cache:  # it is exact
+        assert type(cache) is OffloadCache
+
+
+@pytest.mark.parametrize("cls", [DiskSwapCache, ClusterCache])
+def test_a_cache_for_fidelity_keeps_its_budget(cls: Any) -> None:
+    model = tiny("llama")
+    with cls.for_budget(model, "2/1", CONTEXT, BATCH, goal="fidelity") as cache:
+        assert cache.config.remainder
+        run(model, cache, 700, 256, 10)
+        check_kept(cache, Geometry.of(model))
+    with cls.for_budget(model, "7/10", CONTEXT, BATCH, goal="fidelity") as cache:
+        assert not cache.config.remainder
+        assert [note for note in cache.report().warnings if note.startswith('goal="fidelity" has no room for')]
+
+
 def test_the_least_that_would_do_does() -> None:
     with pytest.raises(BudgetError) as caught:
         DiskSwapCache.fit(SMOL, 1000, 7168, 1, {})
@@ -698,7 +744,7 @@ def test_a_batch_beyond_the_plan_is_told_at_the_first_step() -> None:
 def test_beams_within_the_plan() -> None:
     """Rows that share records and change places; the batch of the plan is that of the beams."""
     model = tiny("llama")
-    ids, _ = padded_ids(640)
+    ids, _ = padded_ids(560)
     with DiskSwapCache.for_budget(model, "4/5", 700, 4) as cache:
         model.generate(ids[1:], past_key_values=cache, num_beams=4, max_new_tokens=24, do_sample=False)
         assert cache.report().peak_memory_bytes <= cache.report().memory_budget

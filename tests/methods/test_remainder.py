@@ -42,12 +42,16 @@ def keys_and_values(rows: int, units: int = UNITS) -> tuple[torch.Tensor, torch.
     return keys, values
 
 
-def learned(kind: str, rows: int, visible: torch.Tensor | None = None, units: int = UNITS) -> LowRankPredictor:
+def learned(
+    kind: str, rows: int, visible: torch.Tensor | None = None, units: int = UNITS, plain: bool = False
+) -> LowRankPredictor:
+    """`plain`: keys of all directions, whose components have several widths."""
     account = MemoryAccount()
     shared = LowRankShared(account, Workspace(account, "scores"), wanted=lambda tokens: BUDGET)
     one = LowRankPredictor(FORM, rows, KINDS[kind], shared, "layer 0")
     one.prompted(DIM**-0.5)
     keys, values = keys_and_values(rows, units)
+    keys = some(*keys.shape, seed=0) if plain else keys
     parts = list(zip(keys.split([5, units * GROUP - 5], 2), values.split([5, units * GROUP - 5], 2), strict=True))
     one.learn(Sealed(units, units * GROUP, parts, lambda: iter(parts)), some(rows, HEADS, 40, DIM, seed=5), visible)
     return one
@@ -130,6 +134,28 @@ def test_it_is_nearer_to_full_attention(kind: str, units: int) -> None:
             dropped += float((near - wanted).square().sum())
             estimated += float((both - wanted).square().sum())
     assert estimated < dropped / 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("units", [UNITS, 2 * 8 * CANDIDATES * BUDGET])
+def test_an_estimate_uses_the_rankings_scores(kind: str, units: int) -> None:
+    """It is as if the units that are left were scored again, whether a step ranked all units or, of the longer
+    history, candidates. These are neither chosen nor sinks, and the best of those that are left."""
+    one, steps = learned(kind, 1, units=units, plain=True), 0
+    for seed in range(6):
+        asked = query(1, seed)
+        choice: Any = one.select(asked, BUDGET, False)
+        kept = one.fitted._scored
+        used, anew = (one.estimate([asked], [choice.next]) for _ in range(2))
+        assert used is not None and anew is not None
+        torch.testing.assert_close(used.bias, anew.bias, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(used.entries, anew.entries, rtol=1e-4, atol=1e-4)
+        assert not set(choice.next[0]) & {*choice.units[0], 0}
+        if kept is not None:
+            steps += 1
+            assert set(kept[1].groups) <= {*choice.next[0], *choice.units[0]}
+            assert len(kept[1].groups) == CANDIDATES * BUDGET
+    assert steps == (6 if kind == "coded" else 0)
 
 
 def test_each_query_has_its_own_entries() -> None:

@@ -249,6 +249,7 @@ class ClusterCache(SelectiveCache):
     config_class: ClassVar[type[OffloadConfig]] = ClusterConfig
     layer_class: ClassVar[type[OffloadLayer]] = ClusterLayer
     wider_steps: ClassVar[tuple[int, ...]] = (800,)
+    faithful = ({"remainder": True},)
     config: ClusterConfig
 
     @classmethod

@@ -98,6 +98,7 @@ class DiskSwapCache(SelectiveCache):
     config_class: ClassVar[type[OffloadConfig]] = DiskSwapConfig
     layer_class: ClassVar[type[OffloadLayer]] = DiskSwapLayer
     wider_steps: ClassVar[tuple[int, ...]] = (800, 1600)
+    faithful = tuple({"num_selected": count, "remainder": True, "entry_bits": 8} for count in (560, 400))
     solver = "hf_offload_cache.methods.disk_swap.tuning:tune_by_solver"
     config: DiskSwapConfig
 

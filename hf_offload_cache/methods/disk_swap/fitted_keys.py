@@ -27,8 +27,8 @@ from .coding import (
     fitting_bytes,
     most_components,
 )
-from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, Scored, default_rank
-from .ranking import CANDIDATES, SOME, Ranking, few_of_many, rank_among, rank_units
+from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank
+from .ranking import CANDIDATES, Candidates, Ranking, few_of_many, rank_among, rank_units
 from .remainder import fit_bytes, fit_maps, mean_components, rehearse_maps
 
 # The first tokens' keys, which get exact scores: they differ from all others, and low bits clip them
@@ -196,7 +196,7 @@ class FittedKeys:
         self.longest_piece = 0
         """Tokens of the prompt's longest piece so far. A shorter piece is probably the last."""
         self._shared = shared
-        self._scored: tuple[Query, np.ndarray, Scored, np.ndarray] | None = None  # by `rank_among`, for `estimates`
+        self._scored: tuple[Query, Candidates] | None = None  # by the latest ranking, for `estimates`
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Learner.rehearse`."""
@@ -211,7 +211,7 @@ class FittedKeys:
             run.passes("fitting", prefill=fitting_bytes(width, rows))
         if rules.remainder and context >= LEAST_TOKENS:
             rank = most_components(width) if rules.dtype is None else min(width, rank)
-            rehearse_maps(run, form, (rows, rank, heads), context, (CANDIDATES - 1) * wanted)
+            rehearse_maps(run, form, (rows, rank, heads), context, CANDIDATES * wanted)
         if rules.num_sinks:
             SinkKeys(form, rows, rules.num_sinks, torch.device("cpu"), run, np.zeros(rows, dtype=np.int64))
 
@@ -303,17 +303,19 @@ class FittedKeys:
     # --- ranking -----------------------------------------------------------------------------------------------
 
     def in_turns(self, wanted: int) -> bool:
-        """True if only some steps rank all units, because `wanted` are few of them. The others score candidates, which
-        costs less where they need these scores anyway, to estimate the remainder."""
-        return few_of_many(wanted, self.units) if self.maps is None else few_of_many(wanted, self.units, SOME)
+        """True if only some steps rank all units, because `wanted` are few of them."""
+        return few_of_many(wanted, self.units)
 
-    def rank(self, query: Query, wanted: int) -> Ranking:
-        """Rank all units for a query. The order of the `wanted` best is right. See `ranking.rank_units`."""
+    def rank(self, query: Query, wanted: int, keep: bool = False) -> Ranking:
+        """Rank all units for a query. The order of the `wanted` best is right. See `ranking.rank_units`. `keep`: the
+        candidates' scores are for `estimates`, which follows."""
         keys, seen = self.keys, self.seen(query)
         assert keys is not None
         exact, apart = self._exact_scores(query, seen), None if self.sinks is None else self.sinks.units
-        turns = self.maps is not None and self.in_turns(wanted)
-        return rank_units(keys, query.states, query.scaling, self.form.group_size, wanted, seen, exact, apart, turns)
+        sizes, keep = (self.form.group_size, wanted), keep and self.maps is not None
+        ranking = rank_units(keys, query.states, query.scaling, *sizes, seen, exact, apart, keep)
+        self._scored = None if ranking.candidates is None else (query, ranking.candidates)
+        return ranking
 
     def rank_among(
         self, query: Query, candidates: np.ndarray, beyond: np.ndarray | None = None, keep: bool = False
@@ -323,11 +325,11 @@ class FittedKeys:
         keys, seen = self.keys, self.seen(query)
         assert keys is not None
         exact, apart = self._exact_scores(query, seen), None if self.sinks is None else self.sinks.units
-        keep = keep and self.maps is not None and len(candidates) == 1
-        importance, scored = rank_among(
+        keep = keep and self.maps is not None
+        importance, kept = rank_among(
             keys, query.states, query.scaling, self.form.group_size, candidates, seen, exact, apart, beyond, keep
         )
-        self._scored = None if scored is None else (query, candidates, *scored)
+        self._scored = None if kept is None else (query, kept)
         return importance
 
     def estimates(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
@@ -341,11 +343,10 @@ class FittedKeys:
         mass = np.full((rows, heads, count), -np.inf, dtype=np.float32)
         values = np.zeros((rows, heads, count, form.value_dim), dtype=np.float32)
         if latest is not None and latest[0] is queries[0] and count == 1 and units[0].size:
-            # the ranking has scored all candidates, ascending: all but the chosen ones are left
-            chosen = np.ones(latest[1].shape[1], dtype=bool)
-            chosen[latest[1][0].searchsorted(units[0][0])] = False
-            logarithm, components = mean_components(latest[2], keys.offsets, chosen, latest[3])
-            mass[0, :, 0] = logarithm
+            groups, scored, top = latest[1]  # all but the chosen ones are left
+            chosen = np.ones(groups.size, dtype=bool)
+            chosen[groups.searchsorted(units[0][0])] = False
+            mass[0, :, 0], components = mean_components(scored, keys.offsets, chosen, top)
             values[0, :, 0] = maps.values(0, components)
             return placed(mass, maps.log_ratio, values, form, queries[0].states.device)
         for at, (query, left) in enumerate(zip(queries, units, strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -89,13 +90,18 @@ class LowRankPredictor(Predictor):
             assert self._latest is not None
             self._since += 1
             return self._among_latest(query, budget, self._latest, guess)
-        ranking, seen = self.fitted.rank(query, budget), self.fitted.seen(query)
+        ranking, seen = self.fitted.rank(query, budget, not guess), self.fitted.seen(query)
         importance = with_sinks(ranking.importance, self.rules.num_sinks, self.form.group_size, seen)
         if guess:
             return _best(importance, budget)
         self._since = self._phase % STEPS if self._latest is None else 0
         self._latest, self._beyond = importance, ranking.beyond
-        return _best(importance, budget, None if self.fitted.maps is None else CANDIDATES * budget)
+        if ranking.candidates is None:
+            return _best(importance, budget, None if self.fitted.maps is None else CANDIDATES * budget)
+        choice, groups = _best(importance, budget), ranking.candidates.groups
+        left = np.ones(importance.shape[1], dtype=bool)
+        left[choice.units[0]] = False
+        return replace(choice, next=groups[left[groups]][None])
 
     def estimate(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
         """As `Predictor.estimate`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -13,13 +14,32 @@ from .compact_keys import CompactKeys, Scored
 
 CANDIDATES = 4
 """Candidates for each selected group: a rough pass hands so many to the precise one, and a guess ranks only so many."""
-_FEW, SOME = 8, 2
-"""Groups for each candidate from which on a rough pass comes first, and from which on steps rank in turns if they score
-candidates anyway, to estimate the others; see `few_of_many`."""
+_FEW = 8
+"""Groups for each candidate from which on a rough pass comes first."""
 STEPS = 4
 """Steps from one ranking of all groups to the next, if few of many are selected. Steps in between rank candidates."""
 _NOTHING = np.float32(-1e30)
 """Score of a group that must not count."""
+
+
+class Candidates(NamedTuple):
+    """Groups of one row, scored token by token. Valid until the keys' next product."""
+
+    groups: np.ndarray
+    """(n,), ascending."""
+    scored: Scored
+    top: np.ndarray
+    """(h, 1) float32: each head's largest score of them."""
+
+    @classmethod
+    def of(
+        cls, keys: CompactKeys, low: np.ndarray, row: int, groups: np.ndarray, group_size: int,
+        visible: torch.Tensor | None,
+    ) -> tuple[Self, np.ndarray]:  # fmt: skip
+        """Score `groups` of a row by low-rank queries `low` (h, ·); and each one's largest score, (h, n)."""
+        scored = keys.scored(low, row, groups, group_size, visible)
+        best = np.maximum.reduce(scored.by_unit, 1)
+        return cls(groups, scored, np.maximum.reduce(best, 1, keepdims=True)), best
 
 
 @dataclass(frozen=True)
@@ -30,12 +50,14 @@ class Ranking:
     """(B, groups) float32, comparable within a row: the softmax weight of the group's best token, summed over heads."""
     beyond: np.ndarray | None = None
     """(B, H) float32: each head's softmax sum over all groups and exact tokens, divided by the sum over only candidates
-    and exact tokens. None: all groups were scored with all components, and the next step will do so, too."""
+    and exact tokens. None: the next step ranks all groups, too."""
+    candidates: Candidates | None = None
+    """The groups that were scored with all components, if `rank_units` was to keep them and there is one row."""
 
 
-def few_of_many(wanted: int, groups: int, times: int | None = None) -> bool:
-    """True if there are at least `times` as many `groups` as candidates for `wanted` groups; None: eight times."""
-    return (_FEW if times is None else times) * CANDIDATES * wanted <= groups
+def few_of_many(wanted: int, groups: int) -> bool:
+    """True if there are at least eight times as many `groups` as candidates for `wanted` groups."""
+    return _FEW * CANDIDATES * wanted <= groups
 
 
 def rank_units(
@@ -47,7 +69,7 @@ def rank_units(
     visible: torch.Tensor | None = None,
     exact: np.ndarray | None = None,
     apart: np.ndarray | None = None,
-    in_turns: bool = False,
+    keep: bool = False,
 ) -> Ranking:
     """Rank all groups for query (B, H, D) by the compact `keys` of B rows. The order of the `wanted` best is right.
 
@@ -55,9 +77,9 @@ def rank_units(
     then takes the group's maximum. Here each head takes its own maximum, then a softmax over all groups and the exact
     tokens, and importance sums that over heads. So heads with large raw scores do not drown the others.
 
-    If few of many groups are selected, a rough pass finds `CANDIDATES` times as many, and only these are scored with
-    all components. An estimate of the mass of all a group's tokens was hardly better on text, and made a step 1/10
-    slower.
+    If few of many groups are selected, or candidates are to be kept, a rough pass finds `CANDIDATES` times as many, and
+    only these are scored with all components. An estimate of the mass of all a group's tokens was hardly better on
+    text, and made a step 1/10 slower.
 
     The keys' device computes scores and their maxima, a row at a time. The rest is small, so numpy does it on the host,
     where each of ten operations costs a few microseconds instead of waking torch's threads.
@@ -67,15 +89,16 @@ def rank_units(
         exact: (B, H, t) float32, scaled exact scores of the sinks and the tail, which share the softmax but are not
             ranked.
         apart: (B, n), groups that contain sinks: they rank below all others, and their other tokens do not count.
-        in_turns: the next steps rank candidates only, so `Ranking.beyond` is needed.
+        keep: return the candidates' scores, for an estimate of those that are not selected.
     """
     low = keys.low_rank_query(query)
     low *= np.float32(scaling)
     rows, groups = low.shape[0], keys.tokens // group_size
     count = min(CANDIDATES * wanted, groups - (0 if apart is None else apart.shape[1]))
-    rough = few_of_many(wanted, groups) and keys.has_rough_form
+    few, keep = few_of_many(wanted, groups), keep and rows == 1
+    rough, candidates = keys.has_rough_form and (few or (keep and 2 * count <= groups)), None
     importance = np.empty((rows, groups), dtype=np.float32)
-    beyond = np.empty((rows, low.shape[1]), dtype=np.float32) if rough or in_turns else None
+    beyond = np.empty((rows, low.shape[1]), dtype=np.float32) if rough and few else None
     for row in range(rows):
         best = keys.best_of_units(low[row], row, group_size, visible, rough)
         excluded, last = None if apart is None else apart[row], None if exact is None else exact[row]
@@ -83,15 +106,17 @@ def rank_units(
             best[:, excluded] = _NOTHING
         if rough:
             chosen = largest(_shares(*_weights(best, last), excluded)[None], count)[0]
-            best[:, chosen] = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
+            if keep:
+                chosen.sort()
+                candidates, best[:, chosen] = Candidates.of(keys, low[row], row, chosen, group_size, visible)
+            else:
+                best[:, chosen] = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
         weights, total = _weights(best, last)
         importance[row] = _shares(weights, total, excluded)
         if beyond is not None:
-            if not rough:
-                chosen = largest(importance[row][None], count)[0]
             scored = total - _sum(weights) + _sum(weights[:, chosen])
             beyond[row] = (total / np.maximum(scored, 1e-6 * total))[:, 0]
-    return Ranking(importance, beyond)
+    return Ranking(importance, beyond, candidates)
 
 
 def _weights(best: np.ndarray, last: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -122,21 +147,18 @@ def rank_among(
     apart: np.ndarray | None = None,
     beyond: np.ndarray | None = None,
     keep: bool = False,
-) -> tuple[np.ndarray, tuple[Scored, np.ndarray] | None]:
+) -> tuple[np.ndarray, Candidates | None]:
     """Importance (B, n) float32 of only the groups `candidates` (B, n), on the scale of `rank_units`.
 
     Each head's softmax sum over all groups is estimated as `beyond` (B, H) times the sum over the candidates. This
-    reads a small part of the bytes that `rank_units` reads. With `keep`, also returns the scores of the last row, and
-    the largest (h, 1) of each head.
+    reads a small part of the bytes that `rank_units` reads. With `keep`, also returns the scores of a single row.
     """
     low = keys.low_rank_query(query)
     low *= np.float32(scaling)
     importance, kept = np.empty(candidates.shape, dtype=np.float32), None
     for row, chosen in enumerate(candidates):
-        if keep:
-            scored = keys.scored(low[row], row, chosen, group_size, visible)
-            best = np.maximum.reduce(scored.by_unit, 1)
-            kept = scored, np.maximum.reduce(best, 1, keepdims=True)
+        if keep and len(candidates) == 1:
+            kept, best = Candidates.of(keys, low[row], row, chosen, group_size, visible)
         else:
             best = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
         if apart is not None:
