@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import GOALS
 from ..errors import ConfigError, ContextError, StoreError
 from ..report.progress import Progress
 from ..report.report import share_text, size_text
@@ -55,6 +56,7 @@ def add(verbs: Any) -> None:
     add("--prefill-chunk", metavar="N", type=positive,
         help="tokens per prefill forward (default: 1024, or all if the model requires it)")  # fmt: skip
     add("--memory", metavar="SIZE", help="memory limit: 300MiB, bytes, or a fraction of the full KV cache: 1/13")
+    add("--goal", choices=GOALS, help="with --memory: faster steps, or steps closer to full attention (default: speed)")
     add("--compare", action="store_true", help="also run DynamicCache, and print both")
     add("--save", metavar="DIR", type=Path, help="save the prefilled document as a context, for other questions")
     add("--overwrite", action="store_true", help="replace an existing context at the --save path")
@@ -109,7 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
         if opens:
             made = named_cache.open_cache(name, arguments.context, model, tokenizer, **settings)
         else:
-            made = named_cache.make_cache(name, model, **(settings if name == offloading else {}))
+            goal = {"goal": arguments.goal or "speed"}
+            made = named_cache.make_cache(name, model, **({**settings, **goal} if name == offloading else {}))
         with made as cache, bar:
             if arguments.compare:
                 console.print(f"[bold]{type(cache).__name__}")
@@ -161,6 +164,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
                 error(f"--{name} needs a cache of this library, and --cache dynamic is not one: leave it out")
     if arguments.save is not None and arguments.context is not None:
         error("--save saves the document of --prompt-file: with --context it is saved already")
+    if arguments.goal is not None and (arguments.memory is None or arguments.context is not None):
+        error("--goal needs --memory and --prompt-file: it chooses the fields of a new cache for that memory")
     if arguments.overwrite and arguments.save is None:
         error("--overwrite needs --save: name the folder with it")
 

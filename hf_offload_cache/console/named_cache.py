@@ -190,12 +190,13 @@ def make_cache(
     fields: Mapping[str, Any] | None = None,
     memory: int | str | None = None,
     max_context: int | None = None,
+    goal: str = "speed",
 ) -> Iterator[Cache]:
     """A context manager of a cache of that name, which it closes.
 
-    `memory` (bytes, "300MiB", or "1/13" of the full KV cache) is a limit for one sequence of `max_context` tokens: see
-    `OffloadCache.for_budget`. Raises `ConfigError` for an unknown name or field, and `BudgetError` if no configuration
-    fits `memory`.
+    `memory` (bytes, "300MiB", or "1/13" of the full KV cache) is a limit for one sequence of `max_context` tokens, and
+    `goal` what its fields are chosen for: see `OffloadCache.for_budget`. Raises `ConfigError` for an unknown name or
+    field, and `BudgetError` if no configuration fits `memory`.
     """
     check_fields(name, fields or {}, path, memory)
     if name == DYNAMIC:
@@ -209,7 +210,7 @@ def make_cache(
     elif max_context is None:
         raise ConfigError(f"memory={memory!r} needs max_context, the tokens it is for: give both")
     else:
-        cache = cls.for_budget(model, memory, max_context, path=path, **(fields or {}))
+        cache = cls.for_budget(model, memory, max_context, path=path, goal=goal, **(fields or {}))
     with cache:
         yield cache
 

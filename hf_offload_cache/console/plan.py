@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import OffloadConfig, parse_memory
+from ..config import GOALS, OffloadConfig, parse_memory
 from ..errors import ConfigError
 from ..registry import cache_class
 from ..report.report import size_text
@@ -43,6 +43,7 @@ def add(verbs: Any) -> None:
     add("--batch", metavar="N", type=positive, default=1, help="sequences (default: %(default)s)")
     add("--memory", metavar="SIZE",
         help="memory limit: 300MiB, bytes, or a fraction of the full KV cache: 1/13 (default: as the fields require)")
+    add("--goal", choices=GOALS, help="with --memory: faster steps, or steps closer to full attention (default: speed)")
     add("--compare", action="store_true", help="all caches side by side, each with the fields that fit it best")
     add("--measured", metavar="FILE",
         help="with --compare and --memory: the file that `tune --compare` wrote (default: the shipped table)")
@@ -64,6 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--measured {arguments.measured} needs --compare and --memory: it tells which of all caches is best at a "
             "memory limit; give both, or leave it out"
+        )
+    if arguments.goal is not None and (arguments.memory is None or arguments.compare):
+        raise ConfigError(
+            f"--goal {arguments.goal} needs --memory: it chooses one cache's fields for that memory; give both, and no "
+            "--compare, or leave it out"
         )
     if not arguments.compare:
         name = arguments.cache or named_cache.default_for(None)
@@ -110,14 +116,16 @@ def _plan(
     cls = named_cache.offloading_class(arguments.cache or named_cache.default_for(None))
     fields = resolve_engine(fields, folder)
     memory, _ = _memory(arguments, geometry)
+    missed: list[str] = []
     if memory is None:
         config = cls.config_class.load(None, fields)
     else:
-        config = cls.fit(geometry, memory, arguments.context, arguments.batch, fields)
+        goal, sizes = arguments.goal or "speed", (arguments.context, arguments.batch)
+        config, missed = cls.fit_goal(goal, geometry, memory, *sizes, fields)
     plan = cls.plan(geometry, config, arguments.context, arguments.batch)
     needs, fits = _needs(plan), _fits(plan, room)
     _print(arguments, plan, config, room)
-    notes = cls.notes(plan, config, geometry, fields)
+    notes = [*missed, *cls.notes(plan, config, geometry, fields)]
     for note in notes:
         print(f"note: {note}")
     machine = {"needs": needs, "free": room, "fits": fits, "path": folder}

@@ -113,6 +113,8 @@ def test_compare_prints_both_and_writes_json(run, tmp_path):
         (["--memory", "1/500"], "--memory is 216 bytes"),
         (["--memory", "lots"], "--memory must be bytes, a size such as '300MiB'"),
         (["--cache", "dynamic", "--memory", "1/2"], "cache 'dynamic' keeps all in memory"),
+        (["--goal", "fidelity"], "--goal needs --memory and --prompt-file"),
+        (["--goal", "best", "--memory", "1/2"], "invalid choice: 'best'"),
         (["--set", "max_context=10"], "max_context is 10 and this step would make it"),
     ],
 )
@@ -283,6 +285,25 @@ def test_plan_loads_no_weights(plan, tiny, tmp_path):
     assert {**bare["plan"], "weight_bytes": 0} == {**whole["plan"], "weight_bytes": 0}
     _, _, _, half = plan("--memory", "1/2", "--dtype", "bfloat16")
     assert half["plan"]["full_kv_bytes"] * 2 == whole["plan"]["full_kv_bytes"]
+
+
+def test_plan_for_a_goal(plan):
+    """As `for_budget` chooses; what cannot be had is a note, or an error."""
+    _, _, _, usual = plan("--memory", "1/1")
+    code, out, _, written = plan("--memory", "1/1", "--goal", "fidelity")
+    chosen = [written["config"][name] for name in ("num_selected", "remainder", "entry_bits")]
+    assert (code, chosen) == (0, [560, True, 8]) and "remainder=True" in out
+    assert [usual["config"][name] for name in ("num_selected", "remainder", "entry_bits")] == [400, False, None]
+    code, out, _, written = plan("--memory", "1/6", "--goal", "fidelity")
+    assert code == 0 and not written["config"]["remainder"]
+    assert written["notes"][0].startswith('goal="fidelity" has no room for') and f"note: {written['notes'][0]}" in out
+    for wrong, words in (
+        ((), "--goal fidelity needs --memory"),
+        (("--memory", "1/2", "--compare"), "--goal fidelity needs --memory"),
+        (("--memory", "1/2", "--cache", "spec"), "SpecCache has no fields for"),
+    ):
+        code, _, err, _ = plan("--goal", "fidelity", *wrong)
+        assert code == 2 and words in last_line(err)
 
 
 def test_plan_compares_all_caches(plan, monkeypatch):
