@@ -28,6 +28,7 @@ OWN: dict[str, Values] = {
         "summary_dtype": ("int8", "float32"),
         "rank": (16, 96),
         "adapter": ("calibrated",),
+        "entry_bits": (8,),
         "remainder": (True,),
     },
     "abstract-tree": {

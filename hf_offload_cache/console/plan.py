@@ -110,6 +110,7 @@ def _plan(
     arguments: argparse.Namespace, fields: dict[str, Any], geometry: Geometry, room: dict[str, int | None], folder: str
 ) -> tuple[dict[str, Any], bool]:
     """Print the plan of one cache. Returns values for JSON, and whether this machine has enough."""
+    from ..core.budget import fit_goal
     from ..stores.engines import resolve_engine
     from . import named_cache
 
@@ -120,8 +121,8 @@ def _plan(
     if memory is None:
         config = cls.config_class.load(None, fields)
     else:
-        goal, sizes = arguments.goal or "speed", (arguments.context, arguments.batch)
-        config, missed = cls.fit_goal(goal, geometry, memory, *sizes, fields)
+        limits = memory, arguments.context, arguments.batch
+        config, missed = fit_goal(cls, arguments.goal or "speed", geometry, limits, fields)
     plan = cls.plan(geometry, config, arguments.context, arguments.batch)
     needs, fits = _needs(plan), _fits(plan, room)
     _print(arguments, plan, config, room)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..config import OffloadConfig, parse_size
+from ..config import GOALS, OffloadConfig, parse_size
 from ..errors import BudgetError, ConfigError, shown
 from ..memory.fit import slow_blocks
 from ..memory.plan import MemoryPlan
@@ -147,3 +148,30 @@ def notes_of(plan: MemoryPlan, config: OffloadConfig, geometry: Geometry, given:
     """Notes on a plan of any method: a slower prefill, and that no cache is needed. `given`: fields the user chose."""
     slow = slow_blocks(config) if geometry.layers and "block_tokens" not in given else None
     return [note for note in (slow, plan.needless) if note is not None]
+
+
+# What a budget is planned for
+
+def fit_goal(
+    cls: Any, goal: str, geometry: Geometry, limits: tuple[int, int, int], fields: dict[str, Any]
+) -> tuple[OffloadConfig, list[str]]:
+    """The fields of a cache class for `limits` (memory, context, batch), and a note if they miss the goal.
+
+    For "speed" they are those of `cls.fit`, for "fidelity" the first of `cls.faithful` that fit and cause no shortfall
+    that the usual ones do not have. `fields` are the user's. Raises as `fit` does, and `ConfigError` for another goal,
+    or if the class has no such fields."""
+    if goal not in GOALS:
+        raise ConfigError(f"goal must be one of {', '.join(GOALS)}, got {goal!r}")
+    if goal == "speed" or fields.get("exact") or not cls.selects:
+        return cls.fit(geometry, *limits, fields), []
+    if not cls.faithful:
+        raise ConfigError(f'{cls.__name__} has no fields for goal="fidelity": use DiskSwapCache, or leave goal out')
+    usual = cls.fit(geometry, *limits, dict(fields))
+    allowed = set(cls.shortfalls(usual, geometry, fields))
+    for chosen in cls.faithful:
+        with contextlib.suppress(BudgetError):
+            config = cls.fit(geometry, *limits, {**chosen, **fields})
+            if allowed.issuperset(cls.shortfalls(config, geometry, fields)):
+                return config, []
+    needs = ", ".join(f"{name}={value}" for name, value in cls.faithful[-1].items())
+    return usual, [f'goal="fidelity" has no room for {needs}: raise memory, or lower max_context']

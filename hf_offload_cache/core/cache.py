@@ -16,10 +16,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..config import GOALS, OffloadConfig, at_least, parse_memory
+from ..config import OffloadConfig, at_least, parse_memory
 from ..contexts.open import closed_on_error, open_context
 from ..contexts.save import fork, save
-from ..errors import BudgetError, ConfigError, UnsupportedModelError
+from ..errors import UnsupportedModelError
 from ..fetch.storage import Storage
 from ..memory.fit import Search, fit_nothing, fit_stream
 from ..memory.machine import check_descriptors
@@ -32,7 +32,7 @@ from ..model.place import OwnModel, inner_model, no_place, offloaded_layers, uno
 from ..model.plain_caches import crops_all
 from ..report.report import CacheReport, StreamReport
 from ..stores.engines import resolve_engine
-from .budget import check_budget, load_config, notes_of
+from .budget import check_budget, fit_goal, load_config, notes_of
 from .contents import Contents
 from .layer import OffloadLayer
 from .layers import make_layers
@@ -378,13 +378,11 @@ class OffloadCache(Cache):
             memory: bytes, a size such as "300MiB", or a fraction of the full KV (`DynamicCache`), such as "1/13".
             max_context: tokens a sequence, generated ones included.
             max_batch: sequences, beams included.
-            goal: "speed": the method's usual steps. "fidelity": steps that are closer to full attention and take
-                longer, as far as the memory suffices; a warning says if it does not.
+            goal: "speed": usual steps; "fidelity": slower ones, closer to full attention. A warning says if none fit.
             **fields: fields of the configuration to keep as given; `fit` chooses the others.
 
         A step or a change of rows beyond these limits raises `BudgetError` and leaves the cache unchanged. Raises as
-        the constructor does, `BudgetError` with the minimum memory, and `ConfigError` for another goal, or one that the
-        method has no fields for.
+        the constructor does, `BudgetError` with the minimum memory, and `ConfigError` for a goal it has no fields for.
         """
         at_least(max_context=max_context, max_batch=max_batch)
         if (why := no_place(model)) is not None:
@@ -392,7 +390,7 @@ class OffloadCache(Cache):
         geometry = Geometry.of(model)
         fields = resolve_engine(fields, path)
         limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
-        config, missed = cls.fit_goal(goal, geometry, limit, max_context, max_batch, fields)
+        config, missed = fit_goal(cls, goal, geometry, (limit, max_context, max_batch), fields)
         plan = cls.plan(geometry, config, max_context, max_batch)
         cache = cls(model, path=path, config=config)
         with closed_on_error(cache):
@@ -447,31 +445,6 @@ class OffloadCache(Cache):
         if not geometry.layers:
             return fit_nothing(options)
         return cls.choose_exact(options) if fields.get("exact") else cls.choose_fields(options, geometry)
-
-    @classmethod
-    def fit_goal(
-        cls, goal: str, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]
-    ) -> tuple[OffloadConfig, list[str]]:
-        """As `fit`, with the first of `faithful` that fits, for the goal "fidelity", and a note if none does.
-
-        Fields fit if they cause no shortfall that the usual ones do not have. Raises as `fit` does, and `ConfigError`
-        for another goal, or if the method has no such fields."""
-        limits = memory, max_context, max_batch
-        if goal not in GOALS:
-            raise ConfigError(f"goal must be one of {', '.join(GOALS)}, got {goal!r}")
-        if goal == "speed" or fields.get("exact") or not cls.selects:
-            return cls.fit(geometry, *limits, fields), []
-        if not cls.faithful:
-            raise ConfigError(f'{cls.__name__} has no fields for goal="fidelity": use DiskSwapCache, or leave goal out')
-        usual = cls.fit(geometry, *limits, dict(fields))
-        allowed = set(cls.shortfalls(usual, geometry, fields))
-        for chosen in cls.faithful:
-            with contextlib.suppress(BudgetError):
-                config = cls.fit(geometry, *limits, {**chosen, **fields})
-                if allowed.issuperset(cls.shortfalls(config, geometry, fields)):
-                    return config, []
-        needs = ", ".join(f"{name}={value}" for name, value in cls.faithful[-1].items())
-        return usual, [f'goal="fidelity" has no room for {needs}: raise memory, or lower max_context']
 
     @classmethod
     def choose_exact(cls, search: Search[Any]) -> OffloadConfig:

@@ -23,6 +23,7 @@ from hf_offload_cache.stores import MemoryStore, aligned_empty
 FORM = RecordFormat(1, 16, 1, 16, torch.float32, 64)
 CPU = torch.device("cpu")
 CONFIG: Any = types.SimpleNamespace(
+    stored_bits=None,
     leave_together=1, num_recent=8, block_tokens=256, group_size=64, keeps_pages=False, keeps_replicas=True
 )
 

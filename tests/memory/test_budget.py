@@ -23,6 +23,7 @@ from hf_offload_cache import (
     registry,
 )
 from hf_offload_cache.config import parse_memory, parse_size
+from hf_offload_cache.core import fit_goal
 from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
 from hf_offload_cache.fetch import Prefetcher
 from hf_offload_cache.memory import MemoryAccount
@@ -296,7 +297,7 @@ def test_a_goal_chooses_fields_that_fit() -> None:
 
     def chosen(share: int, goal: str = "fidelity", **fields: Any) -> tuple[tuple[Any, ...], list[str]]:
         full = SMOL.full_kv_bytes(8192, 1)
-        config, notes = DiskSwapCache.fit_goal(goal, SMOL, full // share, 8192, 1, fields)
+        config, notes = fit_goal(DiskSwapCache, goal, SMOL, (full // share, 8192, 1), fields)
         assert isinstance(config, DiskSwapConfig)
         assert DiskSwapCache.plan(SMOL, config, 8192, 1).peak_bytes <= full // share
         return (config.num_selected, config.remainder, config.entry_bits), notes
