@@ -387,8 +387,7 @@ class OffloadCache(Cache):
         at_least(max_context=max_context, max_batch=max_batch)
         if (why := no_place(model)) is not None:
             raise UnsupportedModelError(why)
-        geometry = Geometry.of(model)
-        fields = resolve_engine(fields, path)
+        geometry, fields = Geometry.of(model), resolve_engine(fields, path)
         limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
         config, missed = fit_goal(cls, goal, geometry, (limit, max_context, max_batch), fields)
         plan = cls.plan(geometry, config, max_context, max_batch)
