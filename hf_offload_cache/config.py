@@ -30,7 +30,7 @@ def parse_size(text: str | int, name: str = "size") -> int:
 
 
 GOALS = ("fidelity", "speed")
-"""What a cache can be planned for."""
+"""Goals that a cache can be planned for."""
 MOST_JSON_BYTES = 4 * 2**20
 """Maximum size of a JSON file. Those that this library writes have some kilobytes."""
 _MOST_NESTED = 32

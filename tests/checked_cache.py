@@ -64,7 +64,7 @@ def named_tokens(history: Any, units: np.ndarray, keep: np.ndarray) -> list[np.n
 
 
 def as_stored(form: Any, both: torch.Tensor) -> torch.Tensor:
-    """Keys and values (rows, heads, T, Dk + Dv) as they come back from a record, token by token."""
+    """Keys and values (rows, heads, T, Dk + Dv) as read back from a record, token by token."""
     one, dims = dataclasses.replace(form, group_size=1), [form.key_dim, form.value_dim]
     rows, _, tokens, _ = both.shape
     entries = form.entries(*both.split(dims, 3), both.new_empty(rows, tokens, form.entry_width)).flatten(0, 1)

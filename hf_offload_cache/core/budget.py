@@ -150,7 +150,7 @@ def notes_of(plan: MemoryPlan, config: OffloadConfig, geometry: Geometry, given:
     return [note for note in (slow, plan.needless) if note is not None]
 
 
-# What a budget is planned for
+# Fields for a goal
 
 def fit_goal(
     cls: Any, goal: str, geometry: Geometry, limits: tuple[int, int, int], fields: dict[str, Any]

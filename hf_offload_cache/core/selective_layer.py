@@ -323,8 +323,8 @@ class SelectiveLayer(OffloadLayer):
             decision.close()  # frees what it has while it waits for a look that failed
 
     def choose_for(self, call: AttentionCall, visible: torch.Tensor | None) -> tuple[Choice, Estimate | None]:
-        """A step's choice, and how to estimate what it leaves out, if the step does. For several queries (candidates)
-        it is the union of their choices, up to two budgets."""
+        """A step's choice, and the function that estimates the units it drops; None: none are. For several queries
+        (candidates) it is the union of their choices, up to two budgets."""
         if call.query.shape[2] == 1:
             query = Query(call.query[:, :, 0], self.scaling, visible, self._recent_keys)
             choice = self.choose(query)

@@ -146,7 +146,7 @@ class Fetched:
     """(rows, E, entries a record, entry width): complete contents of the records in the choice's extents; valid as long
     as `entries`."""
     estimates: Estimates | None = None
-    """What the step estimates; its entries are the last ones."""
+    """The step's estimates, whose entries are the last ones; None: there are none."""
 
     def of_chosen(self, entries: np.ndarray) -> np.ndarray:
         """Values for all entries of the units, (rows, entries), reduced to those of this result, (rows, N)."""

@@ -143,7 +143,7 @@ def test_zeros_and_numbers_that_are_not_finite_in_8_bits() -> None:
     ],
 )  # fmt: skip
 def test_default_group_size_in_8_bits(heads: int, dim: int, group: int, record_bytes: int) -> None:
-    """Of SmolLM2, Gemma 3 270M, and larger models: the fewest bytes a token, within 16 KiB if four tokens are."""
+    """The fewest bytes a token, within 16 KiB if four tokens are: SmolLM2, Gemma 3 270M, and larger models."""
     form = RecordFormat.of(*pair(heads, dim, heads, dim, 1, 1, torch.bfloat16), None, 8)
     assert (form.group_size, form.record_bytes) == (group, record_bytes)
 

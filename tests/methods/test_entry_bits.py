@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: what a step attends to, what is saved and read back, and what it saves."""
+"""Keys and values in 8 bits: steps, saved contexts, crops, engines and budgets."""
 
 from __future__ import annotations
 

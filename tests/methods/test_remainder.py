@@ -114,8 +114,8 @@ def test_it_is_the_twins(kind: str, hidden: bool) -> None:
 @pytest.mark.parametrize("units", [UNITS, 7 * UNITS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_nearer_to_full_attention(kind: str, units: int) -> None:
-    """The attention error is less than a fifth of that of dropping, if values follow from keys. Of the longer history
-    the maps are fitted to a sample."""
+    """The attention error is less than a fifth of that of dropping, if values follow from keys. The maps of the
+    longer history are fitted to a sample."""
     one, (keys, values) = learned(kind, 1, units=units), keys_and_values(1, units)
     dropped = estimated = 0.0
     for seed in range(8):
@@ -140,7 +140,7 @@ def test_it_is_nearer_to_full_attention(kind: str, units: int) -> None:
 @pytest.mark.parametrize("units", [UNITS, 2 * 8 * CANDIDATES * BUDGET])
 def test_an_estimate_uses_the_rankings_scores(kind: str, units: int) -> None:
     """It is as if the units that are left were scored again, whether a step ranked all units or, of the longer
-    history, candidates. These are neither chosen nor sinks, and the best of those that are left."""
+    history, candidates. These are neither chosen nor sinks."""
     one, steps = learned(kind, 1, units=units, plain=True), 0
     for seed in range(6):
         asked = query(1, seed)

@@ -113,8 +113,8 @@ def fit_maps(
     wanted, candidates = (max(1, round((count - 1) / every)) for count in chosen)
     if wanted >= min(candidates, len(sample)):
         return None
-    asked_ = _Asked(queries, keys, form, scaling, sample, every)
-    shares = [asked_.weigh(row, wanted, candidates, visible) for row in range(rows)]
+    latest = _Asked(queries, keys, form, scaling, sample, every)
+    shares = [latest.weigh(row, wanted, candidates, visible) for row in range(rows)]
     sums = [LeastSquares(keys.rank + 1, form, keys.device) for _ in range(rows)]
     tokens = (sample[:, None] * group + np.arange(group)).ravel()
     begin = 0
@@ -124,7 +124,7 @@ def fit_maps(
             some = slice(start, min(start + _PIECE, stop))
             here = torch.from_numpy(tokens[some]).to(keys.device)
             for row in range(rows):
-                asked_.compare(row, some, block_keys[row].index_select(1, here - begin))
+                latest.compare(row, some, block_keys[row].index_select(1, here - begin))
                 seen = None if visible is None else visible[min(row, len(visible) - 1), here]
                 there, weights = here, torch.from_numpy(shares[row][:, some]).to(keys.device)
                 if seen is not None:
@@ -134,7 +134,7 @@ def fit_maps(
         begin += block_keys.shape[2]
     made = ValueMaps(form, (rows, keys.rank, queries.shape[1]), account)
     for row in range(rows):
-        made.set(row, sums[row], *asked_.mass(row))
+        made.set(row, sums[row], *latest.mass(row))
     return made
 
 
