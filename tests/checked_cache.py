@@ -70,7 +70,7 @@ def as_stored(form: Any, both: torch.Tensor) -> torch.Tensor:
     entries = form.entries(*both.split(dims, 3), both.new_empty(rows, tokens, form.entry_width)).flatten(0, 1)
     records = torch.zeros(len(entries), one.record_bytes, dtype=torch.uint8)
     one.pack(entries[:, None], one.payload(records))
-    return torch.cat(form.split(one.unpacked(records).reshape(rows, tokens, -1)), 3)
+    return torch.cat(form.split(one.unpacked(one.payload(records)).reshape(rows, tokens, -1)), 3)
 
 
 def checked(cls: type[Any]) -> type[Any]:

@@ -142,27 +142,25 @@ class View:
 
     def __init__(self, memory: torch.Tensor, rows: int, width: int, behind: int, form: Any) -> None:
         stride = width + behind
-        size = rows * stride * form.record_width
+        size, self._form, self._packed = rows * stride * form.record_width, form, []
         with torch.inference_mode(False):  # written to in any mode
             self.entries = memory[:size].view(rows, stride * form.group_size, form.entry_width)
             if form.bits is None:
-                payloads, self._unpacked = self.entries.view(rows * stride, form.payload_width), None
+                payloads = self.entries.view(rows * stride, form.payload_width)
             else:
                 packed = memory[size:].view(form.payload_dtype)[: rows * width * form.payload_width]
                 payloads, stride = packed.view(rows * width, form.payload_width), width
                 whole = self.entries[:, : width * form.group_size].unflatten(1, (width, form.group_size))
                 rows_of = zip(payloads.split(width), whole, strict=True) if width else ()
-                self._unpacked = [views for one in rows_of for views in form.unpacking(*one)]
+                self._packed = [views for one in rows_of for views in form.unpacking(*one)]
             self.payloads = ByteRows(payloads)
-        self._form = form
         self.entry_rows: ByteRows | None = None
         """`entries` as rows of one entry each, made when first needed."""
         self.target = (np.arange(rows)[:, None] * stride + np.arange(width)).reshape(-1)
 
     def unpack(self) -> None:
-        """Fill the entries from packed payloads, if they are packed."""
-        if self._unpacked is not None:
-            self._form.unpack(self._unpacked)
+        """Fill the entries from packed payloads."""
+        self._form.unpack(self._packed)
 
 
 @dataclass(frozen=True)

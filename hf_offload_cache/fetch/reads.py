@@ -249,11 +249,7 @@ class AreaReads:
                 area = self._areas.borrow(room * form.record_bytes, history.device)
                 first = self.read(history, wanted[:room], area)
                 self.fill(history, ByteRows(out), places, wanted, each, first)
-        if form.bits is None:
-            return out.view(rows, width, form.group_size, form.entry_width)
-        entries = torch.empty(rows * width, form.group_size, form.entry_width, dtype=form.dtype, device=history.device)
-        form.unpack(form.unpacking(out, entries))
-        return entries.unflatten(0, (rows, width))
+        return form.unpacked(out).view(rows, width, form.group_size, form.entry_width)
 
 
 # A predictor's probable look, read before it asks

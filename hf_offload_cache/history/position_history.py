@@ -301,7 +301,7 @@ class PositionHistory:
 
     def _entries(self, records: torch.Tensor) -> torch.Tensor:
         """Entries (rows, n G, entry_width) of raw records, which lie row after row."""
-        return self.form.unpacked(records).reshape(self.rows, -1, self.form.entry_width)
+        return self.form.unpacked(self.form.payload(records)).reshape(self.rows, -1, self.form.entry_width)
 
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return joined(self, self.length if stop is None else stop)

@@ -210,13 +210,13 @@ class RecordFormat:
         for codes, largest, heads in views:
             torch.mul(codes, largest.to(self._wide).div_(LEVELS), out=heads)
 
-    def unpacked(self, records: torch.Tensor) -> torch.Tensor:
-        """The entries (n, group_size, entry_width) of raw records (uint8, (n, record_bytes)): a view, or new if they
-        are packed."""
-        payloads, shape = self.payload(records), (len(records), self.group_size, self.entry_width)
+    def unpacked(self, payloads: torch.Tensor) -> torch.Tensor:
+        """The entries (n, group_size, entry_width) of `payloads` (n, payload_width): a view, or new if they are packed.
+        """
+        shape = len(payloads), self.group_size, self.entry_width
         if self.bits is None:
             return payloads.view(shape)
-        entries = torch.empty(shape, dtype=self.dtype, device=records.device)
+        entries = torch.empty(shape, dtype=self.dtype, device=payloads.device)
         self.unpack(self.unpacking(payloads, entries))
         return entries
 

@@ -83,10 +83,10 @@ def test_default_group_size(heads: int, dim: int, dtype: torch.dtype, group: int
 
 
 def packed(form: RecordFormat, entries: torch.Tensor) -> torch.Tensor:
-    """Raw records of entries (n, group size, entry width), in memory that held something else."""
-    records = torch.full((len(entries), form.record_bytes), 0xA5, dtype=torch.uint8)
-    form.pack(entries, form.payload(records))
-    return records
+    """Payloads of entries (n, group size, entry width), in records whose memory held something else."""
+    payloads = form.payload(torch.full((len(entries), form.record_bytes), 0xA5, dtype=torch.uint8))
+    form.pack(entries, payloads)
+    return payloads
 
 
 @settings(max_examples=80, deadline=None)
@@ -107,9 +107,9 @@ def test_entries_in_8_bits(
     size = torch.rand(3, group, 1, generator=random, dtype=torch.float64) + 0.01
     entries = (torch.randn(3, group, form.entry_width, generator=random, dtype=torch.float64) * size * scale).to(dtype)
     given_ = entries.clone()
-    records = packed(form, entries)
+    payloads = packed(form, entries)
     assert torch.equal(entries, given_)
-    back = form.unpacked(records)
+    back = form.unpacked(payloads)
     rounds = 0 if dtype.itemsize == 2 else 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(form.unpacked(packed(form, back)), back, rtol=rounds, atol=0)
     for came, went in zip(form.split(entries), form.split(back), strict=True):
