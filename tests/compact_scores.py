@@ -12,4 +12,5 @@ def scores_of(
     keys: CompactKeys, low: np.ndarray, row: int, units: np.ndarray, unit_size: int, visible: torch.Tensor | None = None
 ) -> np.ndarray:
     """(h, n, unit_size) float32: the scores of all tokens of `units` (n,) of `row`, for low-rank queries (h, ·)."""
-    return keys.scored(low, row, units, unit_size, visible).by_unit.swapaxes(1, 2)
+    scored = keys.scored(low, row, units, unit_size, visible)
+    return scored.by_unit(scored.scores()).swapaxes(1, 2)

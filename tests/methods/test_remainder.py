@@ -95,8 +95,9 @@ def test_it_is_the_twins(kind: str, hidden: bool) -> None:
         assert not set(choice.next[row]) & set(choice.units[row]) and len(set(choice.next[row])) == choice.next.shape[1]
         components = compact.components(row, torch.arange(UNITS * GROUP))
         low = torch.from_numpy(compact.low_rank_query(asked.states)[row])
-        scored = compact.scored(low.numpy(), row, np.arange(UNITS), GROUP, None).by_unit
-        scores = torch.from_numpy(scored.transpose(0, 2, 1).reshape(HEADS, -1)) * DIM**-0.5
+        scored = compact.scored(low.numpy(), row, None, GROUP, None)
+        by_unit = scored.by_unit(scored.scores())
+        scores = torch.from_numpy(by_unit.transpose(0, 2, 1).reshape(HEADS, -1)) * DIM**-0.5
         tokens = tokens_of(choice.next[row])
         if visible is not None:
             tokens = tokens[visible[row, tokens]]
@@ -137,25 +138,27 @@ def test_it_is_nearer_to_full_attention(kind: str, units: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("units", [UNITS, 2 * 8 * CANDIDATES * BUDGET])
-def test_an_estimate_uses_the_rankings_scores(kind: str, units: int) -> None:
-    """It is as if the units that are left were scored again, whether a step ranked all units or, of the longer
-    history, candidates. These are neither chosen nor sinks."""
-    one, steps = learned(kind, 1, units=units, plain=True), 0
+@pytest.mark.parametrize(
+    ("units", "budget"), [(UNITS, 2 * BUDGET), (UNITS, BUDGET), (2 * 8 * CANDIDATES * BUDGET, BUDGET)]
+)
+def test_an_estimate_uses_the_rankings_scores(kind: str, units: int, budget: int) -> None:
+    """It is as if the units that are left were scored again, whether a step scored all units with all components or,
+    of the longer histories, candidates. These are neither chosen nor sinks."""
+    one = learned(kind, 1, units=units, plain=True)
     for seed in range(6):
         asked = query(1, seed)
-        choice: Any = one.select(asked, BUDGET, False)
+        choice: Any = one.select(asked, budget, False)
         kept = one.fitted._scored
         used, anew = (one.estimate([asked], [choice.next]) for _ in range(2))
-        assert used is not None and anew is not None
+        assert kept is not None and used is not None and anew is not None
         torch.testing.assert_close(used.bias, anew.bias, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(used.entries, anew.entries, rtol=1e-4, atol=1e-4)
         assert not set(choice.next[0]) & {*choice.units[0], 0}
-        if kept is not None:
-            steps += 1
+        assert 0 <= choice.next.shape[1] - (CANDIDATES - 1) * budget <= 1  # the sinks' unit is selected, no candidate
+        assert (kept[1].groups is None) == (kind != "coded" or units <= 16 * budget)
+        if kept[1].groups is not None:
             assert set(kept[1].groups) <= {*choice.next[0], *choice.units[0]}
-            assert len(kept[1].groups) == CANDIDATES * BUDGET
-    assert steps == (6 if kind == "coded" else 0)
+            assert len(kept[1].groups) == CANDIDATES * budget
 
 
 def test_each_query_has_its_own_entries() -> None:

@@ -35,14 +35,62 @@ class Asked(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Some units of a row, scored token by token. `components` are valid until the keys' next product."""
+    """Some units of a row, scored token by token. Valid until the keys' next product."""
 
-    scores: np.ndarray
-    """(h, tokens) float32, in the order of `CompactKeys._products`; padding has the score `HIDDEN`."""
-    by_unit: np.ndarray
-    """(h, tokens of a unit, units): the same memory."""
+    products: torch.Tensor
+    """(h, tokens), of any type, in the order of `CompactKeys._products`; padding has a very small one."""
+    asked: Asked
     components: torch.Tensor
-    """(r, tokens), of any type, in the same order, without `CompactKeys.offsets`."""
+    """(leading, tokens), of any type, in the same order, without `CompactKeys.offsets`."""
+    shape: tuple[int, int, int]
+    """(h, tokens of a unit, units), or (h, units, tokens of a unit) if each unit's tokens lie together."""
+    together: bool
+    hidden: torch.Tensor | None = None
+    """(tokens,) bool, in the order of `products`: padding; None: there is none."""
+
+    def best(self) -> np.ndarray:
+        """Largest score (h, units) float32 of each unit."""
+        products, axis = self.products.view(self.shape), 2 if self.together else 1
+        if not self.together and products.is_cpu and products.dtype != torch.bfloat16:
+            largest: np.ndarray = np.maximum.reduce(products.numpy(), 1).astype(np.float32)
+        else:
+            largest = products.amax(axis).float().numpy(force=True)
+        largest *= self.asked.factor
+        largest += self.asked.constant
+        return largest
+
+    def scores(self, less: np.ndarray | None = None) -> np.ndarray:
+        """Scores (h, tokens) float32, new, in the order of `products`; minus `less` (h, 1), if given. Padding has the
+        score `HIDDEN`."""
+        scores: np.ndarray = self.products.float().numpy(force=True) * self.asked.factor
+        scores += self.asked.constant if less is None else self.asked.constant - less
+        if self.hidden is not None:
+            scores[:, self.hidden.numpy(force=True)] = HIDDEN
+        return scores
+
+    def by_unit(self, tokens: np.ndarray) -> np.ndarray:
+        """Values (h, tokens) in the order of `products`, as (h, tokens of a unit, units): the same memory."""
+        parted = tokens.reshape(self.shape)
+        return parted.swapaxes(1, 2) if self.together else parted
+
+    def of_units(self, units: np.ndarray) -> Scored:
+        """The same of some units (n,): a copy."""
+        axis = 1 if self.together else 2
+
+        def some(values: torch.Tensor) -> torch.Tensor:
+            parted = values.reshape(len(values), *self.shape[1:])
+            if values.is_cpu and values.dtype != torch.bfloat16:  # numpy finishes before torch's threads wake
+                return torch.from_numpy(parted.numpy().take(units, axis).reshape(len(values), -1))
+            return parted.index_select(axis, torch.from_numpy(units).to(values.device)).flatten(1)
+
+        hidden = None if self.hidden is None else some(self.hidden[None])[0]
+        return self._replace(products=some(self.products), components=some(self.components), hidden=hidden)
+
+
+def leading(rank: int) -> int:
+    """Number of leading components, of `rank`, from which values are estimated. The others would make estimates hardly
+    better, and a step slower."""
+    return -(-2 * rank // 3)
 
 
 def scored_at_once(tokens: int) -> int:
@@ -104,13 +152,19 @@ class CompactKeys(ABC):
         """Number of components r."""
 
     @property
+    def leading(self) -> int:
+        """Number of leading components from which values are estimated."""
+        return leading(self.rank)
+
+    @property
     def offsets(self) -> np.ndarray:
-        """(r,) float32: what stored components stand for, less the components."""
-        return np.zeros(self.rank, dtype=np.float32)
+        """(leading,) float32: what stored components stand for, less the components."""
+        return np.zeros(self.leading, dtype=np.float32)
 
     @abstractmethod
     def components(self, row: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Components (n, r) float32 of `tokens` (n,) of a row, with `offsets` added, on the keys' device."""
+        """Leading components (n, leading) float32 of `tokens` (n,) of a row, with `offsets` added, on the keys'
+        device."""
 
     @abstractmethod
     def _products(
@@ -137,42 +191,44 @@ class CompactKeys(ABC):
         """
         rows, asked = self._rows, self._asked(low, roughly)
         stored = rows.data[row] if units is None else rows.of_units(row, units, unit_size)
-        axis, heads, each = rows.axis - 1, len(low), rows.each
-        tokens, maxima = stored.shape[axis] * each, []
+        axis, each = rows.axis - 1, rows.each
+        tokens, best = stored.shape[axis] * each, []
         seen = None if visible is None else self._seen(visible, row, units, unit_size)
         block = (scored_at_once(tokens) // unit_size or 1) * unit_size
         for first in range(0, tokens, block):
             count = block if first + block <= tokens else tokens - first
             part = stored if count == tokens else stored.narrow(axis, first // each, count // each)
-            raw, _ = self._products(asked, part)
-            if seen is not None:
-                least = -(2**30) if asked.queries.dtype == torch.int8 else torch.finfo(raw.dtype).min / 2
-                raw.masked_fill_(~self._in_order(seen[first : first + count]), least)
-            maxima.append(raw.view(heads, -1, unit_size).amax(2) if each == 1 else _largest(raw.view(heads, each, -1)))
-        best: np.ndarray = (maxima[0] if len(maxima) == 1 else torch.cat(maxima, 1)).float().numpy(force=True)
-        best *= asked.factor
-        best += asked.constant
-        return best
+            shown = None if seen is None else seen[first : first + count]
+            best.append(self._scored(asked, part, unit_size, shown).best())
+        return best[0] if len(best) == 1 else np.concatenate(best, 1)
 
     def scored(
-        self, low: np.ndarray, row: int, units: np.ndarray, unit_size: int, visible: torch.Tensor | None,
+        self, low: np.ndarray, row: int, units: np.ndarray | None, unit_size: int, visible: torch.Tensor | None,
         own_memory: bool = False,
     ) -> Scored:  # fmt: skip
-        """All tokens of `units` (n,) of a row, scored by low-rank queries `low` (h, ·). `own_memory`: in new memory
-        instead of the workspace."""
-        asked, stored, memory = self._asked(low, False), self._rows.of_units(row, units, unit_size), None
+        """All tokens of `units` (n,) of a row, or of all units (None), scored by low-rank queries `low` (h, ·).
+        `own_memory`: in new memory instead of the workspace."""
+        asked, rows, memory = self._asked(low, False), self._rows, None
+        stored = rows.data[row] if units is None else rows.of_units(row, units, unit_size)
         if own_memory:
-            size = len(units) * unit_size * (self.rank + 4 * len(low))
+            size = stored.shape[rows.axis - 1] * rows.each * (self.rank + 4 * len(low))
             memory = torch.empty(size, dtype=torch.uint8, device=stored.device)
-        raw, components = self._products(asked, stored, memory)
-        scores: np.ndarray = raw.float().numpy(force=True) * asked.factor
-        scores += asked.constant
-        if visible is not None:
-            scores[:, ~self._in_order(self._seen(visible, row, units, unit_size)).numpy(force=True)] = HIDDEN
-        each, count = self._rows.each, len(units)
-        shape = (len(low), each, count) if each > 1 else (len(low), count, unit_size)
-        by_unit = scores.reshape(shape)
-        return Scored(scores, by_unit if each > 1 else by_unit.swapaxes(1, 2), components)
+        seen = None if visible is None else self._seen(visible, row, units, unit_size)
+        return self._scored(asked, stored, unit_size, seen, memory)
+
+    def _scored(
+        self, asked: Asked, stored: torch.Tensor, unit_size: int, seen: torch.Tensor | None,
+        memory: torch.Tensor | None = None,
+    ) -> Scored:  # fmt: skip
+        """The `stored` entries of complete units, scored. `seen` (n,), in token order, puts padding below all."""
+        products, components = self._products(asked, stored, memory)
+        hidden = None if seen is None else ~self._in_order(seen)
+        if hidden is not None:
+            least = -(2**30) if asked.queries.dtype == torch.int8 else torch.finfo(products.dtype).min / 2
+            products.masked_fill_(hidden, least)
+        heads, each = len(asked.queries), self._rows.each
+        shape = (heads, each, -1) if each > 1 else (heads, -1, unit_size)
+        return Scored(products, asked, components[: self.leading], shape, each == 1, hidden)
 
     def _seen(self, visible: torch.Tensor, row: int, units: np.ndarray | None, unit_size: int) -> torch.Tensor:
         """(n,) bool: the tokens of `units` of a row that are not padding, in token order."""
@@ -196,13 +252,6 @@ class CompactKeys(ABC):
     def close(self) -> None:
         """Free the memory."""
         self._rows.close()
-
-
-def _largest(products: torch.Tensor) -> torch.Tensor:
-    """Maximum of products (h, tokens of a unit, n) over each unit's tokens: (h, n)."""
-    if products.device.type != "cpu" or products.dtype == torch.bfloat16:
-        return products.amax(1)
-    return torch.from_numpy(np.maximum.reduce(products.numpy(), 1))
 
 
 # Compact keys of a few bits a component, unpacked block by block and multiplied as integers
@@ -299,12 +348,13 @@ class CodedKeys(CompactKeys):
 
     @property
     def offsets(self) -> np.ndarray:
-        return self._offsets
+        return self._offsets[: self.leading]
 
     def components(self, row: int, tokens: torch.Tensor) -> torch.Tensor:
         each, codes = self._rows.each, self._rows.data[row]
         some = codes.view(-1, each, codes.shape[1])[:, tokens % each, tokens // each]
-        return self.coding.unpacked(some).t().float() + torch.from_numpy(self._offsets).to(codes.device)
+        components = self.coding.unpacked(some)[: self.leading].t().float()
+        return components + torch.from_numpy(self.offsets).to(codes.device)
 
     def _products(
         self, asked: Asked, stored: torch.Tensor, memory: torch.Tensor | None = None
@@ -492,7 +542,7 @@ class LowRankKeys(CompactKeys):
         return self._rows.data.shape[2]
 
     def components(self, row: int, tokens: torch.Tensor) -> torch.Tensor:
-        return self._rows.data[row, tokens].float()
+        return self._rows.data[row, tokens, : self.leading].float()
 
     def _projected(self, keys: torch.Tensor) -> torch.Tensor:
         """Components (B, t, r) float32 of keys (B, Hk, t, D), in 8-bit steps if they are stored so."""

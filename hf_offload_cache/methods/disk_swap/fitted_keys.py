@@ -27,8 +27,8 @@ from .coding import (
     fitting_bytes,
     most_components,
 )
-from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank
-from .ranking import CANDIDATES, Candidates, Ranking, few_of_many, rank_among, rank_units
+from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank, leading
+from .ranking import ALL, CANDIDATES, Candidates, Ranking, few_of_many, rank_among, rank_units
 from .remainder import fit_bytes, fit_maps, mean_components, rehearse_maps
 
 # The first tokens' keys, which get exact scores: they differ from all others, and low bits clip them
@@ -201,7 +201,9 @@ class FittedKeys:
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Learner.rehearse`."""
         form, rules, rows = self.form, self.rules, self.rows
-        width, sizes = form.key_width, (context, rows, heads, form.group_size, CANDIDATES * wanted)
+        estimates = rules.remainder and context >= LEAST_TOKENS
+        most = min((ALL if estimates else CANDIDATES) * wanted, context // form.group_size)  # units scored at a time
+        width, sizes = form.key_width, (context, rows, heads, form.group_size, most)
         if rules.dtype is None:
             CodedKeys.rehearse(run, width, rules.summary_bytes or default_summary_bytes(width), *sizes)
             run.passes("fitting", prefill=coding_bytes(width, form.dtype.itemsize, rows, context))
@@ -209,9 +211,9 @@ class FittedKeys:
             rank = rules.rank or (default_rank(width) if self.adapter is None else self.adapter.shape[1])
             LowRankKeys.rehearse(run, width, min(width, rank), rules.dtype, *sizes)
             run.passes("fitting", prefill=fitting_bytes(width, rows))
-        if rules.remainder and context >= LEAST_TOKENS:
+        if estimates:
             rank = most_components(width) if rules.dtype is None else min(width, rank)
-            rehearse_maps(run, form, (rows, rank, heads), context, CANDIDATES * wanted)
+            rehearse_maps(run, form, (rows, leading(rank), heads), context, CANDIDATES * wanted)
         if rules.num_sinks:
             SinkKeys(form, rows, rules.num_sinks, torch.device("cpu"), run, np.zeros(rows, dtype=np.int64))
 
@@ -293,7 +295,7 @@ class FittedKeys:
         shared, form, keys = self._shared, self.form, self.keys
         assert keys is not None
         stored = (lambda: iter(sealed.parts)) if sealed.fresh == sealed.tokens else sealed.stored
-        wanted, sizes = shared.wanted(sealed.tokens), (self.rows, keys.rank, queries.shape[1])
+        wanted, sizes = shared.wanted(sealed.tokens), (self.rows, keys.leading, queries.shape[1])
         with shared.account.holding("fitting", fit_bytes(form, *sizes, sealed.tokens)):
             chosen = wanted, CANDIDATES * wanted
             self.maps = fit_maps(keys, stored, form, queries, self.scaling, chosen, visible, shared.account)
@@ -343,10 +345,9 @@ class FittedKeys:
         mass = np.full((rows, heads, count), -np.inf, dtype=np.float32)
         values = np.zeros((rows, heads, count, form.value_dim), dtype=np.float32)
         if latest is not None and latest[0] is queries[0] and count == 1 and units[0].size:
-            groups, scored, top = latest[1]  # all but the chosen ones are left
-            chosen = np.ones(groups.size, dtype=bool)
-            chosen[groups.searchsorted(units[0][0])] = False
-            mass[0, :, 0], components = mean_components(scored, keys.offsets, chosen, top)
+            groups, scored, top = latest[1]
+            left = units[0][0] if groups is None else groups.searchsorted(units[0][0])
+            mass[0, :, 0], components = mean_components(scored.of_units(left), keys.offsets, top)
             values[0, :, 0] = maps.values(0, components)
             return placed(mass, maps.log_ratio, values, form, queries[0].states.device)
         for at, (query, left) in enumerate(zip(queries, units, strict=True)):
@@ -445,5 +446,5 @@ class FittedKeys:
                 tree["sinks"], form, self.rows, units * form.group_size, shared.account
             )
         if self.keys is not None and tree["maps"] is not None and self.rules.remainder:
-            self.maps = ValueMaps.restore(tree["maps"], form, self.rows, self.keys.rank, shared.account)
+            self.maps = ValueMaps.restore(tree["maps"], form, self.rows, self.keys.leading, shared.account)
         self.adapter, self.fitted_at, self.longest_piece = (tree[name] for name in self.STATE.entries)

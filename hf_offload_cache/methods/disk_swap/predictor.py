@@ -96,12 +96,12 @@ class LowRankPredictor(Predictor):
             return _best(importance, budget)
         self._since = self._phase % STEPS if self._latest is None else 0
         self._latest, self._beyond = importance, ranking.beyond
-        if ranking.candidates is None:
+        candidates = None if ranking.candidates is None else ranking.candidates.groups
+        if candidates is None:
             return _best(importance, budget, None if self.fitted.maps is None else CANDIDATES * budget)
-        choice, groups = _best(importance, budget), ranking.candidates.groups
-        left = np.ones(importance.shape[1], dtype=bool)
+        choice, left = _best(importance, budget), np.ones(importance.shape[1], dtype=bool)
         left[choice.units[0]] = False
-        return replace(choice, next=groups[left[groups]][None])
+        return replace(choice, next=candidates[left[candidates]][None])
 
     def estimate(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
         """As `Predictor.estimate`."""

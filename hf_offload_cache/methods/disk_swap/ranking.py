@@ -16,6 +16,9 @@ CANDIDATES = 4
 """Candidates for each selected group: a rough pass hands so many to the precise one, and a guess ranks only so many."""
 _FEW = 8
 """Groups for each candidate from which on a rough pass comes first."""
+ALL = 16
+"""Groups for each selected one up to which all are scored with all components, if scores are kept. A rough pass, and
+then one of the candidates, would take longer."""
 STEPS = 4
 """Steps from one ranking of all groups to the next, if few of many are selected. Steps in between rank candidates."""
 _NOTHING = np.float32(-1e30)
@@ -25,20 +28,20 @@ _NOTHING = np.float32(-1e30)
 class Candidates(NamedTuple):
     """Groups of one row, scored token by token. Valid until the keys' next product."""
 
-    groups: np.ndarray
-    """(n,), ascending."""
+    groups: np.ndarray | None
+    """(n,), ascending; None: all."""
     scored: Scored
     top: np.ndarray
     """(h, 1) float32: each head's largest score of them."""
 
     @classmethod
     def of(
-        cls, keys: CompactKeys, low: np.ndarray, row: int, groups: np.ndarray, group_size: int,
+        cls, keys: CompactKeys, low: np.ndarray, row: int, groups: np.ndarray | None, group_size: int,
         visible: torch.Tensor | None,
     ) -> tuple[Self, np.ndarray]:  # fmt: skip
         """Score `groups` of a row by low-rank queries `low` (h, ·); and each one's largest score, (h, n)."""
         scored = keys.scored(low, row, groups, group_size, visible)
-        best = np.maximum.reduce(scored.by_unit, 1)
+        best = scored.best()
         return cls(groups, scored, np.maximum.reduce(best, 1, keepdims=True)), best
 
 
@@ -77,9 +80,9 @@ def rank_units(
     then takes the group's maximum. Here each head takes its own maximum, then a softmax over all groups and the exact
     tokens, and importance sums that over heads. So heads with large raw scores do not drown the others.
 
-    If few of many groups are selected, or candidates are to be kept, a rough pass finds `CANDIDATES` times as many, and
-    only these are scored with all components. An estimate of the mass of all a group's tokens was hardly better on
-    text, and made a step 1/10 slower.
+    If few of many groups are selected, a rough pass finds `CANDIDATES` times as many, and only these are scored with
+    all components. If scores are to be kept, it does so from `ALL` groups for each selected one. An estimate of the
+    mass of all a group's tokens was hardly better on text, and made a step 1/10 slower.
 
     The keys' device computes scores and their maxima, a row at a time. The rest is small, so numpy does it on the host,
     where each of ten operations costs a few microseconds instead of waking torch's threads.
@@ -89,18 +92,21 @@ def rank_units(
         exact: (B, H, t) float32, scaled exact scores of the sinks and the tail, which share the softmax but are not
             ranked.
         apart: (B, n), groups that contain sinks: they rank below all others, and their other tokens do not count.
-        keep: return the candidates' scores, for an estimate of those that are not selected.
+        keep: return the scores of a single row, for an estimate of what is not selected.
     """
     low = keys.low_rank_query(query)
     low *= np.float32(scaling)
     rows, groups = low.shape[0], keys.tokens // group_size
     count = min(CANDIDATES * wanted, groups - (0 if apart is None else apart.shape[1]))
     few, keep = few_of_many(wanted, groups), keep and rows == 1
-    rough, candidates = keys.has_rough_form and (few or (keep and 2 * count <= groups)), None
+    rough, candidates = keys.has_rough_form and (few or (keep and groups > ALL * wanted)), None
     importance = np.empty((rows, groups), dtype=np.float32)
     beyond = np.empty((rows, low.shape[1]), dtype=np.float32) if rough and few else None
     for row in range(rows):
-        best = keys.best_of_units(low[row], row, group_size, visible, rough)
+        if keep and not rough:
+            candidates, best = Candidates.of(keys, low[row], row, None, group_size, visible)
+        else:
+            best = keys.best_of_units(low[row], row, group_size, visible, rough)
         excluded, last = None if apart is None else apart[row], None if exact is None else exact[row]
         if excluded is not None:
             best[:, excluded] = _NOTHING

@@ -39,21 +39,19 @@ def rehearse_maps(run: DryRun, form: RecordFormat, sizes: tuple[int, int, int], 
 # A step's estimate
 
 def mean_components(
-    scored: Scored, offsets: np.ndarray, without: np.ndarray | None = None, top: np.ndarray | None = None
+    scored: Scored, offsets: np.ndarray, top: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The logarithm (h,) float32 of the sum of exp(score) over all tokens that are `scored` but those of the units
-    `without` (n,) bool, and the mean of their components (h, r) float32, by weights exp(score).
+    """The logarithm (h,) float32 of the sum of exp(score) over all tokens that are `scored`, and the mean of their
+    leading components (h, leading) float32, by weights exp(score).
 
-    Changes the scores. If there is no token but padding, the logarithm is -inf. `top` (h, 1): the largest score of
-    each head; what is below it by 80 is negligible."""
-    scores = scored.scores
+    If there is no token but padding, the logarithm is -inf. `top` (h, 1): the largest score of each head; what is below
+    it by 80 is negligible."""
+    weights = scored.scores(less=top)
     if top is None:
-        top = np.maximum.reduce(scores, 1, keepdims=True)
-    scores -= top
-    weights = np.exp(np.maximum(scores, np.float32(-80), out=scores), out=scores)
-    if without is not None:
-        scored.by_unit[:, :, without] = 0
-    total = np.maximum(np.add.reduce(weights, 1, keepdims=True), np.float32(1e-30))
+        top = np.maximum.reduce(weights, 1, keepdims=True)
+        weights -= top
+    np.exp(np.maximum(weights, np.float32(-80), out=weights), out=weights)
+    total = np.add.reduce(weights, 1, keepdims=True)
     mean = _weighted(scored.components, weights)
     mean /= total
     mean += offsets
@@ -115,7 +113,7 @@ def fit_maps(
         return None
     latest = _Asked(queries, keys, form, scaling, sample, every)
     shares = [latest.weigh(row, wanted, candidates, visible) for row in range(rows)]
-    sums = [LeastSquares(keys.rank + 1, form, keys.device) for _ in range(rows)]
+    sums = [LeastSquares(keys.leading + 1, form, keys.device) for _ in range(rows)]
     tokens = (sample[:, None] * group + np.arange(group)).ravel()
     begin = 0
     for block_keys, block_values in stored():
@@ -132,7 +130,7 @@ def fit_maps(
                 values = block_values[row].index_select(1, there - begin).float()
                 sums[row].add(keys.components(row, there), values, weights)
         begin += block_keys.shape[2]
-    made = ValueMaps(form, (rows, keys.rank, queries.shape[1]), account)
+    made = ValueMaps(form, (rows, keys.leading, queries.shape[1]), account)
     for row in range(rows):
         made.set(row, sums[row], *latest.mass(row))
     return made
@@ -174,8 +172,8 @@ class _Asked:
             part = slice(first, min(count, first + piece))
             low = self._keys.low_rank_query(self._states[row, part]) * np.float32(self._scaling)
             low = low.reshape(-1, low.shape[-1])
-            scores = self._keys.scored(low, row, self._units, group, visible, own_memory=True).by_unit
-            scores = scores.reshape(-1, heads, group, units)
+            scored = self._keys.scored(low, row, self._units, group, visible, own_memory=True)
+            scores = scored.by_unit(scored.scores()).reshape(-1, heads, group, units)
             hidden = self._hidden[part, None, None]
             np.copyto(scores[..., 1:], HIDDEN, where=hidden)
             top = np.maximum(scores.max((2, 3), keepdims=True), -1e29)
