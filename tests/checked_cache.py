@@ -110,7 +110,11 @@ def checked(cls: type[Any]) -> type[Any]:
             assert (inside[:, :-1] >= inside[:, 1:]).all() and ((np.diff(units) > 0) | ~inside[:, 1:]).all()
             places = fetched.of_chosen(history.positions(units))
             valid = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
-            keys, values = history.form.split(fetched.entries)
+            entries, estimates = fetched.entries, fetched.estimates
+            if estimates is not None:
+                entries, last = entries.tensor_split([entries.shape[1] - estimates.entries.shape[1]], 1)
+                assert torch.equal(last, estimates.entries)
+            keys, values = history.form.split(entries)
             assert self.came is not None and self.came.shape[2] == self.length
             came = self.rows.fold(self.came)
             stored = came if history.form.bits is None else as_stored(history.form, came)

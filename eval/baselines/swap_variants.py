@@ -58,6 +58,7 @@ class RandomSwapCache(DiskSwapCache):
     """Attends to the first tokens, the latest ones, and groups drawn at random."""
 
     layer_class: ClassVar[type[OffloadLayer]] = RandomSwapLayer
+    goals = DiskSwapCache.goals._replace(usual="speed")
 
     def read_ahead(self, layer: SelectiveLayer, output: torch.Tensor) -> None:
         """Reads nothing."""
@@ -72,6 +73,7 @@ class PaperSwapConfig(DiskSwapConfig):
 
     summary_dtype: str | None = "int8"
     look_ahead: bool | None = True
+    remainder: bool = False
 
 
 class PaperKeys(FittedKeys):
@@ -123,6 +125,7 @@ class PaperSwapCache(DiskSwapCache):
 
     config_class: ClassVar[type[OffloadConfig]] = PaperSwapConfig
     layer_class: ClassVar[type[OffloadLayer]] = PaperSwapLayer
+    goals = DiskSwapCache.goals._replace(usual="speed")
 
     def prepare(self, model: Any) -> None:
         super().prepare(model)

@@ -56,7 +56,8 @@ def add(verbs: Any) -> None:
     add("--prefill-chunk", metavar="N", type=positive,
         help="tokens per prefill forward (default: 1024, or all if the model requires it)")  # fmt: skip
     add("--memory", metavar="SIZE", help="memory limit: 300MiB, bytes, or a fraction of the full KV cache: 1/13")
-    add("--goal", choices=GOALS, help="with --memory: faster steps, or steps closer to full attention (default: speed)")
+    add("--goal", choices=GOALS,
+        help="with --memory: steps closer to full attention, or faster ones (default: fidelity, if that fits)")
     add("--compare", action="store_true", help="also run DynamicCache, and print both")
     add("--save", metavar="DIR", type=Path, help="save the prefilled document as a context, for other questions")
     add("--overwrite", action="store_true", help="replace an existing context at the --save path")
@@ -111,8 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
         if opens:
             made = named_cache.open_cache(name, arguments.context, model, tokenizer, **settings)
         else:
-            goal = {"goal": arguments.goal or "speed"}
-            made = named_cache.make_cache(name, model, **({**settings, **goal} if name == offloading else {}))
+            own = {**settings, "goal": arguments.goal} if name == offloading else {}
+            made = named_cache.make_cache(name, model, **own)
         with made as cache, bar:
             if arguments.compare:
                 console.print(f"[bold]{type(cache).__name__}")

@@ -190,7 +190,7 @@ def make_cache(
     fields: Mapping[str, Any] | None = None,
     memory: int | str | None = None,
     max_context: int | None = None,
-    goal: str = "speed",
+    goal: str | None = None,
 ) -> Iterator[Cache]:
     """A context manager of a cache of that name, which it closes.
 

@@ -43,7 +43,8 @@ def add(verbs: Any) -> None:
     add("--batch", metavar="N", type=positive, default=1, help="sequences (default: %(default)s)")
     add("--memory", metavar="SIZE",
         help="memory limit: 300MiB, bytes, or a fraction of the full KV cache: 1/13 (default: as the fields require)")
-    add("--goal", choices=GOALS, help="with --memory: faster steps, or steps closer to full attention (default: speed)")
+    add("--goal", choices=GOALS,
+        help="with --memory: steps closer to full attention, or faster ones (default: fidelity, if that fits)")
     add("--compare", action="store_true", help="all caches side by side, each with the fields that fit it best")
     add("--measured", metavar="FILE",
         help="with --compare and --memory: the file that `tune --compare` wrote (default: the shipped table)")
@@ -110,7 +111,7 @@ def _plan(
     arguments: argparse.Namespace, fields: dict[str, Any], geometry: Geometry, room: dict[str, int | None], folder: str
 ) -> tuple[dict[str, Any], bool]:
     """Print the plan of one cache. Returns values for JSON, and whether this machine has enough."""
-    from ..core.budget import fit_goal
+    from ..core.budget import missed_goal
     from ..stores.engines import resolve_engine
     from . import named_cache
 
@@ -121,8 +122,8 @@ def _plan(
     if memory is None:
         config = cls.config_class.load(None, fields)
     else:
-        limits = memory, arguments.context, arguments.batch
-        config, missed = fit_goal(cls, arguments.goal or "speed", geometry, limits, fields)
+        config = cls.fit(geometry, memory, arguments.context, arguments.batch, fields, arguments.goal)
+        missed = missed_goal(cls, arguments.goal, config, fields)
     plan = cls.plan(geometry, config, arguments.context, arguments.batch)
     needs, fits = _needs(plan), _fits(plan, room)
     _print(arguments, plan, config, room)

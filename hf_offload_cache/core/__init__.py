@@ -3,8 +3,8 @@
 from ..config import SelectiveConfig as SelectiveConfig
 from ..predictors.summaries import SummaryPredictor as SummaryPredictor
 from .budget import FORMAT as FORMAT
-from .budget import fit_goal as fit_goal
 from .budget import load_config as load_config
+from .budget import missed_goal as missed_goal
 from .budget import nearest as nearest
 from .cache import OffloadCache as OffloadCache
 from .filling import Filling as Filling

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..config import GOALS, OffloadConfig, parse_size
 from ..errors import BudgetError, ConfigError, shown
-from ..memory.fit import slow_blocks
+from ..memory.fit import fit_nothing, slow_blocks
 from ..memory.plan import MemoryPlan
 from ..model.fingerprint import fingerprint
 from ..model.geometry import Geometry
+from .plan import search
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -150,28 +152,67 @@ def notes_of(plan: MemoryPlan, config: OffloadConfig, geometry: Geometry, given:
     return [note for note in (slow, plan.needless) if note is not None]
 
 
-# Fields for a goal
+# Fields for a budget
+
+_NEEDLES = 0.01
+"""Difference of `Goals.lost` that counts."""
+
+
+class Goals(NamedTuple):
+    """The fields that a cache class chooses for the goals of a budget; others are chosen to fit."""
+
+    faithful: tuple[dict[str, Any], ...] = ()
+    """For "fidelity" the first of these that fit, cause no shortfall that `quick` does not have, and have not `lost`
+    more needles; otherwise `quick`."""
+    quick: Mapping[str, Any] = MappingProxyType({})
+    """For "speed"."""
+    lost: Callable[[Any, Geometry], float] = lambda config, geometry: 0.0
+    """The share of needles that a configuration loses, as measured."""
+    usual: str = "speed"
+    """The goal of a budget for which none is given. Unlike a given one, it selects at most half of a context."""
+
 
 def fit_goal(
-    cls: Any, goal: str, geometry: Geometry, limits: tuple[int, int, int], fields: dict[str, Any]
-) -> tuple[OffloadConfig, list[str]]:
-    """The fields of a cache class for `limits` (memory, context, batch), and a note if they miss the goal.
-
-    For "speed" they are those of `cls.fit`, for "fidelity" the first of `cls.faithful` that fit and cause no shortfall
-    that the usual ones do not have. `fields` are the user's. Raises as `fit` does, and `ConfigError` for another goal,
-    or if the class has no such fields."""
-    if goal not in GOALS:
+    cls: Any, goal: str | None, geometry: Geometry, limits: tuple[int, int, int], fields: dict[str, Any]
+) -> OffloadConfig:
+    """The fields of a cache class for `limits` (memory, context, batch) and a goal. Raises as `OffloadCache.fit`."""
+    if goal is not None and goal not in GOALS:
         raise ConfigError(f"goal must be one of {', '.join(GOALS)}, got {goal!r}")
-    if goal == "speed" or fields.get("exact") or not cls.selects:
-        return cls.fit(geometry, *limits, fields), []
-    if not cls.faithful:
+    if fields.get("exact") or not cls.selects:
+        return _fit(cls, geometry, limits, fields, {})
+    goals: Goals = cls.goals
+    if goal == "fidelity" and not goals.faithful:
         raise ConfigError(f'{cls.__name__} has no fields for goal="fidelity": use DiskSwapCache, or leave goal out')
-    usual = cls.fit(geometry, *limits, dict(fields))
-    allowed = set(cls.shortfalls(usual, geometry, fields))
-    for chosen in cls.faithful:
+    quick = _fit(cls, geometry, limits, fields, goals.quick)
+    allowed = set(cls.shortfalls(quick, geometry, fields))
+    for faithful in () if (goal or goals.usual) == "speed" else goals.faithful:
+        if goal is None and 2 * ({**faithful, **fields}.get("num_selected") or 0) > limits[1]:
+            continue
         with contextlib.suppress(BudgetError):
-            config = cls.fit(geometry, *limits, {**chosen, **fields})
-            if allowed.issuperset(cls.shortfalls(config, geometry, fields)):
-                return config, []
-    needs = ", ".join(f"{name}={value}" for name, value in cls.faithful[-1].items())
-    return usual, [f'goal="fidelity" has no room for {needs}: raise memory, or lower max_context']
+            config = _fit(cls, geometry, limits, fields, faithful)
+            loses = goals.lost(config, geometry) > goals.lost(quick, geometry) + _NEEDLES
+            if not loses and allowed.issuperset(cls.shortfalls(config, geometry, fields)):
+                return config
+    return quick
+
+
+def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[str, Any]) -> list[str]:
+    """A note if `config`, fitted with `fields`, does not have those of `goal`."""
+    if goal != "fidelity" or not cls.goals.faithful or config.exact:
+        return []
+    own = [{name: value for name, value in chosen.items() if name not in fields} for chosen in cls.goals.faithful]
+    if any(all(getattr(config, name) == value for name, value in chosen.items()) for chosen in own):
+        return []
+    needs = ", ".join(f"{name}={value}" for name, value in cls.goals.faithful[-1].items())
+    return [f'goal="fidelity" has no room for {needs}: raise memory, or lower max_context']
+
+
+def _fit(
+    cls: Any, geometry: Geometry, limits: tuple[int, int, int], fields: dict[str, Any], of_goal: Mapping[str, Any]
+) -> OffloadConfig:
+    """The fields that `cls` chooses beside the user's `fields` and those `of_goal`."""
+    options = search(cls.config_class, cls.plan, geometry, limits, fields, of_goal, cls.layer_class.heads_apart)
+    if not geometry.layers:
+        return fit_nothing(options)
+    config: OffloadConfig = cls.choose_exact(options) if fields.get("exact") else cls.choose_fields(options, geometry)
+    return config

@@ -21,7 +21,7 @@ from ..contexts.open import closed_on_error, open_context
 from ..contexts.save import fork, save
 from ..errors import UnsupportedModelError
 from ..fetch.storage import Storage
-from ..memory.fit import Search, fit_nothing, fit_stream
+from ..memory.fit import Search, fit_stream
 from ..memory.machine import check_descriptors
 from ..memory.plan import MemoryPlan, Planned
 from ..model import attach
@@ -32,11 +32,11 @@ from ..model.place import OwnModel, inner_model, no_place, offloaded_layers, uno
 from ..model.plain_caches import crops_all
 from ..report.report import CacheReport, StreamReport
 from ..stores.engines import resolve_engine
-from .budget import check_budget, fit_goal, load_config, notes_of
+from .budget import Goals, check_budget, fit_goal, load_config, missed_goal, notes_of
 from .contents import Contents
 from .layer import OffloadLayer
 from .layers import make_layers
-from .plan import plan_cache, search
+from .plan import plan_cache
 from .read_only import refuse_copy, refuse_layers, refuse_pickle
 from .reporting import report_of
 from .shared import Shared, shut_down
@@ -66,8 +66,8 @@ class OffloadCache(Cache):
 
     config_class: ClassVar[type[OffloadConfig]] = OffloadConfig
     layer_class: ClassVar[type[OffloadLayer]] = OffloadLayer
-    faithful: ClassVar[tuple[dict[str, Any], ...]] = ()
-    """Fields of `goal="fidelity"`, those closest to full attention first."""
+    goals: ClassVar[Goals] = Goals()
+    """The fields that `goal` of a budget stands for."""
     selects: ClassVar[bool] = False
     """Whether steps select, unless the configuration is exact."""
 
@@ -370,7 +370,7 @@ class OffloadCache(Cache):
     @classmethod
     def for_budget(
         cls, model: Any, memory: int | str, max_context: int, max_batch: int = 1,
-        path: str | Path | None = None, *, goal: str = "speed", **fields: Any,
+        path: str | Path | None = None, *, goal: str | None = None, **fields: Any,
     ) -> Self:  # fmt: skip
         """The best cache that never uses more than `memory` for up to `max_batch` sequences of `max_context` tokens.
 
@@ -378,7 +378,8 @@ class OffloadCache(Cache):
             memory: bytes, a size such as "300MiB", or a fraction of the full KV (`DynamicCache`), such as "1/13".
             max_context: tokens a sequence, generated ones included.
             max_batch: sequences, beams included.
-            goal: "speed": usual steps; "fidelity": slower ones, closer to full attention. A warning says if none fit.
+            goal: "fidelity": steps closer to full attention, with a warning if they do not fit; "speed": faster ones;
+                None: the class's usual goal, if that fits.
             **fields: fields of the configuration to keep as given; `fit` chooses the others.
 
         A step or a change of rows beyond these limits raises `BudgetError` and leaves the cache unchanged. Raises as
@@ -389,11 +390,11 @@ class OffloadCache(Cache):
             raise UnsupportedModelError(why)
         geometry, fields = Geometry.of(model), resolve_engine(fields, path)
         limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
-        config, missed = fit_goal(cls, goal, geometry, (limit, max_context, max_batch), fields)
+        config = cls.fit(geometry, limit, max_context, max_batch, fields, goal)
         plan = cls.plan(geometry, config, max_context, max_batch)
         cache = cls(model, path=path, config=config)
         with closed_on_error(cache):
-            for note in [*missed, *cls.notes(plan, config, geometry, fields)]:
+            for note in [*missed_goal(cls, goal, config, fields), *cls.notes(plan, config, geometry, fields)]:
                 cache.warn(note)
         return cache
 
@@ -433,17 +434,15 @@ class OffloadCache(Cache):
 
     @classmethod
     def fit(
-        cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]
-    ) -> OffloadConfig:
+        cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any],
+        goal: str | None = None,
+    ) -> OffloadConfig:  # fmt: skip
         """The best configuration within `memory` bytes for `max_batch` sequences of `max_context` tokens.
 
-        `fields` are the user's and are kept. Raises `BudgetError` with the minimum memory, and `ConfigError`.
+        `fields` are the user's and are kept. The others are for `goal`: see `Goals`. Raises `BudgetError` with the
+        minimum memory, and `ConfigError`.
         """
-        limits = memory, max_context, max_batch
-        options = search(cls.config_class, cls.plan, geometry, limits, fields, cls.layer_class.heads_apart)
-        if not geometry.layers:
-            return fit_nothing(options)
-        return cls.choose_exact(options) if fields.get("exact") else cls.choose_fields(options, geometry)
+        return fit_goal(cls, goal, geometry, (memory, max_context, max_batch), fields)
 
     @classmethod
     def choose_exact(cls, search: Search[Any]) -> OffloadConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,11 +137,12 @@ def search(
     geometry: Geometry,
     limits: tuple[int, int, int],
     fields: dict[str, Any],
+    of_goal: Mapping[str, Any],
     heads_apart: bool,
 ) -> Search:
     """The search for fields within a budget (see `Search`); `plan`: the cache class's; `limits`: memory, context and
     batch."""
-    settings = config_class.load(None, fields)  # reports wrong fields before budgets
+    settings = config_class.load(None, {**of_goal, **fields})  # reports wrong fields before budgets
     forms = {kind.form for kind, _ in layer_kinds(geometry, settings, 1, heads_apart)}
     records = [(form.record_bytes, form.group_size) for form in forms]
     full = geometry.full_kv_bytes(*limits[1:])
@@ -149,4 +150,4 @@ def search(
     def peak_of(config: OffloadConfig) -> int:
         return plan(geometry, config, *limits[1:]).peak_bytes
 
-    return Search(config_class, peak_of, records, *limits, dict(fields), full)
+    return Search(config_class, peak_of, records, *limits, {**of_goal, **fields}, full, frozenset(fields))

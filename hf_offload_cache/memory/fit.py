@@ -23,12 +23,14 @@ LEAST_RECENT, SHORT_TAIL = 4, 16
 
 @dataclass
 class Search(Generic[Config]):
-    """A search for fields that fit a budget. It allocates nothing. `fields` are the user's and never change.
+    """A search for fields that fit a budget. It allocates nothing. `fields` are the user's or a goal's, and never
+    change.
 
     Attributes:
         peak_of: maximum bytes in use with a configuration, from the cache's plan.
         records: (bytes, tokens) of a record, for each kind of layer.
         full_kv_bytes: size of the full KV (`DynamicCache`).
+        given: names of the user's fields.
     """
 
     config_class: type[Config]
@@ -39,15 +41,16 @@ class Search(Generic[Config]):
     max_batch: int
     fields: dict[str, Any]
     full_kv_bytes: int
+    given: frozenset[str]
     _peaks: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     def config(self, chosen: dict[str, Any]) -> Config:
-        """The configuration of the `chosen` fields, overridden by the user's, with its limits. Raises `ConfigError`."""
+        """The configuration of the `chosen` fields, overridden by `fields`, with its limits. Raises `ConfigError`."""
         limits = {"memory": self.memory, "max_context": self.max_context, "max_batch": self.max_batch}
         return self.config_class.load(None, {**chosen, **self.fields, **limits})
 
     def peak(self, chosen: dict[str, Any]) -> int:
-        """Maximum bytes in use with the `chosen` fields, overridden by the user's. Each choice is planned once."""
+        """Maximum bytes in use with the `chosen` fields, overridden by `fields`. Each choice is planned once."""
         key = repr(sorted({**chosen, **self.fields}.items()))
         if key not in self._peaks:
             self._peaks[key] = self.peak_of(self.config(chosen))
@@ -159,7 +162,7 @@ class Search(Generic[Config]):
     def refusal(self, needed: int) -> BudgetError:
         """The error for a budget below `needed` bytes, the minimum. That number is enough as `memory`, and so is the
         rounded size printed after it."""
-        given = ", ".join(f"{name}={value!r}" for name, value in self.fields.items())
+        given = ", ".join(f"{name}={value!r}" for name, value in self.fields.items() if name in self.given)
         advice = "raise memory, or lower max_context or max_batch"
         if given:
             given, advice = f" with {given}", f"{advice}, or leave fields to the planner"

@@ -289,11 +289,10 @@ def test_plan_loads_no_weights(plan, tiny, tmp_path):
 
 def test_plan_for_a_goal(plan):
     """As `for_budget` chooses; what cannot be had is a note, or an error."""
-    _, _, _, usual = plan("--memory", "1/1")
-    code, out, _, written = plan("--memory", "1/1", "--goal", "fidelity")
-    chosen = [written["config"][name] for name in ("num_selected", "remainder", "entry_bits")]
-    assert (code, chosen) == (0, [560, True, 8]) and "remainder=True" in out
-    assert [usual["config"][name] for name in ("num_selected", "remainder", "entry_bits")] == [400, False, None]
+    for goal, expected in ((), [560, True, 8]), (("fidelity",), [560, True, 8]), (("speed",), [400, False, None]):
+        code, out, _, written = plan("--memory", "1/1", *(("--goal", *goal) if goal else ()))
+        chosen = [written["config"][name] for name in ("num_selected", "remainder", "entry_bits")]
+        assert (code, chosen) == (0, expected) and ("remainder=False" in out) == (goal == ("speed",))
     code, out, _, written = plan("--memory", "1/6", "--goal", "fidelity")
     assert code == 0 and not written["config"]["remainder"]
     assert written["notes"][0].startswith('goal="fidelity" has no room for') and f"note: {written['notes'][0]}" in out

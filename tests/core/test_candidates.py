@@ -57,7 +57,11 @@ def combined() -> Iterator[Combined]:
         query, groups = call.query[0], call.query.shape[1] // keys.shape[1]
         scores = query @ keys[0, :, places].repeat_interleave(groups, 0).transpose(1, 2) * call.scaling
         scores = scores.masked_fill(places > own[:, None], float("-inf"))
-        expected = scores.softmax(-1) @ values[0, :, places].repeat_interleave(groups, 0)
+        attended = values[0, :, places]
+        if fetched.estimates is not None:  # its entries have keys of zeros, and are the last ones
+            scores = torch.cat([scores, fetched.estimates.bias[0]], -1)
+            attended = torch.cat([attended, layer.history.form.split(fetched.estimates.entries)[1][0]], 1)
+        expected = scores.softmax(-1) @ attended.repeat_interleave(groups, 0)
         torch.testing.assert_close(output[0], expected.transpose(0, 1), rtol=1e-4, atol=1e-5)
         seen.queries.append(count)
         seen.units.append(choice.units.shape[1])
@@ -227,7 +231,8 @@ def test_a_budget_is_kept_by_verifications_too(fields: dict[str, Any]) -> None:
     """Steps of one query and of many stay within the plan; a union beyond a staging area is read in parts."""
     sizes = {"num_key_value_heads": 4, "hidden_size": 256, "num_attention_heads": 8}
     model = long_fresh("llama", max_position_embeddings=4096, **sizes)
-    fields = {"num_selected": 400, "num_recent": 32, "look_ahead": True, "write_queue": "64KiB", "rank": 16, **fields}
+    usual = {"num_selected": 400, "num_recent": 32, "look_ahead": True, "write_queue": "64KiB", "rank": 16}
+    fields = {**usual, "remainder": False, **fields}  # with estimates, the wider view is most of what is planned
     plan = DiskSwapCache.plan(Geometry.of(model), DiskSwapConfig(block_tokens=64, **fields), 3200, 1)
     limits = {"memory": plan.peak_bytes, "max_context": 3200, "max_batch": 1, "block_tokens": 64}
     staged, widest = 0, 0

@@ -23,7 +23,7 @@ from hf_offload_cache import (
     registry,
 )
 from hf_offload_cache.config import parse_memory, parse_size
-from hf_offload_cache.core import fit_goal
+from hf_offload_cache.core import missed_goal
 from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
 from hf_offload_cache.fetch import Prefetcher
 from hf_offload_cache.memory import MemoryAccount
@@ -110,7 +110,7 @@ def test_kept_layers_hold_their_window() -> None:
 def test_a_plan_by_hand() -> None:
     """SmolLM2's shape, 768 bytes a token: groups of 16 in records of 12 KiB; a context of 1040 seals 63."""
     config = DiskSwapConfig(num_selected=64, reuse_capacity=32, rank=10, look_ahead=False, block_tokens=128,
-                            write_queue="64KiB")  # fmt: skip
+                            write_queue="64KiB", remainder=False)  # fmt: skip
     plan = DiskSwapCache.plan(SMOL, config, 1040, 1)
     unit = 16 * 768
     selected = 4 + 2  # sinks of a padded row may lie in two groups
@@ -140,7 +140,7 @@ def test_a_plan_by_hand() -> None:
     ],
 )
 def test_what_a_field_costs(fields: dict[str, Any], owner: str, factor: float) -> None:
-    base = DiskSwapConfig(num_selected=64, reuse_capacity=32, rank=10, look_ahead=False)
+    base = DiskSwapConfig(num_selected=64, reuse_capacity=32, rank=10, look_ahead=False, remainder=False)
     two = Geometry(layers=SMOL.layers[:2], dtype=torch.bfloat16)
     other = DiskSwapConfig.load(base, fields)
     before, after = (DiskSwapCache.plan(two, config, 1040, 1).decode[owner] for config in (base, other))
@@ -158,7 +158,7 @@ def test_what_a_change_of_rows_takes() -> None:
 
 def test_what_reads_are_held_in() -> None:
     """On CUDA twice; mapped pages count; records in memory are all, in chunks of 4 MiB; a trace has its room."""
-    config = DiskSwapConfig(num_selected=64)
+    config = DiskSwapConfig(num_selected=64, remainder=False)
     two = [Geometry.uniform(2, 9, 3, 64, device=device) for device in ("cpu", "cuda")]
     host, cuda = (DiskSwapCache.plan(geometry, config, 1040, 1) for geometry in two)
     for owner in ("stream buffers",):
@@ -192,7 +192,7 @@ def test_the_papers_budgets_fit(geometry: Geometry, context: int, part: str, bat
     assert config.summary_bytes is not None and width <= 32 * config.summary_bytes
     assert parse_size(config.write_queue) <= min(2**24, memory // 10)
     if part == "1/13":
-        assert config.num_selected == 400
+        assert (config.num_selected, config.entry_bits, config.remainder) == (560, 8, True)
         assert config.block_tokens >= 256  # a prefill in pieces over blocks of 64 takes two thirds more time
         assert config.summary_bytes >= width // 8  # needles are lost with less
     else:
@@ -203,9 +203,9 @@ def test_what_more_memory_buys() -> None:
     """Look-ahead, bytes of compact keys and slots; never a worse division than for less."""
     full = SMOL.full_kv_bytes(7168, 1)
     configs = [DiskSwapCache.fit(SMOL, full * n // 100, 7168, 1, {}) for n in (5, 7, 15, 30, 60, 150)]
-    values = [worth(config.summary_bytes or 0, 192, config.reuse_capacity, 400) for config in configs]
+    values = [worth(config.summary_bytes or 0, 192, config.reuse_capacity, config.num_selected) for config in configs]
     assert values == sorted(values)
-    assert [config.look_ahead for config in configs] == [False, None, None, None, None, None]
+    assert [config.look_ahead for config in configs] == [False, False, None, None, None, None]
     assert configs[-1].summary_bytes == 36 and configs[-1].reuse_capacity == 7168
     assert [config.block_tokens for config in configs][-1] == 2048
 
@@ -292,27 +292,41 @@ def test_the_users_fields_stay() -> None:
 
 
 def test_a_goal_chooses_fields_that_fit() -> None:
-    """For fidelity more tokens, in 8 bits, and an estimate of the others; at less memory fewer tokens, then the usual
-    steps, with a note. The user's own fields stay."""
+    """For fidelity, and by default, more tokens, in 8 bits, and an estimate of the others. At less memory fewer tokens,
+    then quick steps, with a note if fidelity was asked for. The user's own fields stay."""
+    full = SMOL.full_kv_bytes(8192, 1)
 
-    def chosen(share: int, goal: str = "fidelity", **fields: Any) -> tuple[tuple[Any, ...], list[str]]:
-        full = SMOL.full_kv_bytes(8192, 1)
-        config, notes = fit_goal(DiskSwapCache, goal, SMOL, (full // share, 8192, 1), fields)
+    def chosen(share: int, goal: str | None = "fidelity", **fields: Any) -> tuple[tuple[Any, ...], list[str]]:
+        config = DiskSwapCache.fit(SMOL, full // share, 8192, 1, fields, goal)
         assert isinstance(config, DiskSwapConfig)
         assert DiskSwapCache.plan(SMOL, config, 8192, 1).peak_bytes <= full // share
-        return (config.num_selected, config.remainder, config.entry_bits), notes
+        return (config.num_selected, config.remainder, config.entry_bits), missed_goal(
+            DiskSwapCache, goal, config, fields
+        )
 
-    assert chosen(13) == ((560, True, 8), [])
+    assert chosen(13) == chosen(13, None) == ((560, True, 8), [])
     assert chosen(13, "speed") == ((400, False, None), [])
-    assert chosen(13, num_selected=500) == ((500, True, 8), [])
-    assert chosen(13, entry_bits=None) == ((560, True, None), [])
-    assert chosen(13, exact=True) == ((400, False, None), [])
+    for goal in ("fidelity", None):
+        assert chosen(13, goal, num_selected=500) == ((500, True, 8), [])
+        assert chosen(13, goal, entry_bits=None) == ((560, True, None), [])
+        assert chosen(13, goal, remainder=False) == ((560, False, 8), [])
+        assert chosen(13, goal, exact=True) == ((400, True, None), [])
     usual, notes = chosen(34)
-    assert usual[1:] == (False, None)
+    assert usual[1:] == (False, None) and chosen(34, None) == (usual, []) == chosen(34, "speed")
     assert notes == ['goal="fidelity" has no room for num_selected=400, remainder=True, entry_bits=8: raise memory, or '
                      "lower max_context"]  # fmt: skip
     fits = {share: chosen(share)[0] for share in range(13, 35)}
     assert set(fits.values()) > {(560, True, 8), (400, True, 8)}
+
+
+@pytest.mark.parametrize(("tokens", "selected"), [(640, 400), (800, 400), (1119, 400), (1120, 560)])
+def test_a_default_selects_at_most_half_of_a_context(tokens: int, selected: int) -> None:
+    config = DiskSwapCache.fit(SMOL, SMOL.full_kv_bytes(tokens, 1), tokens, 1, {})
+    assert isinstance(config, DiskSwapConfig)
+    assert (config.num_selected, config.remainder) == (selected, tokens >= 800)
+    faithful = DiskSwapCache.fit(SMOL, SMOL.full_kv_bytes(tokens, 1), tokens, 1, {}, "fidelity")
+    assert isinstance(faithful, DiskSwapConfig)
+    assert faithful.num_selected == 560 and faithful.remainder
 
 
 def test_a_goal_that_is_none() -> None:
@@ -566,7 +580,7 @@ def test_a_verification_of_candidates_within_the_budget(look_ahead: bool | None)
     model, fields = tiny("llama"), {"look_ahead": look_ahead, "group_size": 8}
     ids = padded_ids(700)[0][1:].repeat_interleave(2, 1)[:, :700]
     arguments: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "prompt_lookup_num_tokens": 6}
-    with DiskSwapCache.for_budget(model, "2/5", CONTEXT, num_selected=64, **fields) as cache:
+    with DiskSwapCache.for_budget(model, "2/5", CONTEXT, num_selected=64, goal="speed", **fields) as cache:
         with DiskSwapCache(model, config=cache.config, memory=None) as free:
             expected = model.generate(ids, past_key_values=free, **arguments)
         widest, views, areas = [], [], []

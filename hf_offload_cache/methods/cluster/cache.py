@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ...config import OffloadConfig, SelectiveConfig
+from ...core.budget import Goals
 from ...core.layer import OffloadLayer, Output
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
@@ -249,7 +250,7 @@ class ClusterCache(SelectiveCache):
     config_class: ClassVar[type[OffloadConfig]] = ClusterConfig
     layer_class: ClassVar[type[OffloadLayer]] = ClusterLayer
     wider_steps: ClassVar[tuple[int, ...]] = (800,)
-    faithful = ({"remainder": True},)
+    goals = Goals(({"remainder": True},))
     config: ClusterConfig
 
     @classmethod

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from ...config import OffloadConfig
+from ...core.budget import Goals
 from ...core.layer import OffloadLayer
 from ...core.plan import LayerKind
 from ...core.selective_cache import SelectiveCache
@@ -26,7 +27,7 @@ from .adapter import Adapter, adapter_rank
 from .coding import default_summary_bytes
 from .compact_keys import default_rank
 from .config import DiskSwapConfig
-from .fit import fit_disk_swap, shortfalls
+from .fit import fit_disk_swap, needles_lost, shortfalls
 from .fitted_keys import LowRankShared, Rules
 from .predictor import LowRankPredictor
 
@@ -98,15 +99,12 @@ class DiskSwapCache(SelectiveCache):
     config_class: ClassVar[type[OffloadConfig]] = DiskSwapConfig
     layer_class: ClassVar[type[OffloadLayer]] = DiskSwapLayer
     wider_steps: ClassVar[tuple[int, ...]] = (800, 1600)
-    faithful = tuple({"num_selected": count, "remainder": True, "entry_bits": 8} for count in (560, 400))
+    goals = Goals(
+        tuple({"num_selected": count, "remainder": True, "entry_bits": 8} for count in (560, 400)),
+        {"remainder": False}, needles_lost, "fidelity",
+    )  # fmt: skip
     solver = "hf_offload_cache.methods.disk_swap.tuning:tune_by_solver"
     config: DiskSwapConfig
-
-    @classmethod
-    def fit(
-        cls, geometry: Geometry, memory: int, max_context: int, max_batch: int, fields: dict[str, Any]
-    ) -> DiskSwapConfig:
-        return cast(DiskSwapConfig, super().fit(geometry, memory, max_context, max_batch, fields))
 
     def prepare(self, model: Any) -> None:
         super().prepare(model)
@@ -142,7 +140,7 @@ class DiskSwapCache(SelectiveCache):
 
     @classmethod
     def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
-        fields = super().stored_fields(config, geometry)
+        fields = {**super().stored_fields(config, geometry), "entry_bits": config.entry_bits}
         forms = geometry.forms(config.group_size)
         if not config.exact and forms:
             width = max(form.key_width for form in forms)

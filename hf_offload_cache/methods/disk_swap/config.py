@@ -36,7 +36,7 @@ class DiskSwapConfig(SelectiveConfig):
     summary_dtype: str | None = None
     """"coded": each component of a compact key gets 8, 4, 2 or no bits, fitted to the prompt. "int8", "bfloat16" or
     "float32": truncated keys of that type. None: "coded", or "int8" if `rank` or `adapter` is given."""
-    remainder: bool = False
+    remainder: bool = True
     """Estimate what the best groups that a step does not select would add to its attention, from their compact keys.
     False: they are dropped, as in the paper."""
     adapter: str | None = None

@@ -15,6 +15,7 @@ import torch
 
 from ...history.records import RecordFormat
 from ...memory.fit import LEAST_SELECTED, LOST_BY, SHORT_TAIL, STREAM_SHARES, Search
+from ...model.geometry import Geometry
 from .adapter import adapter_rank
 from .coding import default_summary_bytes, most_bytes
 from .compact_keys import default_rank
@@ -53,6 +54,14 @@ def sizes_to_try(key_width: int) -> list[int]:
 def worth(summary_bytes: int, key_width: int, slots: float, selected: float) -> float:
     """Score for comparing caches: codes of `summary_bytes`, slots for `slots` tokens, `selected` tokens a step."""
     return _SPEED * _at(slots / max(1, selected), HITS) - _at(summary_bytes / key_width, LOST)
+
+
+def needles_lost(config: DiskSwapConfig, geometry: Geometry) -> float:
+    """The share of needles that coded keys of this size lose, by `LOST`; 0 for truncated keys."""
+    width = max((form.key_width for form in geometry.forms(config.group_size)), default=0)
+    if config.summaries != "coded" or not width:
+        return 0.0
+    return _at((config.summary_bytes or default_summary_bytes(width)) / width, LOST)
 
 
 def shortfalls(config: DiskSwapConfig, key_width: int, given: Iterable[str]) -> list[str]:

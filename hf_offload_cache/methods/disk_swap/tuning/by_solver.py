@@ -141,9 +141,10 @@ def _fitted(task: Task, batch: int, context: int, limits: Limits) -> dict[int, d
     fitting, refusals = {}, []
     names = ("write_queue", "block_tokens", "num_recent", "summary_dtype")
     for size in limits.group_sizes:
-        given = {"look_ahead": None, **task.fields, "num_selected": limits.num_selected, "group_size": size}
+        fixed = {"num_selected": limits.num_selected, "group_size": size}
+        given = {"look_ahead": None, "remainder": False, **task.fields, **fixed}
         try:
-            config = task.measured.fit(task.geometry, task.share(batch), context, batch, given)
+            config = task.measured.fit(task.geometry, task.share(batch), context, batch, given, "speed")
         except BudgetError as error:
             refusals.append(error)
         else:
