@@ -16,6 +16,7 @@ from ..memory.fit import fit_nothing, slow_blocks
 from ..memory.plan import MemoryPlan
 from ..model.fingerprint import fingerprint
 from ..model.geometry import Geometry
+from ..report.report import least_size_text
 from .plan import search
 
 if TYPE_CHECKING:
@@ -146,13 +147,58 @@ def check_budget(config: OffloadConfig, model: PreTrainedModel, plan: Callable[.
         )
 
 
-def notes_of(plan: MemoryPlan, config: OffloadConfig, geometry: Geometry, given: Iterable[str]) -> list[str]:
-    """Notes on a plan of any method: a slower prefill, and that no cache is needed. `given`: fields the user chose."""
+def notes_of(
+    cls: Any, plan: MemoryPlan, config: OffloadConfig, geometry: Geometry, given: Iterable[str]
+) -> list[str]:
+    """Notes on a plan of any method: needles that it loses, a slower prefill, and that no cache is needed. `given`:
+    fields the user chose."""
+    given = set(given)
     slow = slow_blocks(config) if geometry.layers and "block_tokens" not in given else None
-    return [note for note in (slow, plan.needless) if note is not None]
+    return [note for note in (_lost_note(cls, config, geometry, given), slow, plan.needless) if note is not None]
+
+
+_MOST_LOST = 0.1
+"""Share of needles from which on a plan says how many it loses."""
+
+
+def _lost_note(cls: Any, config: OffloadConfig, geometry: Geometry, given: set[str]) -> str | None:
+    """The share of needles that these fields were measured to lose, if it is large, with the memory and the cache that
+    lose fewer."""
+    memory, context, batch = config.memory, config.max_context, config.max_batch
+    lost = 0.0 if config.exact or not geometry.layers else cls.goals.lost(config, geometry)
+    if lost <= _MOST_LOST or memory is None or context is None or batch is None:
+        return None
+    fewer, limit, full = [], parse_size(memory), geometry.full_kv_bytes(context, batch)
+
+    def loses(one: Any, most: int, fields: dict[str, Any]) -> float:
+        try:
+            return float(one.goals.lost(_fit(one, geometry, (most, context, batch), fields, one.goals.quick), geometry))
+        except (BudgetError, ConfigError):
+            return 1.0
+
+    from ..registry import CACHES, cache_class
+
+    own = {name: getattr(config, name) for name in given - {"memory", "max_context", "max_batch"}}
+    for part in range(full // max(1, limit), 0, -1):
+        if loses(cls, full // part, own) <= _MOST_LOST:
+            fewer.append(f"raise memory to {least_size_text(full // part)}")
+            break
+    for one in map(cache_class, CACHES):
+        if one is not cls and one.goals.lost is not _unknown and (found := loses(one, limit, {})) <= _MOST_LOST:
+            fewer.append(f"use {one.__name__}, which loses {found:.0%} in this memory")
+    advice = ", or ".join(fewer) or "lower max_context"
+    return f"about {lost:.0%} of the needles that the full KV finds are lost {_MEASURED}: {advice}"
+
+
+_MEASURED = "(measured on SmolLM2-135M up to 8K tokens)"
 
 
 # Fields for a budget
+
+def _unknown(config: Any, geometry: Geometry) -> float:
+    """`Goals.lost` of a cache that was not measured."""
+    return 0.0
+
 
 _NEEDLES = 0.01
 """Difference of `Goals.lost` that counts."""
@@ -166,7 +212,7 @@ class Goals(NamedTuple):
     more needles; otherwise `quick`."""
     quick: Mapping[str, Any] = MappingProxyType({})
     """For "speed"."""
-    lost: Callable[[Any, Geometry], float] = lambda config, geometry: 0.0
+    lost: Callable[[Any, Geometry], float] = _unknown
     """The share of needles that a configuration loses, as measured."""
     usual: str = "speed"
     """The goal of a budget for which none is given. Unlike a given one, it selects at most half of a context."""

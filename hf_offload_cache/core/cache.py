@@ -415,7 +415,7 @@ class OffloadCache(Cache):
     ) -> list[str]:
         """Notes that `plan` prints below its table and `for_budget` warns of: the shortfalls, a slower prefill, and
         that no cache is needed. `given`: the fields that the user chose."""
-        return [*cls.shortfalls(config, geometry, given), *notes_of(plan, config, geometry, given)]
+        return [*cls.shortfalls(config, geometry, given), *notes_of(cls, plan, config, geometry, given)]
 
     @classmethod
     def plan(cls, geometry: Geometry, config: OffloadConfig, max_context: int, max_batch: int) -> MemoryPlan:

@@ -8,7 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ...config import OffloadConfig
+from ...core.budget import Goals
 from ...core.layer import OffloadLayer
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
@@ -89,6 +92,20 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
             yield {**chunk, **of_size.least_streams(recent), **_selecting(fewer, 1)}
 
 
+_LOST = ((0.0, 1.0), (0.12, 0.9), (0.14, 0.64), (0.23, 0.35), (0.39, 0.04), (1.0, 0.0))
+"""Share of the tokens that a step examines -> share of the full cache's needles that are lost. Measured on SmolLM2-135M
+with prompts of 4,000 and 7,000 tokens."""
+_LOST_UP_TO = 8192
+"""The longest context of `_LOST`; beyond, the share is taken as of this one."""
+
+
+def needles_lost(config: AbstractTreeConfig, geometry: Geometry) -> float:
+    """The share of needles that are lost because a step examines few tokens, by `_LOST`."""
+    context = config.max_context or _LOST_UP_TO
+    shares, lost = zip(*_LOST, strict=True)
+    return float(np.interp(config.tokens_fetched(context) / min(context, _LOST_UP_TO), shares, lost))
+
+
 def tree_shortfalls(config: AbstractTreeConfig, given: Iterable[str]) -> list[str]:
     """Warnings for fields of `config` that a budget reduced and the user has not `given`: dense layers and examined
     tokens."""
@@ -126,6 +143,7 @@ class AbstractTreeCache(SelectiveCache):
 
     config_class: ClassVar[type[OffloadConfig]] = AbstractTreeConfig
     layer_class: ClassVar[type[OffloadLayer]] = AbstractTreeLayer
+    goals = Goals(lost=needles_lost)
     config: AbstractTreeConfig
 
     def __init__(

@@ -52,6 +52,7 @@ from .compact_keys import CompactKeys as CompactKeys
 from .compact_keys import LowRankKeys as LowRankKeys
 from .config import DiskSwapConfig as DiskSwapConfig
 from .fit import fit_disk_swap as fit_disk_swap
+from .fit import needles_lost as needles_lost
 from .fit import worth as worth
 from .fitted_keys import FittedKeys as FittedKeys
 from .fitted_keys import LowRankShared as LowRankShared

@@ -98,9 +98,14 @@ class DiskSwapCache(SelectiveCache):
 
     config_class: ClassVar[type[OffloadConfig]] = DiskSwapConfig
     layer_class: ClassVar[type[OffloadLayer]] = DiskSwapLayer
-    wider_steps: ClassVar[tuple[int, ...]] = (800, 1600)
+    wider_steps: ClassVar[tuple[int, ...]] = (800,)
     goals = Goals(
-        tuple({"num_selected": count, "remainder": True, "entry_bits": 8} for count in (560, 400)),
+        (
+            {"num_selected": 560, "remainder": True, "entry_bits": 8},
+            {"num_selected": 400, "remainder": True, "entry_bits": 8},
+            {"num_selected": 400, "remainder": True, "entry_bits": None},
+            {"num_selected": 400, "remainder": False, "entry_bits": 8},
+        ),
         {"remainder": False}, needles_lost, "fidelity",
     )  # fmt: skip
     solver = "hf_offload_cache.methods.disk_swap.tuning:tune_by_solver"

@@ -17,7 +17,7 @@ from .compact_keys import HIDDEN, CompactKeys, Scored
 
 _TOKENS = 2048
 """Tokens that maps are fitted to, in units that lie evenly among all."""
-_SCORES, _PIECE = 1 << 16, 256
+_SCORES, _PIECE = 1 << 15, 128
 """Scores, and tokens, in a piece of a fit."""
 _COMPONENTS = 1 << 15
 """Components converted to float32 at a time."""
