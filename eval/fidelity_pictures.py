@@ -16,8 +16,7 @@ from .fidelity_tables import shipped
 from .studies.common import Study, draw
 from .studies.contexts import share
 
-_LINES = (("disk-swap", None), ("disk-swap", 1600), ("abstract-tree", None), ("cluster", None), ("spec", None))
-"""Caches, and tokens that a step selects; None: as many as by default."""
+_LINES = ("disk-swap", "abstract-tree", "cluster", "spec")
 
 
 def draw_front(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
@@ -26,15 +25,14 @@ def draw_front(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any)
     axes, cells = figure.subplots(), shipped(summary)["cells"] if rows else summary["cells"]
     measured = [cell for cell in cells if cell.get("kl")]
     longest = max((cell["tokens"] for cell in measured), default=0)
-    for number, (cache, selected) in enumerate(_LINES):
-        own = [one for one in measured if (one["cache"], one.get("num_selected")) == (cache, selected)]
+    for number, cache in enumerate(_LINES):
+        own = [one for one in measured if (one["cache"], one.get("num_selected")) == (cache, None)]
         places = sorted((float(Fraction(share(one["memory"]))), one["kl"]) for one in own if one["tokens"] == longest)
         if places:
             axes.plot(*zip(*places, strict=True), marker="o", color=f"C{number}")
-            name = cache_class(cache).__name__ + (f", num_selected={selected:,}" if selected else "")
             offset = 7, {"cluster": 5, "abstract-tree": -6}.get(cache, 0)
             label = {"xytext": offset, "textcoords": "offset points", "color": f"C{number}", "va": "center"}
-            axes.annotate(name, places[-1], **label)
+            axes.annotate(cache_class(cache).__name__, places[-1], **label)
     ticks = ["1/34", "1/20", "1/13", "1/6.5", "1/4"]
     axes.set(xscale="log", yscale="log", xlabel="memory, of the full KV cache", xlim=(1 / 36, 0.62))
     axes.set(ylabel="KL from DynamicCache, nats", title=f"{longest:,} tokens of context: lower is closer")

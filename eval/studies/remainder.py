@@ -56,10 +56,10 @@ def texts_of(kind: str, tokenizer: Any, count: int, tokens: int, steps: int) -> 
 
 TEXTS: dict[str, Callable[[Any, int, int], list[torch.Tensor]]] = {"help": reference_texts, "code": code}
 USUAL: dict[str, Fields] = {
-    f"{count}, {name}": {"num_selected": count, "remainder": remainder}
+    f"{count}, {name}": {"num_selected": count, "remainder": remainder, "entry_bits": None}
     for count in (400, 800)
     for name, remainder in (("dropped", False), ("estimated", True))
-} | {"1600, dropped": {"num_selected": 1600, "remainder": False}}
+} | {"1600, dropped": {"num_selected": 1600, "goal": "speed"}}
 
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:

@@ -205,7 +205,7 @@ class SelectiveLayer(OffloadLayer):
         behind = history.recent.shape[1] + waiting
         estimates = kind.num_heads * kind.batch // (kind.rows * form.num_key_heads) if self.estimates else 0
         latest, last = (-(-(behind + more) // form.group_size) for more in (estimates, MOST_CANDIDATES * estimates))
-        payload = rows * form.view_width * form.dtype.itemsize
+        payload = rows * form.view_width(rows) * form.dtype.itemsize
         view, widest = (min(records, soon) + latest) * payload, (min(max(records, verified), soon) + last) * payload
         kept = self.most_kept(context)
         kept = rows * (kept + latest * form.group_size) * form.entry_bytes if kept else 0

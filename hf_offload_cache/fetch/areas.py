@@ -134,9 +134,10 @@ class View:
     """Memory in which each of `rows` rows has room for `width` payloads and `behind` more after them.
 
     Attributes:
-        payloads: all payloads, (n, payload width).
-        entries: the entries, row by row: (rows, N, entry width). They are in the same memory, or in memory of their own
-            that `unpack` fills.
+        payloads: all payloads, (n, payload width). Packed ones are void after `unpack`.
+        entries: the entries, row by row: (rows, N, entry width). They are in the same memory as the payloads. Packed
+            payloads of several rows lie behind them, and those of a single row in their last part: `unpack` fills the
+            entries from the first on, as many at a time as do not reach the payloads that are left.
         target: (rows * width) int64, the indices in `payloads` of each row's first `width`.
     """
 
@@ -148,11 +149,18 @@ class View:
             if form.bits is None:
                 payloads = self.entries.view(rows * stride, form.payload_width)
             else:
-                packed = memory[size:].view(form.payload_dtype)[: rows * width * form.payload_width]
+                each = form.payload_bytes // form.dtype.itemsize
+                start = size if rows > 1 else size - width * each
+                packed = memory[start : start + rows * width * each].view(form.payload_dtype)
                 payloads, stride = packed.view(rows * width, form.payload_width), width
                 whole = self.entries[:, : width * form.group_size].unflatten(1, (width, form.group_size))
-                rows_of = zip(payloads.split(width), whole, strict=True) if width else ()
-                self._packed = [views for one in rows_of for views in form.unpacking(*one)]
+                for one, into in zip(payloads.split(width), whole, strict=True) if width else ():
+                    first = 0
+                    while first < width:
+                        last = width if rows > 1 else min(width, (start + first * each) // form.record_width)
+                        assert last > first, "behind the payloads there is no room for a record"
+                        self._packed += form.unpacking(one[first:last], into[first:last])
+                        first = last
             self.payloads = ByteRows(payloads)
         self.entry_rows: ByteRows | None = None
         """`entries` as rows of one entry each, made when first needed."""
@@ -258,11 +266,13 @@ class Areas:
         A view that needs more, for a verification of candidates, takes the memory of free areas, until `narrow`. Raises
         `BudgetError`."""
         self.filled = None
+        if form.bits is not None:
+            behind = max(1, behind)  # see `View`
         parts = rows, width, behind, form.group_size, form.entry_width, form.dtype, form.bits, device
         if self._parted is not None and self._parted[0] == parts:
             return self._parted[1]
-        size, memory = rows * (width + behind) * form.view_width, self._view
-        room *= form.view_width
+        size, memory = rows * (width + behind) * form.view_width(rows), self._view
+        room *= form.view_width(rows)
         if memory is None or memory.dtype != form.dtype or memory.device != device or memory.numel() < size:
             memory = None  # the old memory is freed before the new one is allocated
             self._drop_view()

@@ -145,11 +145,11 @@ class RecordFormat:
         """Bytes of one record without padding."""
         return self.payload_width * self.payload_dtype.itemsize
 
-    @cached_property
-    def view_width(self) -> int:
-        """Elements, in `dtype`, that a record takes in memory while a step attends to it: its entries, and its packed
-        payload."""
-        return self.record_width + (0 if self.bits is None else self.payload_bytes // self.dtype.itemsize)
+    def view_width(self, rows: int) -> int:
+        """Elements, in `dtype`, that a record of one of `rows` rows takes in memory while a step attends to it: its
+        entries, and its packed payload. A single row's payloads lie where later entries will be (`View`)."""
+        apart = self.bits is not None and rows > 1
+        return self.record_width + (self.payload_bytes // self.dtype.itemsize if apart else 0)
 
     @cached_property
     def record_bytes(self) -> int:

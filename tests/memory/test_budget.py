@@ -245,8 +245,9 @@ def test_a_budget_below_what_retrieval_needs_is_told() -> None:
     ("context", "part", "fields", "words"),
     [
         (4200, 26, {}, ["truncated to a rank, in int8, of 12 bytes", "a step selects"]),
-        (8192, 34, {"summary_dtype": "int8"}, ["truncated", "a step selects"]),
-        (8192, 20, {"summary_bytes": 24}, ["a step selects"]),
+        (8192, 34, {"summary_dtype": "int8", "entry_bits": None}, ["truncated", "a step selects"]),
+        (8192, 24, {"summary_bytes": 24}, ["a step selects"]),
+        (8192, 20, {"summary_bytes": 24}, []),
         (8192, 20, {"summary_bytes": 24, "num_selected": 300}, []),
         (700, 6, {}, ["truncated"]),
     ],
@@ -314,7 +315,7 @@ def test_a_goal_chooses_fields_that_fit() -> None:
         assert chosen_for(13, goal, remainder=False) == ((560, False, 8), [])
         assert chosen_for(13, goal, exact=True) == ((400, True, None), [])
         fits = {chosen_for(share, goal)[0] for share in range(13, 35)}
-        assert fits == {(560, True, 8), (400, True, 8), (400, True, None), (400, False, 8), (400, False, None)}
+        assert fits == {(560, True, 8), (400, True, 8), (400, False, 8)}
     usual, notes = chosen_for(14, "fidelity", 2048)
     assert usual == (400, False, None) and chosen_for(14, None, 2048) == (usual, []) == chosen_for(14, "speed", 2048)
     needs = "num_selected=400, remainder=False, entry_bits=8"
