@@ -246,7 +246,6 @@ def test_a_budget_below_what_retrieval_needs_is_told() -> None:
     [
         (4200, 26, {}, ["truncated to a rank, in int8, of 12 bytes", "a step selects"]),
         (8192, 34, {"summary_dtype": "int8", "entry_bits": None}, ["truncated", "a step selects"]),
-        (8192, 24, {"summary_bytes": 24}, ["a step selects"]),
         (8192, 20, {"summary_bytes": 24}, []),
         (8192, 20, {"summary_bytes": 24, "num_selected": 300}, []),
         (700, 6, {}, ["truncated"]),
