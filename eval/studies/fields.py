@@ -29,7 +29,7 @@ OWN: dict[str, Values] = {
         "rank": (16, 96),
         "adapter": ("calibrated",),
         "entry_bits": (8,),
-        "remainder": (True,),
+        "remainder": (False,),
     },
     "abstract-tree": {
         "chunk_size": (16, 128),
