@@ -17,6 +17,9 @@ class AdapterError(ValueError):
 class BudgetError(ValueError):
     """The memory, the context or the batch that was planned for would be exceeded; nothing was added."""
 
+    needed: int | None = None
+    """Bytes that would be enough, if a plan found them."""
+
 
 class UnsupportedModelError(ValueError):
     """The model has no place for this cache (an encoder-decoder, or one whose layers do not support a sparse mode), or

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -152,21 +151,21 @@ def notes_of(
 ) -> list[str]:
     """Notes on a plan of any method: needles that it loses, a slower prefill, and that no cache is needed. `given`:
     fields the user chose."""
-    given = set(given)
+    fields = dict(given) if isinstance(given, Mapping) else {name: getattr(config, name) for name in given}
     slow = slow_blocks(config) if geometry.layers and "block_tokens" not in given else None
-    return [note for note in (_lost_note(cls, config, geometry, given), slow, plan.needless) if note is not None]
+    return [note for note in (_lost_note(cls, config, geometry, fields), slow, plan.needless) if note is not None]
 
 
 _MOST_LOST = 0.1
 """Share of needles from which on a plan says how many it loses."""
 
 
-def _lost_note(cls: Any, config: OffloadConfig, geometry: Geometry, given: set[str]) -> str | None:
+def _lost_note(cls: Any, config: OffloadConfig, geometry: Geometry, given: dict[str, Any]) -> str | None:
     """The share of needles that these fields were measured to lose, if it is large, with the memory and the cache that
     lose fewer."""
     memory, context, batch = config.memory, config.max_context, config.max_batch
     lost = 0.0 if config.exact or not geometry.layers else cls.goals.lost(config, geometry)
-    if lost <= _MOST_LOST or memory is None or context is None or batch is None:
+    if not _MOST_LOST < lost < 1 or memory is None or context is None or batch is None:  # 1: it was not measured
         return None
     fewer, limit, full = [], parse_size(memory), geometry.full_kv_bytes(context, batch)
 
@@ -178,7 +177,8 @@ def _lost_note(cls: Any, config: OffloadConfig, geometry: Geometry, given: set[s
 
     from ..registry import CACHES, cache_class
 
-    own = {name: getattr(config, name) for name in given - {"memory", "max_context", "max_batch"}}
+    limits = "memory", "max_context", "max_batch"
+    own = {name: value for name, value in given.items() if name not in limits}
     for part in range(full // max(1, limit), 0, -1):
         if loses(cls, full // part, own) <= _MOST_LOST:
             fewer.append(f"raise memory to {least_size_text(full // part)}")
@@ -186,7 +186,7 @@ def _lost_note(cls: Any, config: OffloadConfig, geometry: Geometry, given: set[s
     for one in map(cache_class, CACHES):
         if one is not cls and one.goals.lost is not _unknown and (found := loses(one, limit, {})) <= _MOST_LOST:
             fewer.append(f"use {one.__name__}, which loses {found:.0%} in this memory")
-    advice = ", or ".join(fewer) or "lower max_context"
+    advice = ", or ".join(fewer) or ("leave fields to the planner" if own else "lower max_context")
     return f"about {lost:.0%} of the needles that the full KV finds are lost {_MEASURED}: {advice}"
 
 
@@ -229,16 +229,27 @@ def fit_goal(
     goals: Goals = cls.goals
     if goal == "fidelity" and not goals.faithful:
         raise ConfigError(f'{cls.__name__} has no fields for goal="fidelity": use DiskSwapCache, or leave goal out')
-    quick = _fit(cls, geometry, limits, fields, goals.quick)
-    allowed = set(cls.shortfalls(quick, geometry, fields))
+    refused: list[BudgetError] = []
+    try:
+        quick = _fit(cls, geometry, limits, fields, goals.quick)
+        allowed, most = set(cls.shortfalls(quick, geometry, fields)), goals.lost(quick, geometry) + _NEEDLES
+    except BudgetError as error:  # entries in 8 bits may still fit
+        refused.append(error)
     for faithful in () if (goal or goals.usual) == "speed" else goals.faithful:
-        if goal is None and 2 * ({**faithful, **fields}.get("num_selected") or 0) > limits[1]:
+        own = {name: value for name, value in faithful.items() if name not in fields}
+        if goal is None and 2 * own.get("num_selected", 0) > limits[1]:
             continue
-        with contextlib.suppress(BudgetError):
-            config = _fit(cls, geometry, limits, fields, faithful)
-            loses = goals.lost(config, geometry) > goals.lost(quick, geometry) + _NEEDLES
-            if not loses and allowed.issuperset(cls.shortfalls(config, geometry, fields)):
-                return config
+        try:
+            config = _fit(cls, geometry, limits, fields, own)
+        except BudgetError as error:
+            refused += [error] if refused else []
+            continue
+        if refused or (
+            goals.lost(config, geometry) <= most and allowed.issuperset(cls.shortfalls(config, geometry, fields))
+        ):
+            return config
+    if refused:
+        raise min(refused, key=lambda error: error.needed or 1 << 62)
     return quick
 
 
@@ -249,8 +260,7 @@ def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[
     own = [{name: value for name, value in chosen.items() if name not in fields} for chosen in cls.goals.faithful]
     if any(all(getattr(config, name) == value for name, value in chosen.items()) for chosen in own):
         return []
-    needs = ", ".join(f"{name}={value}" for name, value in cls.goals.faithful[-1].items())
-    return [f'goal="fidelity" has no room for {needs}: raise memory, or lower max_context']
+    return ['goal="fidelity" has no room in this memory: raise memory, or lower max_context']
 
 
 def _fit(

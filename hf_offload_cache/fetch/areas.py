@@ -268,7 +268,7 @@ class Areas:
         self.filled = None
         if form.bits is not None:
             behind = max(1, behind)  # see `View`
-        parts = rows, width, behind, form.group_size, form.entry_width, form.dtype, form.bits, device
+        parts = rows, width, behind, form, device
         if self._parted is not None and self._parted[0] == parts:
             return self._parted[1]
         size, memory = rows * (width + behind) * form.view_width(rows), self._view

@@ -62,7 +62,8 @@ def offload_cache(
     full = geometry.full_kv_bytes(max_context, max_batch)
     limit = parse_memory(memory, full)
     resolved = resolve_engine(fields, path)
-    plans = compare_plans(geometry, limit, max_context, max_batch, resolved, wider=True, installed=True)
+    fastest = "speed" if goal == "speed" else None
+    plans = compare_plans(geometry, limit, max_context, max_batch, resolved, True, True, fastest)
     cells = measured_caches(measured, None if measured is None else identity_of(model), fields)
     chosen = which_cache(plans, cells, limit / full, max_context, goal, hint)
     cache: OffloadCache = cache_class(chosen.name)(model, path=path, config=chosen.plan.config)

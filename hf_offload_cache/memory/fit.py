@@ -168,10 +168,12 @@ class Search(Generic[Config]):
             given, advice = f" with {given}", f"{advice}, or leave fields to the planner"
         if needed >= self.full_kv_bytes:
             advice = f"{advice}; no cache is needed: the full KV (DynamicCache) takes {size_text(self.full_kv_bytes)}"
-        return BudgetError(
+        error = BudgetError(
             f"memory is {self.memory:,} bytes ({size_text(self.memory)}), which is too small: {self.max_batch} x "
             f"{self.max_context:,} tokens need at least {needed:,} ({least_size_text(needed)}){given}: {advice}"
         )
+        error.needed = needed
+        return error
 
 
 LEAST_SELECTED = 64

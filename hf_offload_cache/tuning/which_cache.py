@@ -63,7 +63,7 @@ def labelled(name: str, num_selected: int | None) -> str:
 
 def compare_plans(
     geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any], wider: bool = False,
-    installed: bool = False,
+    installed: bool = False, goal: str | None = None,
 ) -> list[ComparedPlan]:  # fmt: skip
     """Plans of all caches, in the order of the registry.
 
@@ -73,6 +73,7 @@ def compare_plans(
         wider: after each cache, also those of its `wider_steps` that fit the memory, have no shortfall that the default
             lacks, and attend to half of the context at most.
         installed: refuse caches that lack a package here.
+        goal: "speed": each with its fastest fields; None: with those that it usually chooses.
 
     Raises `ConfigError` for a field that one of them lacks.
     """
@@ -83,11 +84,11 @@ def compare_plans(
         if installed and (missing := cache_class(name).missing()) is not None:
             plans.append(ComparedPlan(name, None, None, missing, (), None, None))
             continue
-        usual = _planned(name, geometry, memory, context, batch, fields, None)
+        usual = _planned(name, geometry, memory, context, batch, fields, None, goal)
         plans.append(usual)
         free = wider and "num_selected" not in fields and not fields.get("exact")
         for count in cache_class(name).wider_steps if free and usual.plan is not None else ():
-            other = _planned(name, geometry, memory, context, batch, fields, count)
+            other = _planned(name, geometry, memory, context, batch, fields, count, goal)
             if 2 * count <= context and other.plan is not None and set(other.shortfalls) <= set(usual.shortfalls):
                 plans.append(other)
     return plans
@@ -95,7 +96,7 @@ def compare_plans(
 
 def _planned(
     name: str, geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any],
-    num_selected: int | None,
+    num_selected: int | None, goal: str | None,
 ) -> ComparedPlan:  # fmt: skip
     from ..config import SelectiveConfig
     from ..registry import cache_class
@@ -107,7 +108,7 @@ def _planned(
         if memory is None:
             config = cls.config_class.load(None, fields)
         else:
-            config = cls.fit(geometry, memory, context, batch, fields)
+            config = cls.fit(geometry, memory, context, batch, fields, goal)
         plan = cls.plan(geometry, config, context, batch)
     except BudgetError as error:
         return ComparedPlan(name, None, None, str(error), (), None, None, num_selected)

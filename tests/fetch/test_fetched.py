@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+import dataclasses
 
-from hf_offload_cache.fetch import Choice, Extents, valid_entries
+import numpy as np
+import pytest
+import torch
+
+from hf_offload_cache.fetch import Areas, Choice, Extents, valid_entries
+from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.memory import MemoryAccount
 
 
 def test_what_is_kept_of_a_unit_counts_through_its_runs() -> None:
@@ -31,3 +37,29 @@ def test_each_row_counts_for_itself() -> None:
     found = valid_entries(Choice(np.array([[0, 1, -1], [0, 1, 2]]), keep=keep), extents, 2, there=5)
     assert found is not None
     assert found.astype(int).tolist() == [[0, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 16, 2, 16), (1, 24, 1, 8), (3, 2, 1, 5)])
+def test_a_view_unpacks_in_its_own_memory(rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Entries are those of the payloads, however many there are, in the memory that a plan counts for them. A form of
+    the same sizes with other heads gets a view of its own."""
+    account = MemoryAccount()
+    areas, form = Areas(account), RecordFormat(*shape, dtype, 3, 8)
+    for width, behind in ((1, 0), (1, 1), (2, 1), (5, 1), (17, 2), (40, 1)):
+        torch.manual_seed(width)
+        entries = torch.randn(rows * width, 3, form.entry_width).to(dtype)
+        payloads = torch.empty(rows * width, form.payload_width, dtype=torch.uint8)
+        form.pack(entries, payloads)
+        view = areas.view(rows, width, behind, form, torch.device("cpu"), rows * (width + max(1, behind)))
+        view.payloads.tensor[torch.from_numpy(view.target)] = payloads
+        view.unpack()
+        found = view.entries[:, : width * 3].reshape(rows * width, 3, form.entry_width)
+        assert torch.equal(found, form.unpacked(payloads))
+        counted = rows * (width + max(1, behind)) * form.view_width(rows) * dtype.itemsize
+        assert account.by_owner["selection"] >= counted
+        other = dataclasses.replace(form, num_key_heads=1, key_dim=form.key_width)
+        assert (areas.view(rows, width, behind, other, torch.device("cpu"), 1) is view) == (other == form)
+        areas.release()
+    assert RecordFormat(2, 16, 2, 16, dtype, 3, 8).view_width(1) < RecordFormat(2, 16, 2, 16, dtype, 3, 8).view_width(2)

@@ -57,10 +57,11 @@ def worth(summary_bytes: int, key_width: int, slots: float, selected: float) -> 
 
 
 def needles_lost(config: DiskSwapConfig, geometry: Geometry) -> float:
-    """The share of needles that coded keys of this size lose, by `LOST`; 0 for truncated keys."""
+    """The share of needles that coded keys of this size lose, by `LOST`. For truncated keys 0, or 1 if they are short:
+    their share was not measured."""
     width = max((form.key_width for form in geometry.forms(config.group_size)), default=0)
     if config.summaries != "coded" or not width:
-        return 0.0
+        return float(bool(width and shortfalls(config, width, ())))
     return _at((config.summary_bytes or default_summary_bytes(width)) / width, LOST)
 
 
@@ -100,10 +101,10 @@ MAX_COMPRESSION = 32
 def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], area_bytes: int) -> DiskSwapConfig:
     """The best configuration that fits the budget. Priorities, in this order:
 
-    1. `num_selected` is 400 (appendix A.2), and compact keys are long enough to retrieve needles. Codes have an eighth
-       of a byte an element; truncated keys, if the fields ask for them, five sixths of the default rank. Shorter keys
-       lose needles, whereas fewer slots only cost time. To make room, first the look-ahead's staging areas go
-       (`look_ahead=False`, unless they take less than a tenth of the budget). Then the write queue and the two
+    1. `num_selected` is 400 (appendix A.2), or a goal's, and compact keys are long enough to retrieve needles. Codes
+       have an eighth of a byte an element; truncated keys, if the fields ask for them, five sixths of the default rank.
+       Shorter keys lose needles, whereas fewer slots only cost time. To make room, first the look-ahead's staging areas
+       go (`look_ahead=False`, unless they take less than a tenth of the budget). Then the write queue and the two
        streaming buffers shrink: from a tenth of the budget each (at most 4 MiB and 1024 tokens) to a fortieth, then to
        the minimum.
     2. The rest of the budget goes to codes and slots by their `worth`. With truncated keys it goes, in turn, to slots

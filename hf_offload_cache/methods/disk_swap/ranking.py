@@ -99,11 +99,12 @@ def rank_units(
     rows, groups = low.shape[0], keys.tokens // group_size
     count = min(CANDIDATES * wanted, groups - (0 if apart is None else apart.shape[1]))
     few, keep = few_of_many(wanted, groups), keep and rows == 1
-    rough, candidates = keys.has_rough_form and (few or (keep and groups > ALL * wanted)), None
+    every, candidates = keep and groups <= ALL * wanted, None
+    rough = keys.has_rough_form and (few or (keep and not every))
     importance = np.empty((rows, groups), dtype=np.float32)
     beyond = np.empty((rows, low.shape[1]), dtype=np.float32) if rough and few else None
     for row in range(rows):
-        if keep and not rough:
+        if every and not rough:
             candidates, best = Candidates.of(keys, low[row], row, None, group_size, visible)
         else:
             best = keys.best_of_units(low[row], row, group_size, visible, rough)

@@ -44,8 +44,8 @@ def mean_components(
     """The logarithm (h,) float32 of the sum of exp(score) over all tokens that are `scored`, and the mean of their
     leading components (h, leading) float32, by weights exp(score).
 
-    If there is no token but padding, the logarithm is -inf. `top` (h, 1): the largest score of each head; what is below
-    it by 80 is negligible."""
+    `top` (h, 1): the largest score of each head; what is below it by 80 is negligible. Without it, and if there is no
+    token but padding, the logarithm is -inf."""
     weights = scored.scores(less=top)
     if top is None:
         top = np.maximum.reduce(weights, 1, keepdims=True)

@@ -114,9 +114,8 @@ class Reader:
     def _decode(self, layers: list[OffloadLayer], ids: torch.Tensor, context: int, group_size: int) -> Selections:
         fields: dict[str, Any] = {"num_selected": self._settings.num_selected, "num_sinks": self._settings.num_sinks}
         fields |= {"num_recent": self._settings.num_recent, "summary_dtype": self._settings.summaries}
-        with self._cache_class(
-            self._model, group_size=group_size, reuse_capacity=0, look_ahead=False, engine="memory", **fields
-        ) as cache:
+        fields |= {"reuse_capacity": 0, "look_ahead": False, "remainder": False}
+        with self._cache_class(self._model, group_size=group_size, engine="memory", **fields) as cache:
             filled = {layer.layer_idx: layer for layer in cache.offloaded}
             for layer in layers:
                 fill(filled[layer.layer_idx], self._modules[layer.layer_idx], *layer.whole(), observed(layer))
