@@ -249,7 +249,10 @@ def fit_goal(
         ):
             return config
     if refused:
-        raise min(refused, key=lambda error: error.needed or 1 << 62)
+        try:
+            raise min(refused, key=lambda error: error.needed or 1 << 62)
+        finally:
+            refused.clear()  # an error that this frame holds would hold the frame, and its callers
     return quick
 
 
