@@ -14,7 +14,7 @@ from ...memory.account import MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
 from .coding import Coding, most_bytes, most_components, parts
 from .integer_product import multiplied, rounded
-from .token_rows import TokenRows
+from .token_rows import TokenRows, taken
 
 BLOCK = 4096
 """Tokens scored at a time, so that intermediate results stay in the processor's cache. Twice as many if there are more
@@ -78,10 +78,7 @@ class Scored(NamedTuple):
         axis = 1 if self.together else 2
 
         def some(values: torch.Tensor) -> torch.Tensor:
-            parted = values.reshape(len(values), *self.shape[1:])
-            if values.is_cpu and values.dtype != torch.bfloat16:  # numpy finishes before torch's threads wake
-                return torch.from_numpy(parted.numpy().take(units, axis).reshape(len(values), -1))
-            return parted.index_select(axis, torch.from_numpy(units).to(values.device)).flatten(1)
+            return taken(values.reshape(len(values), *self.shape[1:]), units, axis).flatten(1)
 
         hidden = None if self.hidden is None else some(self.hidden[None])[0]
         return self._replace(products=some(self.products), components=some(self.components), hidden=hidden)

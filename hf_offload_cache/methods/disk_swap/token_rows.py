@@ -15,6 +15,13 @@ _ALONG = {
 }
 
 
+def taken(values: torch.Tensor, places: np.ndarray, axis: int) -> torch.Tensor:
+    """The values at `places` (n,) along an axis: a copy."""
+    if values.is_cpu and values.dtype != torch.bfloat16:  # numpy finishes before torch's threads wake
+        return torch.from_numpy(values.numpy().take(places, axis))
+    return values.index_select(axis, torch.from_numpy(places).to(values.device))
+
+
 class TokenRows:
     """A tensor with rows first and tokens along `axis`, with spare room. The account books it as "compact keys".
 
@@ -70,9 +77,7 @@ class TokenRows:
         unit_size //= self.each
         shape = [*stored.shape[:axis], len(units) * unit_size, *stored.shape[axis + 1 :]]
         parted = stored.view(*stored.shape[:axis], -1, unit_size, *stored.shape[axis + 1 :])
-        if stored.is_cpu and stored.dtype != torch.bfloat16:  # numpy finishes before torch's threads wake
-            return torch.from_numpy(parted.numpy().take(units, axis).reshape(shape))
-        return parted.index_select(axis, torch.from_numpy(units).to(stored.device)).view(shape)
+        return taken(parted, units, axis).view(shape)
 
     def lend(self) -> torch.Tensor:
         """`data` for a holder that keeps it: later changes do not show there."""
