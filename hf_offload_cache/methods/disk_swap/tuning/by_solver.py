@@ -152,7 +152,10 @@ def _fitted(task: Task, batch: int, context: int, limits: Limits) -> dict[int, d
     if not fitting:
         if task.fields["summary_dtype"] == "coded":
             refusals[0].add_note('truncated keys can be tuned for less: summary_dtype="int8"')
-        raise refusals[0]
+        try:
+            raise refusals[0]
+        finally:
+            refusals.clear()  # as in `fit_goal`
     return fitting
 
 
