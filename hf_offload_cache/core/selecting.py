@@ -38,6 +38,9 @@ class Selecting:
     slot_share: float = 1.0
     """Share of the configured slots that fit below the full KV."""
 
+    lent: int = 0
+    """Tokens a layer of more slots than configured: memory of the budget that a longer context will need."""
+
     version: int = 0
     """Increases whenever a budget may have changed; values derived from a budget are valid while it stays the same."""
 
@@ -55,11 +58,11 @@ class Selecting:
 
     def slots(self, config: SelectiveConfig, unit_size: int, units: int) -> int:
         """Slots a row for a layer of `units` units: at most what the layer can fill."""
-        slots = -(-config.reuse_capacity // unit_size)
+        fixed = config.reuse_capacity > self.settings.reuse_capacity  # a layer that is kept resident
+        slots = -(-(config.reuse_capacity + (0 if fixed else self.lent)) // unit_size)
         if not slots:
             return 0
         most = min(slots + -(-config.num_sinks // unit_size), most_slots(config, unit_size, units))
-        fixed = config.reuse_capacity > self.settings.reuse_capacity  # a layer that is kept resident
         return most if fixed else int(self.slot_share * most)
 
     def limit(self, worthwhile: bool, slot_share: float) -> None:
@@ -68,6 +71,12 @@ class Selecting:
             self.slot_share = slot_share
             self.version += 1
         self.worthwhile = worthwhile
+
+    def lend(self, tokens: int) -> None:
+        """Set `lent` for the steps from now on."""
+        if tokens != self.lent:
+            self.lent = tokens
+            self.version += 1
 
     def widen(self, wide: bool) -> None:
         """Let steps select up to twice as many units, as their layer's configuration says, or no longer. They use the
@@ -91,7 +100,7 @@ class Selecting:
     def reset(self) -> None:
         """Return to the state of an empty cache."""
         self.padded = False
-        self.widened, self.worthwhile, self.slot_share = False, True, 1.0
+        self.widened, self.worthwhile, self.slot_share, self.lent = False, True, 1.0, 0
         self.version += 1
         self.areas.reset()
         self.looks.reset()

@@ -6,6 +6,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -101,6 +102,7 @@ class SelectiveCache(OffloadCache):
         self._pace = Pace()
         self._looks_ahead = False  # in this step
         self._weighed = (0, 0)  # sequences and tokens of the latest plan
+        self._lent_for = (0, 0)  # sequences and tokens that slots were lent for
         self._queue_for = 0  # sequences that the short write queue was sized for
         self._selective: dict[int, SelectiveLayer] = {}  # by index; none if the cache is exact
         super().__init__(model, path, config, **fields)
@@ -178,6 +180,7 @@ class SelectiveCache(OffloadCache):
             return changed
         if step.selects:
             self.weigh(step)
+            self.lend_slots(step)
         if not step.selects or not self.selecting.worthwhile:
             self.rest()
             return changed
@@ -211,17 +214,54 @@ class SelectiveCache(OffloadCache):
         if self.selecting.worthwhile and not before:  # exact steps do not measure either way
             self._pace = Pace(self.config.look_ahead)
 
-    def _room_for_slots(self, context: int) -> tuple[int, int]:
-        """Bytes of the full KV left for slots when selecting from `context` tokens a row (negative: none), and bytes of
-        all slots. Resident layers' slots are not counted."""
+    def lend_slots(self, step: Step) -> None:
+        """Give slots what a longer context, or more sequences, will need of the budget. Repeated when the context has
+        grown by an eighth: then it needs more, and slots are made again."""
+        limit, context = self.storage.account.limit, self.config.max_context
+        sequences, tokens = step.sequences, step.history + step.tokens
+        if limit is None or context is None or (sequences == self._lent_for[0] and tokens <= self._lent_for[1]):
+            return
+        assert self.selecting is not None
+        units = [layer.history.form.group_size for layer in self.selective if layer.is_initialized]
+        most, unit = min(context, tokens + tokens // 8), max(units, default=1)
+        fewest, too_many = 0, -(-most // unit)
+        with contextlib.suppress(NotImplementedError):  # as in `weigh`
+            while too_many - fewest > max(1, fewest // 16):
+                tried = (fewest + too_many) // 2
+                fits = self._with_slots(most, tried * unit) <= limit
+                fewest, too_many = (tried, too_many) if fits else (fewest, tried)
+        self._lent_for = sequences, most
+        if fewest * unit < self.selecting.lent:
+            for layer in self.selective:
+                layer.drop_fetcher()
+        self.selecting.lend(fewest * unit)
+
+    def _with_slots(self, context: int, lent: int) -> int:
+        """Upper bound on the bytes of a step that selects from `context` tokens a row, with slots for so many tokens
+        more than configured."""
+        planned, _ = LayerPlan.of_layers(((plan, count) for plan, count, _ in self._plans(context, lent)), Planned())
+        held = {**self.storage.account.by_owner, SLOTS: 0, "stream buffers": 0, RECORDS: 0}
+        return sum(max(held.get(owner, 0), planned.decode.get(owner, 0)) for owner in {*held, *planned.decode})
+
+    def _plans(self, context: int, lent: int = 0) -> list[tuple[LayerPlan, int, SelectiveConfig]]:
+        """The plan of each kind of layer for `context` tokens a row, with slots for `lent` tokens more; the number of
+        such layers, and their configuration."""
         kinds: dict[tuple[LayerKind, int], list[SelectiveLayer]] = {}
         for layer in self.selective:
             if layer.is_initialized:
                 kinds.setdefault((layer.kind(len(self.offloaded)), id(layer.config)), []).append(layer)
-        plans = [
-            (type(same[0]).plan(kind, same[0].config, context), len(same), same[0].config)
-            for (kind, _), same in kinds.items()
-        ]
+        plans = []
+        for (kind, _), same in kinds.items():
+            config = planned = same[0].config
+            if lent and config.reuse_capacity <= self.config.reuse_capacity:
+                planned = replace(config, reuse_capacity=config.reuse_capacity + lent)
+            plans.append((type(same[0]).plan(kind, planned, context), len(same), config))
+        return plans
+
+    def _room_for_slots(self, context: int) -> tuple[int, int]:
+        """Bytes of the full KV left for slots when selecting from `context` tokens a row (negative: none), and bytes of
+        all slots. Resident layers' slots are not counted."""
+        plans = self._plans(context)
         planned, _ = LayerPlan.of_layers(((plan, count) for plan, count, _ in plans), Planned())
         usual = [(plan, count) for plan, count, config in plans if config.reuse_capacity <= self.config.reuse_capacity]
         slots = sum(plan.own.decode.get(SLOTS, 0) * count for plan, count in usual)
@@ -318,7 +358,7 @@ class SelectiveCache(OffloadCache):
 
     def forget(self) -> None:
         super().forget()
-        self._weighed = (0, 0)
+        self._weighed = self._lent_for = (0, 0)
         if self.selecting is not None:
             self.selecting.reset()
 
