@@ -88,6 +88,8 @@ def compare_plans(
         plans.append(usual)
         free = wider and "num_selected" not in fields and not fields.get("exact")
         for count in cache_class(name).wider_steps if free and usual.plan is not None else ():
+            if count <= (usual.attended or 0):
+                continue  # a long context's default is wider
             other = _planned(name, geometry, memory, context, batch, fields, count, goal)
             if 2 * count <= context and other.plan is not None and set(other.shortfalls) <= set(usual.shortfalls):
                 plans.append(other)

@@ -192,7 +192,8 @@ def test_the_papers_budgets_fit(geometry: Geometry, context: int, part: str, bat
     assert config.summary_bytes is not None and width <= 32 * config.summary_bytes
     assert parse_size(config.write_queue) <= min(2**24, memory // 10)
     if part == "1/13":
-        assert (config.num_selected, config.entry_bits, config.remainder) == (560, 8, True)
+        selected = {7168: 800, 32768: 3200}[context]  # a tenth
+        assert (config.num_selected, config.entry_bits, config.remainder) == (selected, 8, True)
         assert config.block_tokens >= 256  # a prefill in pieces over blocks of 64 takes two thirds more time
         assert config.summary_bytes >= width // 8  # needles are lost with less
     else:
@@ -308,16 +309,27 @@ def test_a_goal_chooses_fields_that_fit() -> None:
     then less of the rest, then quick steps, with a note if fidelity was asked for. The user's own fields stay."""
     assert chosen_for(13, "speed") == ((400, False, None), [])
     for goal in ("fidelity", None):
-        assert chosen_for(13, goal) == ((560, True, 8), [])
+        assert chosen_for(13, goal) == ((800, True, 8), [])
         assert chosen_for(13, goal, num_selected=500) == ((500, True, 8), [])
-        assert chosen_for(13, goal, entry_bits=None) == ((560, True, None), [])
-        assert chosen_for(13, goal, remainder=False) == ((560, False, 8), [])
+        assert chosen_for(13, goal, entry_bits=None) == ((800, True, None), [])
+        assert chosen_for(13, goal, remainder=False) == ((800, False, 8), [])
         assert chosen_for(13, goal, exact=True) == ((400, True, None), [])
         fits = {chosen_for(share, goal)[0] for share in range(13, 35)}
-        assert fits == {(560, True, 8), (400, True, 8), (400, False, 8)}
+        assert fits == {(800, True, 8), (400, True, 8), (400, False, 8)}
     usual, notes = chosen_for(14, "fidelity", 2048)
     assert usual == (400, False, None) and chosen_for(14, None, 2048) == (usual, []) == chosen_for(14, "speed", 2048)
     assert notes == ['goal="fidelity" has no room in this memory: raise memory, or lower max_context']
+
+
+@pytest.mark.parametrize(
+    ("tokens", "counts"),
+    [(2048, []), (5900, []), (6100, [800]), (16384, [1600, 1200, 900]), (22000, [2400, 1800, 1350, 1012, 759])],
+)
+def test_fidelity_selects_a_tenth_of_a_context(tokens: int, counts: list[int]) -> None:
+    """Where memory is ample; fewer where it is not, before estimates and bits change."""
+    tried = [fields["num_selected"] for fields in DiskSwapCache.goals.faithful(tokens)]
+    assert tried == [*counts, *([700] if counts else []), 560, 400, 400, 400]
+    assert chosen_for(2, None, tokens) == ((tried[0], True, 8), [])
 
 
 @pytest.mark.parametrize("part", [13, 18, 20])
@@ -326,7 +338,7 @@ def test_no_goal_takes_bytes_that_find_needles(part: int) -> None:
     memory = SMOL.full_kv_bytes(8192, 1) // part
     found = [DiskSwapCache.fit(SMOL, memory, 8192, 1, {}, goal) for goal in (None, "speed")]
     lost = [needles_lost(config, SMOL) for config in found]
-    assert found[0] != found[1] and lost[0] <= lost[1] + 0.01
+    assert found[0] != found[1] and lost[0] <= lost[1] + 0.02
 
 
 @pytest.mark.parametrize(("tokens", "selected"), [(640, 400), (800, 400), (1119, 400), (1120, 560)])

@@ -18,7 +18,7 @@ from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core import SelectiveLayer
 from hf_offload_cache.errors import ContextError
 from hf_offload_cache.history import RecordFormat, Sealed
-from hf_offload_cache.memory import MemoryAccount, Workspace
+from hf_offload_cache.memory import DryRun, MemoryAccount, Workspace
 from hf_offload_cache.methods.disk_swap import CANDIDATES, LowRankPredictor, LowRankShared, Rules
 from hf_offload_cache.predictors import Query
 
@@ -162,6 +162,25 @@ def test_an_estimate_uses_the_rankings_scores(kind: str, units: int, budget: int
         if kept[1].groups is not None:
             assert set(kept[1].groups) <= {*choice.next[0], *choice.units[0]}
             assert len(kept[1].groups) == CANDIDATES * budget
+
+
+@pytest.mark.parametrize("memory", [None, 2 << 20, 8 << 20])
+def test_scores_take_a_share_of_a_budget(memory: int | None) -> None:
+    """All groups of more than 9K tokens are scored with all components only where a sixteenth of it has room."""
+    units = 2400
+    one = learned("coded", 1, units=units, plain=True)
+    one.fitted.rules = dataclasses.replace(KINDS["coded"], memory=memory)
+    asked = query(1, 0)
+    choice: Any = one.select(asked, units // 10, False)
+    kept = one.fitted._scored
+    assert kept is not None and (kept[1].groups is None) == (memory != 2 << 20)
+    used, anew = (one.estimate([asked], [choice.next]) for _ in range(2))
+    assert used is not None and anew is not None
+    torch.testing.assert_close(used.bias, anew.bias, rtol=1e-5, atol=1e-5)
+    run = DryRun()
+    one.fitted.rehearse(run, units * GROUP, HEADS, units // 10)
+    scored = units if memory != 2 << 20 else 2304  # four for each selected are fewer
+    assert run.passing("scores")[1] >= scored * GROUP * 4 * HEADS
 
 
 def test_each_query_has_its_own_entries() -> None:

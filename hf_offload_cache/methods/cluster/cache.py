@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...config import OffloadConfig, SelectiveConfig
-from ...core.budget import Goals
+from ...core.budget import Goals, counts_for_fidelity
 from ...core.layer import OffloadLayer, Output
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
@@ -239,6 +239,11 @@ class ClusterLayer(SelectiveLayer):
             clustered.settle(pages, rows, clusters)
 
 
+def faithful(context: int) -> tuple[dict[str, Any], ...]:
+    """`Goals.faithful`: `counts_for_fidelity` are selected, and the other clusters estimated."""
+    return tuple({"num_selected": count, "remainder": True} for count in counts_for_fidelity(context))
+
+
 class ClusterCache(SelectiveCache):
     """Keep the KV cache on disk in clusters of similar keys, and the centroids of these in memory.
 
@@ -250,7 +255,7 @@ class ClusterCache(SelectiveCache):
     config_class: ClassVar[type[OffloadConfig]] = ClusterConfig
     layer_class: ClassVar[type[OffloadLayer]] = ClusterLayer
     wider_steps: ClassVar[tuple[int, ...]] = (800,)
-    goals = Goals(({"remainder": True},))
+    goals = Goals(faithful)
     config: ClusterConfig
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from ...config import OffloadConfig
+from ...config import OffloadConfig, parse_size
 from ...core.budget import Goals
 from ...core.layer import OffloadLayer
 from ...core.plan import LayerKind
@@ -27,7 +27,7 @@ from .adapter import Adapter, adapter_rank
 from .coding import default_summary_bytes
 from .compact_keys import default_rank
 from .config import DiskSwapConfig
-from .fit import fit_disk_swap, needles_lost, shortfalls
+from .fit import faithful, fit_disk_swap, needles_lost, shortfalls
 from .fitted_keys import LowRankShared, Rules
 from .predictor import LowRankPredictor
 
@@ -42,6 +42,7 @@ def rules_of(settings: DiskSwapConfig) -> Rules:
         settings.summary_bytes,
         settings.max_context or 0,
         settings.remainder,
+        None if settings.memory is None else parse_size(settings.memory),
     )
 
 
@@ -98,16 +99,7 @@ class DiskSwapCache(SelectiveCache):
 
     config_class: ClassVar[type[OffloadConfig]] = DiskSwapConfig
     layer_class: ClassVar[type[OffloadLayer]] = DiskSwapLayer
-    wider_steps: ClassVar[tuple[int, ...]] = (800,)
-    goals = Goals(
-        (
-            {"num_selected": 560, "remainder": True, "entry_bits": 8},
-            {"num_selected": 400, "remainder": True, "entry_bits": 8},
-            {"num_selected": 400, "remainder": True, "entry_bits": None},
-            {"num_selected": 400, "remainder": False, "entry_bits": 8},
-        ),
-        {"remainder": False}, needles_lost, "fidelity",
-    )  # fmt: skip
+    goals = Goals(faithful, {"remainder": False}, needles_lost, "fidelity")
     solver = "hf_offload_cache.methods.disk_swap.tuning:tune_by_solver"
     config: DiskSwapConfig
 

@@ -28,7 +28,7 @@ from .coding import (
     most_components,
 )
 from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank, leading
-from .ranking import ALL, CANDIDATES, Candidates, Ranking, few_of_many, rank_among, rank_units
+from .ranking import CANDIDATES, Candidates, Ranking, few_of_many, most_kept, rank_among, rank_units
 from .remainder import fit_bytes, fit_maps, mean_components, rehearse_maps
 
 # The first tokens' keys, which get exact scores: they differ from all others, and low bits clip them
@@ -136,6 +136,8 @@ _REFIT, _REFIT_LAST, _REFIT_LATER = 3, 1.25, 8
 """Growth of the history after which a prompt's adapter, a coding and the 8-bit scale are fitted again. `_REFIT` is for
 a prompt in pieces, because its first piece is a poor sample. `_REFIT_LAST` is for a piece shorter than an earlier one,
 which is probably the last, and `_REFIT_LATER` for generated tokens."""
+_AT_ONCE, _SCORES_SHARE = 9 * 1024, 16
+"""Tokens whose scores are always kept, and the share of a budget that the scores of more may take, as a divisor."""
 _LEAST = 512
 """Fewest tokens for which compact keys are fitted. A calibrated adapter needs none."""
 
@@ -153,6 +155,8 @@ class Rules:
     """Tokens a row to allocate at once."""
     remainder: bool = False
     """Estimate what units that were not selected would have added."""
+    memory: int | None = None
+    """Bytes of the budget; None: there is none."""
 
 
 class LowRankShared(NamedTuple):
@@ -202,7 +206,8 @@ class FittedKeys:
         """As `Learner.rehearse`."""
         form, rules, rows = self.form, self.rules, self.rows
         estimates = rules.remainder and context >= LEAST_TOKENS
-        most = min((ALL if estimates else CANDIDATES) * wanted, context // form.group_size)  # units scored at a time
+        units = context // form.group_size
+        most = most_kept(wanted, units, self._at_once(heads)) if estimates else min(CANDIDATES * wanted, units)
         width, sizes = form.key_width, (context, rows, heads, form.group_size, most)
         if rules.dtype is None:
             CodedKeys.rehearse(run, width, rules.summary_bytes or default_summary_bytes(width), *sizes)
@@ -308,6 +313,14 @@ class FittedKeys:
         """True if only some steps rank all units, because `wanted` are few of them."""
         return few_of_many(wanted, self.units)
 
+    def _at_once(self, heads: int) -> int:
+        """Units whose scores of `heads` query heads, with their components, take no more than their share of a
+        budget."""
+        if self.rules.memory is None:
+            return 1 << 62
+        each = self.form.group_size * (most_components(self.form.key_width) + 4 * heads)
+        return max(_AT_ONCE // self.form.group_size, self.rules.memory // _SCORES_SHARE // each)
+
     def rank(self, query: Query, wanted: int, keep: bool = False) -> Ranking:
         """Rank all units for a query. The order of the `wanted` best is right. See `ranking.rank_units`. `keep`: the
         candidates' scores are for `estimates`, which follows."""
@@ -315,7 +328,8 @@ class FittedKeys:
         assert keys is not None
         exact, apart = self._exact_scores(query, seen), None if self.sinks is None else self.sinks.units
         sizes, keep = (self.form.group_size, wanted), keep and self.maps is not None
-        ranking = rank_units(keys, query.states, query.scaling, *sizes, seen, exact, apart, keep)
+        at_once = self._at_once(query.states.shape[1])
+        ranking = rank_units(keys, query.states, query.scaling, *sizes, seen, exact, apart, keep, at_once)
         self._scored = None if ranking.candidates is None else (query, ranking.candidates)
         return ranking
 

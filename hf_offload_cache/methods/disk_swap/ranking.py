@@ -16,9 +16,9 @@ CANDIDATES = 4
 """Candidates for each selected group: a rough pass hands so many to the precise one, and a guess ranks only so many."""
 _FEW = 8
 """Groups for each candidate from which on a rough pass comes first."""
-ALL = 16
+_ALL = 16
 """Groups for each selected one up to which all are scored with all components, if scores are kept. A rough pass, and
-then one of the candidates, would take longer."""
+then one of the candidates, makes a step of 15K tokens a tenth longer."""
 STEPS = 4
 """Steps from one ranking of all groups to the next, if few of many are selected. Steps in between rank candidates."""
 _NOTHING = np.float32(-1e30)
@@ -63,6 +63,11 @@ def few_of_many(wanted: int, groups: int) -> bool:
     return _FEW * CANDIDATES * wanted <= groups
 
 
+def most_kept(wanted: int, groups: int, at_once: int) -> int:
+    """Upper bound on the groups whose scores `rank_units` keeps at a time, of up to `groups`; `at_once`: as there."""
+    return min(groups, max(CANDIDATES * wanted, min(_ALL * wanted, at_once)))
+
+
 def rank_units(
     keys: CompactKeys,
     query: torch.Tensor,
@@ -73,6 +78,7 @@ def rank_units(
     exact: np.ndarray | None = None,
     apart: np.ndarray | None = None,
     keep: bool = False,
+    at_once: int = 1 << 62,
 ) -> Ranking:
     """Rank all groups for query (B, H, D) by the compact `keys` of B rows. The order of the `wanted` best is right.
 
@@ -81,7 +87,7 @@ def rank_units(
     tokens, and importance sums that over heads. So heads with large raw scores do not drown the others.
 
     If few of many groups are selected, a rough pass finds `CANDIDATES` times as many, and only these are scored with
-    all components. If scores are to be kept, it does so from `ALL` groups for each selected one. An estimate of the
+    all components. If scores are to be kept, it does so from `_ALL` groups for each selected one. An estimate of the
     mass of all a group's tokens was hardly better on text, and made a step 1/10 slower.
 
     The keys' device computes scores and their maxima, a row at a time. The rest is small, so numpy does it on the host,
@@ -93,13 +99,14 @@ def rank_units(
             ranked.
         apart: (B, n), groups that contain sinks: they rank below all others, and their other tokens do not count.
         keep: return the scores of a single row, for an estimate of what is not selected.
+        at_once: groups up to which there is memory for the scores of all.
     """
     low = keys.low_rank_query(query)
     low *= np.float32(scaling)
     rows, groups = low.shape[0], keys.tokens // group_size
     count = min(CANDIDATES * wanted, groups - (0 if apart is None else apart.shape[1]))
     few, keep = few_of_many(wanted, groups), keep and rows == 1
-    every, candidates = keep and groups <= ALL * wanted, None
+    every, candidates = keep and groups <= min(_ALL * wanted, at_once), None
     rough = keys.has_rough_form and (few or (keep and not every))
     importance = np.empty((rows, groups), dtype=np.float32)
     beyond = np.empty((rows, low.shape[1]), dtype=np.float32) if rough and few else None
