@@ -264,8 +264,8 @@ class SelectiveConfig(OffloadConfig):
     num_selected: int = 400
     """Tokens attended to beyond sinks and latest ones, rounded up to complete units."""
     reuse_capacity: int = 400
-    """Tokens of units read earlier that stay resident in each layer; 0 for none. Within a budget more of them stay
-    while the context is shorter than `max_context`, or the sequences are fewer than `max_batch`."""
+    """Tokens of units read earlier that stay resident in each layer; 0 for none. Within a budget slots also get
+    what a step leaves of it, unless this field is given."""
     look_ahead: bool | None = None
     """Guess the next layer's query and prefetch for it. None: if that is measured to be faster. The guess takes
     processor time, which does not pay on a fast disk. The selection always uses the true query."""

@@ -231,7 +231,7 @@ at 16K .005 with 1,600 and .025 with 560, at 30K .004 with 3,200 and .053 with 5
 
 def counts_for_fidelity(context: int) -> list[int]:
     """Tokens to select in a context of so many, the most first: a tenth of it, then fewer for less memory."""
-    wanted, counts = _EVERY * round(context / (10 * _EVERY)), list[int]()
+    wanted, counts = _EVERY * ((context + 5 * _EVERY) // (10 * _EVERY)), list[int]()
     while wanted > _FEWER[0]:
         counts.append(wanted)
         wanted = wanted * 3 // 4
@@ -282,9 +282,14 @@ def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[
     if goal != "fidelity" or not faithful or config.exact:
         return []
     own = [{name: value for name, value in chosen.items() if name not in fields} for chosen in faithful]
-    if any(all(getattr(config, name) == value for name, value in chosen.items()) for chosen in own):
+    met = [all(getattr(config, name) == value for name, value in chosen.items()) for chosen in own]
+    if met[0]:
         return []
-    return ['goal="fidelity" has no room in this memory: raise memory, or lower max_context']
+    if not any(met):
+        return ['goal="fidelity" has no room in this memory: raise memory, or lower max_context']
+    has = ", ".join(f"{name}={value}" for name, value in own[met.index(True)].items())
+    wants = ", ".join(f"{name}={value}" for name, value in own[0].items())
+    return [f'goal="fidelity" has room for {has} only, where more memory gets {wants}: raise memory']
 
 
 def _fit(

@@ -66,6 +66,7 @@ class OffloadCache(Cache):
 
     config_class: ClassVar[type[OffloadConfig]] = OffloadConfig
     layer_class: ClassVar[type[OffloadLayer]] = OffloadLayer
+    given: frozenset[str] = frozenset()  # names of the fields that the user gave to `for_budget`
     goals: ClassVar[Goals] = Goals()
     """The fields that `goal` of a budget stands for."""
     selects: ClassVar[bool] = False
@@ -391,8 +392,8 @@ class OffloadCache(Cache):
         geometry, fields = Geometry.of(model), resolve_engine(fields, path)
         limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
         config = cls.fit(geometry, limit, max_context, max_batch, fields, goal)
-        plan = cls.plan(geometry, config, max_context, max_batch)
-        cache = cls(model, path=path, config=config)
+        plan, cache = cls.plan(geometry, config, max_context, max_batch), cls(model, path=path, config=config)
+        cache.given = frozenset(fields)
         with closed_on_error(cache):
             for note in [*missed_goal(cls, goal, config, fields), *cls.notes(plan, config, geometry, fields)]:
                 cache.warn(note)

@@ -215,53 +215,47 @@ class SelectiveCache(OffloadCache):
             self._pace = Pace(self.config.look_ahead)
 
     def lend_slots(self, step: Step) -> None:
-        """Give slots what a longer context, or more sequences, will need of the budget. Repeated when the context has
-        grown by an eighth: then it needs more, and slots are made again."""
+        """Give slots what a step leaves of the budget, most while a context is shorter than planned, or has fewer rows.
+        Repeated when the context has grown by an eighth: then the step needs more, and slots are made again. Slots that
+        the user has fixed stay."""
         limit, context = self.storage.account.limit, self.config.max_context
         sequences, tokens = step.sequences, step.history + step.tokens
         if limit is None or context is None or (sequences == self._lent_for[0] and tokens <= self._lent_for[1]):
             return
         assert self.selecting is not None
+        self._lent_for = sequences, min(context, tokens + tokens // 8)
+        if "reuse_capacity" in self.given:
+            return
         units = [layer.history.form.group_size for layer in self.selective if layer.is_initialized]
-        most, unit = min(context, tokens + tokens // 8), max(units, default=1)
-        fewest, too_many = 0, -(-most // unit)
-        with contextlib.suppress(NotImplementedError):  # as in `weigh`
-            while too_many - fewest > max(1, fewest // 16):
-                tried = (fewest + too_many) // 2
-                fits = self._with_slots(most, tried * unit) <= limit
-                fewest, too_many = (tried, too_many) if fits else (fewest, tried)
-        self._lent_for = sequences, most
-        if fewest * unit < self.selecting.lent:
-            for layer in self.selective:
-                layer.drop_fetcher()
+        unit, geometry = max(units, default=1), Geometry.of(self.model)
+        fewest, too_many = 0, -(-self._lent_for[1] // unit)
+        while too_many - fewest > max(1, fewest // 16):
+            tried = (fewest + too_many) // 2
+            fits = self._with_slots(geometry, tried * unit) <= limit
+            fewest, too_many = (tried, too_many) if fits else (fewest, tried)
         self.selecting.lend(fewest * unit)
-
-    def _with_slots(self, context: int, lent: int) -> int:
-        """Upper bound on the bytes of a step that selects from `context` tokens a row, with slots for so many tokens
-        more than configured."""
-        planned, _ = LayerPlan.of_layers(((plan, count) for plan, count, _ in self._plans(context, lent)), Planned())
-        held = {**self.storage.account.by_owner, SLOTS: 0, "stream buffers": 0, RECORDS: 0}
-        return sum(max(held.get(owner, 0), planned.decode.get(owner, 0)) for owner in {*held, *planned.decode})
-
-    def _plans(self, context: int, lent: int = 0) -> list[tuple[LayerPlan, int, SelectiveConfig]]:
-        """The plan of each kind of layer for `context` tokens a row, with slots for `lent` tokens more; the number of
-        such layers, and their configuration."""
-        kinds: dict[tuple[LayerKind, int], list[SelectiveLayer]] = {}
         for layer in self.selective:
-            if layer.is_initialized:
-                kinds.setdefault((layer.kind(len(self.offloaded)), id(layer.config)), []).append(layer)
-        plans = []
-        for (kind, _), same in kinds.items():
-            config = planned = same[0].config
-            if lent and config.reuse_capacity <= self.config.reuse_capacity:
-                planned = replace(config, reuse_capacity=config.reuse_capacity + lent)
-            plans.append((type(same[0]).plan(kind, planned, context), len(same), config))
-        return plans
+            layer.drop_slots_beyond()
+
+    def _with_slots(self, geometry: Geometry, lent: int) -> int:
+        """Upper bound on the bytes of a step for which slots are lent, with so many tokens more than configured. What
+        is held now counts too: some of it was allocated for the longest context."""
+        config = replace(self.config, reuse_capacity=self.config.reuse_capacity + lent)
+        planned = self.plan(geometry, config, self._lent_for[1], self._lent_for[0]).decode
+        held = {**self.storage.account.by_owner, SLOTS: 0, "stream buffers": 0, RECORDS: 0}
+        return sum(max(held.get(owner, 0), planned.get(owner, 0)) for owner in {*held, *planned})
 
     def _room_for_slots(self, context: int) -> tuple[int, int]:
         """Bytes of the full KV left for slots when selecting from `context` tokens a row (negative: none), and bytes of
         all slots. Resident layers' slots are not counted."""
-        plans = self._plans(context)
+        kinds: dict[tuple[LayerKind, int], list[SelectiveLayer]] = {}
+        for layer in self.selective:
+            if layer.is_initialized:
+                kinds.setdefault((layer.kind(len(self.offloaded)), id(layer.config)), []).append(layer)
+        plans = [
+            (type(same[0]).plan(kind, same[0].config, context), len(same), same[0].config)
+            for (kind, _), same in kinds.items()
+        ]
         planned, _ = LayerPlan.of_layers(((plan, count) for plan, count, _ in plans), Planned())
         usual = [(plan, count) for plan, count, config in plans if config.reuse_capacity <= self.config.reuse_capacity]
         slots = sum(plan.own.decode.get(SLOTS, 0) * count for plan, count in usual)

@@ -391,6 +391,11 @@ class SelectiveLayer(OffloadLayer):
             self._fetcher.close()
             self._fetcher, self._capacity, self._made_for = None, -1, None
 
+    def drop_slots_beyond(self) -> None:
+        """Free the slots if their budget is smaller now; the next step makes fewer."""
+        if self._fetcher is not None and self.slots < self._capacity:
+            self.drop_fetcher()
+
     def decode(self, call: AttentionCall, step: Step) -> Output:
         """Attention over the selected units and the latest tokens, by the model's own function on the gathered KV."""
         selecting, storage = self.selecting, self.shared.storage
