@@ -328,7 +328,7 @@ class FittedKeys:
         assert keys is not None
         exact, apart = self._exact_scores(query, seen), None if self.sinks is None else self.sinks.units
         sizes, keep = (self.form.group_size, wanted), keep and self.maps is not None
-        at_once = self._at_once(query.states.shape[1])
+        at_once = 1 << 62 if self.rules.memory is None else self._at_once(query.states.shape[1])
         ranking = rank_units(keys, query.states, query.scaling, *sizes, seen, exact, apart, keep, at_once)
         self._scored = None if ranking.candidates is None else (query, ranking.candidates)
         return ranking
