@@ -39,7 +39,7 @@ class Selecting:
     """Share of the configured slots that fit below the full KV."""
 
     lent: int = 0
-    """Tokens a layer of more slots than configured: memory of the budget that a longer context will need."""
+    """Tokens a layer of slots in addition to the configured ones: memory that a step leaves of the budget."""
 
     version: int = 0
     """Increases whenever a budget may have changed; values derived from a budget are valid while it stays the same."""

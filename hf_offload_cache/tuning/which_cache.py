@@ -70,8 +70,8 @@ def compare_plans(
     Args:
         memory: bytes; None: as much as each one's own fields take.
         fields: fields for all caches.
-        wider: after each cache, also those of its `wider_steps` that fit the memory, have no shortfall that the default
-            lacks, and attend to half of the context at most.
+        wider: after each cache, also those of its `wider_steps` that select more than its default, fit the memory, have
+            no shortfall that the default lacks, and attend to half of the context at most.
         installed: refuse caches that lack a package here.
         goal: "speed": each with its fastest fields; None: with those that it usually chooses.
 

@@ -330,7 +330,7 @@ def test_a_goal_chooses_fields_that_fit() -> None:
     [(2048, []), (5900, []), (6100, [800]), (16384, [1600, 1200, 900]), (22000, [2400, 1800, 1350, 1012, 759])],
 )
 def test_fidelity_selects_a_tenth_of_a_context(tokens: int, counts: list[int]) -> None:
-    """Where memory is ample; fewer where it is not, before estimates and bits change."""
+    """Ample memory gets the first count. Less memory gets fewer tokens first, then loses estimates or 8 bits."""
     tried = [fields["num_selected"] for fields in DiskSwapCache.goals.faithful(tokens)]
     assert tried == [*counts, *([700] if counts else []), 560, 400, 400, 400]
     assert chosen_for(2, None, tokens) == ((tried[0], True, 8), [])
@@ -732,7 +732,8 @@ def test_slots_make_room_for_what_is_learned_late(group_size: int) -> None:
 
 @pytest.mark.parametrize(("cache_class", "memory"), [(DiskSwapCache, "1/3"), (ClusterCache, "1400KiB")])
 def test_slots_get_what_a_longer_context_will_need(cache_class: Any, memory: str) -> None:
-    """Until then, and until there is a second row. Choices stay the same, and nothing has to be freed for a step."""
+    """A short context has more slots than configured, and a second row takes some back. Choices stay the same, and no
+    step has to free slots."""
     model, fields = tiny("llama"), {"num_selected": 64, "group_size": 4}
     ids, lent = padded_ids(CONTEXT)[0][:1], []
     with (

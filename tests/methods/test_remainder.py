@@ -166,7 +166,8 @@ def test_an_estimate_uses_the_rankings_scores(kind: str, units: int, budget: int
 
 @pytest.mark.parametrize("memory", [None, 2 << 20, 8 << 20])
 def test_scores_take_a_share_of_a_budget(memory: int | None) -> None:
-    """All groups of more than 9K tokens are scored with all components only where a sixteenth of it has room."""
+    """A step scores all groups of more than 9K tokens with all components only if a sixteenth of the budget suffices.
+    """
     units = 2400
     one = learned("coded", 1, units=units, plain=True)
     one.fitted.rules = dataclasses.replace(KINDS["coded"], memory=memory)

@@ -99,7 +99,7 @@ def rank_units(
             ranked.
         apart: (B, n), groups that contain sinks: they rank below all others, and their other tokens do not count.
         keep: return the scores of a single row, for an estimate of what is not selected.
-        at_once: groups up to which there is memory for the scores of all.
+        at_once: the most groups of which all scores fit the memory.
     """
     low = keys.low_rank_query(query)
     low *= np.float32(scaling)
