@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import pathlib
 import pydoc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_offload_cache.core import selective_layer
 from hf_offload_cache.core.plan import layer_kinds
@@ -24,7 +25,7 @@ from hf_offload_cache.model import Geometry
 from hf_offload_cache.tuning import distance, divergence, perplexity_over
 
 from .common import Rows, Study, main
-from .contexts import MODEL, Context, default_model, follow, open_cache, prefill, reference_texts, replay
+from .contexts import MODEL, Context, default_model, open_cache, prefill, reference_texts, replay
 from .teacher_forced import Fields, contenders_of
 from .watch import Look, Watch
 
@@ -44,14 +45,37 @@ def code(tokenizer: Any, count: int, tokens: int) -> list[torch.Tensor]:
     return [ids[:, start : start + tokens] for start in starts]
 
 
-def texts_of(kind: str, tokenizer: Any, count: int, tokens: int, steps: int) -> list[torch.Tensor]:
-    """`count` texts (1, tokens + steps). "changed": help texts, but code in the second half of the steps."""
-    held = tokens + steps
-    if kind != "changed":
-        return TEXTS[kind](tokenizer, count, held)
-    stays = held - steps // 2
-    parts = zip(reference_texts(tokenizer, count, held), code(tokenizer, count, held), strict=True)
-    return [torch.cat([one[:, :stays], other[:, stays:]], 1) for one, other in parts]
+TURNS, _MESSAGE = 5, 256
+"""Turns of a chat, and tokens of the message before each one but the first."""
+
+Turns = list[tuple[torch.Tensor, torch.Tensor]]
+"""For each turn of a text, a message (1, m) that is read at once, and an answer (1, s) that is decoded."""
+
+
+def texts_of(kind: str, tokenizer: Any, count: int, tokens: int, steps: int) -> list[tuple[torch.Tensor, Turns]]:
+    """`count` contexts (1, tokens), each with the turns after it, which decode `steps` tokens together.
+
+    "changed": help texts, but code in the second half of the steps. "chat": help texts; before each turn but the first
+    comes a message of code. Other kinds have one turn without a message."""
+    if kind in TEXTS:
+        texts = TEXTS[kind](tokenizer, count, tokens + steps)
+        return [(ids[:, :tokens], [(ids[:, :0], ids[:, tokens:])]) for ids in texts]
+    found, both = [], [make(tokenizer, count, tokens + steps) for make in (reference_texts, code)]
+    for ids, other in zip(*both, strict=True):
+        context, answers = ids[:, :tokens], ids[:, tokens:]
+        if kind == "chat":
+            messages = [ids[:, :0], *other[:, : (TURNS - 1) * _MESSAGE].split(_MESSAGE, 1)]
+            turns = list(zip(messages, answers.tensor_split(TURNS, 1), strict=True))
+        else:
+            stays = steps - steps // 2
+            turns = [(ids[:, :0], torch.cat([answers[:, :stays], other[:, tokens + stays :]], 1))]
+        found.append((context, turns))
+    return found
+
+
+def length_of(turns: Turns) -> int:
+    """Tokens of all messages and answers."""
+    return sum(part.shape[1] for turn in turns for part in turn)
 
 
 TEXTS: dict[str, Callable[[Any, int, int], list[torch.Tensor]]] = {"help": reference_texts, "code": code}
@@ -66,21 +90,22 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
     """Add a row for each text and contender, with the KL of each quarter of its steps."""
     model, tokenizer = default_model(loaded, arguments.model)
     wide = copy.deepcopy(model).float()
-    last = arguments.tokens + arguments.steps
     contenders = contenders_of(arguments, USUAL, memory=arguments.memory)
     for kind in arguments.texts:
         texts = texts_of(kind, tokenizer, arguments.samples, arguments.tokens, arguments.steps)
-        for sample, ids in enumerate(texts):
+        for sample, (ids, turns) in enumerate(texts):
             left = {name: one for name, one in contenders.items() if not rows.has(text=kind, sample=sample, name=name)}
             if not left:
                 continue
-            context, new = prefill(model, ids[:, : arguments.tokens]), ids[:, arguments.tokens :]
-            reference = follow(wide, replay(DynamicCache(config=model.config), wide, widened(context)), new)
+            context, last = prefill(model, ids), arguments.tokens + length_of(turns)
+            full = replay(DynamicCache(config=model.config), wide, widened(context))
+            with torch.no_grad():
+                reference = torch.stack(list(answered(wide, full, turns)))
             for name, fields in left.items():
                 with open_cache(model, fields, last, arguments.path) as planned:
                     cls, planned_fields = type(planned), of_plan(planned, model)
                 with cls(wide, path=arguments.path, **planned_fields) as cache:  # type: ignore[call-arg]
-                    found = steps(cache, wide, context, new, reference)
+                    found = steps(cache, wide, context, turns, reference)
                 rows.add(text=kind, sample=sample, name=name, **found)
     return {"contenders": {name: summary(rows.where(name=name)) for name in contenders}}
 
@@ -100,7 +125,16 @@ def of_plan(planned: Any, model: PreTrainedModel) -> Fields:
     return fields | {"group_size": max(kind.form.group_size for kind, _ in kinds)}
 
 
-def steps(cache: Any, model: PreTrainedModel, context: Context, new: torch.Tensor, reference: torch.Tensor) -> Fields:
+def answered(model: PreTrainedModel, cache: Cache, turns: Turns) -> Iterator[torch.Tensor]:
+    """Logits (V,) float32 after each token of the answers, as they are decoded (teacher forcing)."""
+    for message, answer in turns:
+        if message.numel():
+            model(input_ids=message, past_key_values=cache, use_cache=True)
+        for token in answer.split(1, 1):
+            yield model(input_ids=token, past_key_values=cache, use_cache=True).logits[0, -1].float()
+
+
+def steps(cache: Any, model: PreTrainedModel, context: Context, turns: Turns, reference: torch.Tensor) -> Fields:
     """A row's figures. "estimated" and "lost": the attention mass that steps estimated, by their own estimate, and the
     true mass on what they did not attend to; the others compare these and the KL over steps, by Spearman's rank
     correlation."""
@@ -116,11 +150,11 @@ def steps(cache: Any, model: PreTrainedModel, context: Context, new: torch.Tenso
     try:
         with torch.no_grad(), Watch(cache, widened(context).keys, told):
             logits = []
-            for token in new.split(1, 1):
-                counters.estimated_millionths = counters.times_estimated = 0
-                logits.append(model(input_ids=token, past_key_values=cache).logits[0, -1].float())
+            for scores in answered(model, cache, turns):
+                logits.append(scores)
                 estimated.append(counters.estimated_millionths / 1e6 / max(1, counters.times_estimated))
-                true.append(float(np.mean(lost)))
+                true.append(float(np.mean(lost[-len(cache.offloaded) :])))
+                counters.estimated_millionths = counters.times_estimated = 0
                 lost.clear()
     finally:
         selective_layer.LOOKED_AT = looked_at
@@ -128,11 +162,20 @@ def steps(cache: Any, model: PreTrainedModel, context: Context, new: torch.Tenso
     each = divergence(reference, found)
     row: Fields = {**distance(reference, found), "most": float(each.max())}
     row |= {f"kl_{place + 1}": float(part.mean()) for place, part in enumerate(each.tensor_split(QUARTERS))}
-    row |= {"perplexity": perplexity_over(reference, found, new), "lost": float(np.mean(true))}
+    row |= {"perplexity": perplexity_of(reference, found, turns), "lost": float(np.mean(true))}
     row |= {"estimated": float(np.mean(estimated)), "lost_to_kl": spearman(true, each.tolist())}
     report = cache.report()
     row["hit_rate"] = report.hit_rate
     return row | ({"estimated_to_lost": spearman(estimated, true)} if any(estimated) else {})
+
+
+def perplexity_of(reference: torch.Tensor, found: torch.Tensor, turns: Turns) -> float:
+    """As `perplexity_over`, of all answers together, whose logits are `found`."""
+    lengths = [answer.shape[1] for _, answer in turns]
+    parts = zip(reference.split(lengths), found.split(lengths), turns, strict=True)
+    ratios = [(perplexity_over(one, other, answer), answer.shape[1] - 1) for one, other, (_, answer) in parts]
+    known = [(math.log(ratio), count) for ratio, count in ratios if ratio is not None]
+    return math.exp(sum(ratio * count for ratio, count in known) / sum(count for _, count in known))
 
 
 def spearman(one: list[float], other: list[float]) -> float:
@@ -170,8 +213,8 @@ STUDY = Study(
         "tokens": (7424, "prefilled tokens"),
         "steps": (512, "tokens decoded after them, teacher-forced"),
         "samples": (2, "texts of a kind"),
-        "texts": (["help", "code"], "kinds of text; changed: from one to the other after half of the steps",
-                  [*TEXTS, "changed"]),
+        "texts": (["help", "code"], "kinds of text; changed: from one to the other after half of the steps; "
+                  "chat: five turns, with messages of code", [*TEXTS, "changed", "chat"]),
         "memory": ("1/13", "memory budget: a share of the full KV, a size, or none"),
         **MODEL,
     },

@@ -34,7 +34,7 @@ SMALL = {
     "speed --of chunks": "--memory none",
     "speed --of links": "--tokens 1100 --steps 20 --memory none",
     "speed --of guess": "--tokens 700 --steps 20 --devices ufs",
-    "remainder": "--memory none --texts help changed --set a:num_selected=64",
+    "remainder": "--memory none --texts help changed chat --set a:num_selected=64",
     "stream_costs": "--tokens 512 --chunk 256",
     "stream_quality": "--tokens 300 --steps 4 --needles 0",
     "stream_speed": "--tokens 640 --chunk 128",
