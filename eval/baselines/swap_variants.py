@@ -58,7 +58,7 @@ class RandomSwapCache(DiskSwapCache):
     """Attends to the first tokens, the latest ones, and groups drawn at random."""
 
     layer_class: ClassVar[type[OffloadLayer]] = RandomSwapLayer
-    goals = DiskSwapCache.goals._replace(usual="speed")
+    goals = DiskSwapCache.goals._replace(faithful=lambda context: ())
 
     def read_ahead(self, layer: SelectiveLayer, output: torch.Tensor) -> None:
         """Reads nothing."""
@@ -125,7 +125,7 @@ class PaperSwapCache(DiskSwapCache):
 
     config_class: ClassVar[type[OffloadConfig]] = PaperSwapConfig
     layer_class: ClassVar[type[OffloadLayer]] = PaperSwapLayer
-    goals = DiskSwapCache.goals._replace(usual="speed")
+    goals = DiskSwapCache.goals._replace(faithful=lambda context: ())
 
     def prepare(self, model: Any) -> None:
         super().prepare(model)

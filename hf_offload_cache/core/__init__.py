@@ -3,6 +3,7 @@
 from ..config import SelectiveConfig as SelectiveConfig
 from ..predictors.summaries import SummaryPredictor as SummaryPredictor
 from .budget import FORMAT as FORMAT
+from .budget import counts_for_fidelity as counts_for_fidelity
 from .budget import load_config as load_config
 from .budget import missed_goal as missed_goal
 from .budget import nearest as nearest

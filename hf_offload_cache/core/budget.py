@@ -171,7 +171,7 @@ def _lost_note(cls: Any, config: OffloadConfig, geometry: Geometry, given: dict[
 
     def loses(one: Any, most: int, fields: dict[str, Any]) -> float:
         try:
-            return float(one.goals.lost(_fit(one, geometry, (most, context, batch), fields, one.goals.quick), geometry))
+            return float(one.goals.lost(fit_goal(one, None, geometry, (most, context, batch), fields), geometry))
         except (BudgetError, ConfigError):
             return 1.0
 
@@ -213,14 +213,12 @@ class Goals(NamedTuple):
     """The fields that a cache class chooses for the goals of a budget; others are chosen to fit."""
 
     faithful: Callable[[int], tuple[dict[str, Any], ...]] = _none
-    """For "fidelity", and contexts of so many tokens: the first of these that fit, cause no shortfall that `quick` does
-    not have, and have not `lost` more needles; otherwise `quick`."""
-    quick: Mapping[str, Any] = MappingProxyType({})
-    """For "speed"."""
+    """For "fidelity", and contexts of so many tokens: the first of these that fit, cause no shortfall that the last of
+    `quick` does not have, and have not `lost` more needles; otherwise those of `quick`."""
+    quick: tuple[Mapping[str, Any], ...] = (MappingProxyType({}),)
+    """For "speed": as `faithful`, and the last of these if no others will do."""
     lost: Callable[[Any, Geometry], float] = _unknown
     """The share of needles that a configuration loses, as measured."""
-    usual: str = "speed"
-    """The goal of a budget for which none is given. Unlike a given one, it selects at most half of a context."""
 
 
 _EVERY, _FEWER = 400, (700, 560, 400)
@@ -250,17 +248,23 @@ def fit_goal(
     if goal == "fidelity" and not goals.faithful(limits[1]):
         raise ConfigError(f'{cls.__name__} has no fields for goal="fidelity": use DiskSwapCache, or leave goal out')
     refused: list[BudgetError] = []
+    *quick, least = goals.quick
     try:
-        quick = _fit(cls, geometry, limits, fields, goals.quick)
-        allowed, most = set(cls.shortfalls(quick, geometry, fields)), goals.lost(quick, geometry) + _NEEDLES
+        last = _fit(cls, geometry, limits, fields, least)
+        allowed, most = set(cls.shortfalls(last, geometry, fields)), goals.lost(last, geometry) + _NEEDLES
     except BudgetError as error:  # entries in 8 bits may still fit
         refused.append(error)
-    for faithful in () if (goal or goals.usual) == "speed" else goals.faithful(limits[1]):
-        own = {name: value for name, value in faithful.items() if name not in fields}
-        if goal is None and 2 * own.get("num_selected", 0) > limits[1]:
+    tried: list[dict[str, Any]] = []
+    faithful = () if goal == "speed" else goals.faithful(limits[1])
+    for chosen in (*faithful, *quick):
+        own = {name: value for name, value in chosen.items() if name not in fields}
+        if own in tried or (goal is None and 2 * own.get("num_selected", 0) > limits[1]):
             continue
+        tried.append(own)
         try:
             config = _fit(cls, geometry, limits, fields, own)
+        except ConfigError:  # the goal's do not go with the user's
+            continue
         except BudgetError as error:
             refused += [error] if refused else []
             continue
@@ -273,7 +277,7 @@ def fit_goal(
             raise min(refused, key=lambda error: error.needed or 1 << 62)
         finally:
             refused.clear()  # an error that this frame holds would hold the frame, and its callers
-    return quick
+    return last
 
 
 def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[str, Any]) -> list[str]:
@@ -287,8 +291,10 @@ def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[
         return []
     if not any(met):
         return ['goal="fidelity" has no room in this memory: raise memory, or lower max_context']
-    has = ", ".join(f"{name}={value}" for name, value in own[met.index(True)].items())
-    wants = ", ".join(f"{name}={value}" for name, value in own[0].items())
+    has, wants = (
+        ", ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
+        for chosen in (own[met.index(True)], own[0])
+    )
     return [f'goal="fidelity" has room for {has} only, where more memory gets {wants}: raise memory']
 
 

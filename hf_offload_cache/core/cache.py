@@ -380,7 +380,7 @@ class OffloadCache(Cache):
             max_context: tokens a sequence, generated ones included.
             max_batch: sequences, beams included.
             goal: "fidelity": steps closer to full attention, with a warning if they do not fit; "speed": faster ones;
-                None: the class's usual goal, if that fits.
+                None: fidelity if that fits, with at most half of the context.
             **fields: fields of the configuration to keep as given; `fit` chooses the others.
 
         A step or a change of rows beyond these limits raises `BudgetError` and leaves the cache unchanged. Raises as

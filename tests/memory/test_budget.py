@@ -21,6 +21,7 @@ from hf_offload_cache import (
     DiskSwapCache,
     DiskSwapConfig,
     OffloadCache,
+    SpecCache,
     registry,
 )
 from hf_offload_cache.config import parse_memory, parse_size
@@ -308,7 +309,8 @@ def chosen_for(
 def test_a_goal_chooses_fields_that_fit() -> None:
     """For fidelity, and by default, more tokens, in 8 bits, and an estimate of the others. At less memory fewer tokens,
     then less of the rest, then quick steps, with a note if fidelity was asked for. The user's own fields stay."""
-    assert chosen_for(13, "speed") == ((400, False, None), [])
+    assert chosen_for(13, "speed") == ((400, False, 8), [])
+    assert chosen_for(13, "speed", entry_bits=None) == ((400, False, None), [])
     for goal in ("fidelity", None):
         assert chosen_for(13, goal) == ((800, True, 8), [])
         assert chosen_for(13, goal, num_selected=500) == ((500, True, 8), [])
@@ -332,7 +334,7 @@ def test_a_goal_chooses_fields_that_fit() -> None:
 def test_fidelity_selects_a_tenth_of_a_context(tokens: int, counts: list[int]) -> None:
     """Ample memory gets the first count. Less memory gets fewer tokens first, then loses estimates or 8 bits."""
     tried = [fields["num_selected"] for fields in DiskSwapCache.goals.faithful(tokens)]
-    assert tried == [*counts, *([700] if counts else []), 560, 400, 400, 400]
+    assert tried == [*counts, *([700] if counts else []), 560, 400, 400]
     assert chosen_for(2, None, tokens) == ((tried[0], True, 8), [])
 
 
@@ -356,13 +358,27 @@ def test_a_default_selects_at_most_half_of_a_context(tokens: int, selected: int)
 
 
 def test_a_budget_for_entries_in_8_bits_only() -> None:
-    """Less than the fields for speed need: the default fits all the same, and the other goal raises."""
+    """Less than 16 bits need: each goal fits all the same, and 16 bits raise."""
     wide, memory = Geometry.uniform(32, 32, 8, 128), 46_419_008
-    config = DiskSwapCache.fit(wide, memory, 8192, 1, {})
+    for goal in (None, "speed"):
+        config = DiskSwapCache.fit(wide, memory, 8192, 1, {}, goal)
+        assert isinstance(config, DiskSwapConfig)
+        assert config.entry_bits == 8 and DiskSwapCache.plan(wide, config, 8192, 1).peak_bytes <= memory
+        with pytest.raises(BudgetError, match="need at least"):
+            DiskSwapCache.fit(wide, memory, 8192, 1, {"entry_bits": None}, goal)
+
+
+def test_a_budget_for_entries_in_16_bits_only() -> None:
+    """A small model, whose conversion of entries needs more memory than 8 bits save."""
+    small = Geometry.of(tiny("llama"))
+    with pytest.raises(BudgetError) as refused:
+        DiskSwapCache.fit(small, 1000, 1024, 1, {"entry_bits": None, "remainder": False})
+    least = refused.value.needed
+    with pytest.raises(BudgetError):
+        DiskSwapCache.fit(small, least, 1024, 1, {"entry_bits": 8})
+    config = DiskSwapCache.fit(small, least, 1024, 1, {}, "speed")
     assert isinstance(config, DiskSwapConfig)
-    assert config.entry_bits == 8 and DiskSwapCache.plan(wide, config, 8192, 1).peak_bytes <= memory
-    with pytest.raises(BudgetError, match="need at least"):
-        DiskSwapCache.fit(wide, memory, 8192, 1, {}, "speed")
+    assert config.entry_bits is None and DiskSwapCache.plan(small, config, 1024, 1).peak_bytes <= least
 
 
 def test_a_long_context_keeps_its_budget_without_a_rough_form() -> None:
@@ -386,28 +402,31 @@ def test_a_long_context_keeps_its_budget_without_a_rough_form() -> None:
 
 
 def test_a_plan_that_loses_needles_says_how_many() -> None:
-    """The tree at 1/13 of 4K tokens: with the memory that would do, which does, and the cache that loses none. With the
-    default tokens no memory would do at 8K; below every cache's needs there is only a shorter context."""
+    """The tree at 1/20 of 8K tokens: with the memory that would do, which does, and the cache that loses few. With 400
+    tokens no memory would do; where no cache does better, with less memory, other fields would."""
 
     def notes(cls: Any, share: int, tokens: int, **fields: Any) -> list[str]:
         config = cls.fit(SMOL, SMOL.full_kv_bytes(tokens, 1) // share, tokens, 1, fields)
         found = cls.notes(cls.plan(SMOL, config, tokens, 1), config, SMOL, fields)
         return [note for note in found if note.startswith("about ")]
 
-    (told,) = notes(AbstractTreeCache, 13, 4096)
+    assert not notes(AbstractTreeCache, 13, 4096) and not notes(AbstractTreeCache, 13, 8192)
+    (told,) = notes(AbstractTreeCache, 20, 8192)
     match = re.fullmatch(
-        r"about 32% of the needles that the full KV finds are lost \(measured on SmolLM2-135M up to 8K tokens\): raise "
-        r"memory to ([\d.]+ MiB), or use DiskSwapCache, which loses 0% in this memory",
+        r"about \d+% of the needles that the full KV finds are lost \(measured on SmolLM2-135M up to 8K tokens\): "
+        r"raise memory to ([\d.]+ MiB), or use DiskSwapCache, which loses \d+% in this memory",
         told,
     )
     assert match is not None
-    enough = AbstractTreeCache.fit(SMOL, parse_size(match[1]), 4096, 1, {})
-    assert not AbstractTreeCache.notes(AbstractTreeCache.plan(SMOL, enough, 4096, 1), enough, SMOL)
-    (told,) = notes(AbstractTreeCache, 4, 8192)
+    enough = AbstractTreeCache.fit(SMOL, parse_size(match[1]), 8192, 1, {})
+    assert not AbstractTreeCache.notes(AbstractTreeCache.plan(SMOL, enough, 8192, 1), enough, SMOL)
+    (told,) = notes(AbstractTreeCache, 4, 8192, num_selected=400)
     assert told.endswith(": use DiskSwapCache, which loses 0% in this memory")
     assert not notes(AbstractTreeCache, 4, 8192, num_selected=None)
     (told,) = notes(AbstractTreeCache, 28, 8192)
-    assert told.endswith(": lower max_context")
+    assert re.search(r"about \d+% .*: raise memory to [\d.]+ MiB$", told)
+    (told,) = notes(AbstractTreeCache, 28, 8192, num_selected=128)
+    assert told.endswith(": leave fields to the planner")
     (told,) = notes(DiskSwapCache, 28, 8192)
     assert re.search(r"about \d+% .*: raise memory to [\d.]+ MiB$", told)
     assert not notes(DiskSwapCache, 13, 8192) and not notes(AbstractTreeCache, 28, 8192, exact=True)
@@ -417,8 +436,8 @@ def test_a_goal_that_is_none() -> None:
     model = tiny("llama")
     with pytest.raises(ConfigError, match="goal must be one of fidelity, speed, got 'best'"):
         DiskSwapCache.for_budget(model, "3/5", CONTEXT, goal="best")
-    with pytest.raises(ConfigError, match='AbstractTreeCache has no fields for goal="fidelity": use DiskSwapCache'):
-        AbstractTreeCache.for_budget(model, "3/5", CONTEXT, goal="fidelity")
+    with pytest.raises(ConfigError, match='SpecCache has no fields for goal="fidelity": use DiskSwapCache'):
+        SpecCache.for_budget(model, "3/5", CONTEXT, goal="fidelity")
     with OffloadCache.for_budget(model, "3/5", CONTEXT, goal="fidelity") as cache:  # it is exact
         assert type(cache) is OffloadCache
 

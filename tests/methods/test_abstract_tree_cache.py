@@ -17,7 +17,7 @@ from harness import generate, prompt
 from long_llama import feed, long_model
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
-from hf_offload_cache.core import Pace
+from hf_offload_cache.core import Pace, counts_for_fidelity
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError
 from hf_offload_cache.fetch import EarlyLook
 from hf_offload_cache.methods.abstract_tree import ChunkHistory
@@ -116,15 +116,20 @@ def test_early_steps_say_nothing_of_reading_ahead(monkeypatch: pytest.MonkeyPatc
 
 
 def test_budgets() -> None:
-    """The smaller, the less is looked into; each is kept to, by the plan; what no fields fit is refused."""
+    """The smaller, the less is looked into; each is kept to, by the plan; what no fields fit is refused. The default
+    attends to more tokens than `goal="speed"`, of as many times more examined ones."""
     geometry = Geometry.of(long_model())
     full = geometry.full_kv_bytes(32768, 1)
     found = []
     for share in (4, 6, 13):
-        config = AbstractTreeCache.fit(geometry, full // share, 32768, 1, {})
+        config = AbstractTreeCache.fit(geometry, full // share, 32768, 1, {}, "speed")
         assert AbstractTreeCache.plan(geometry, config, 32768, 1).peak_bytes <= full // share
         found.append((config.num_selected, config.tokens_fetched(32768), config.reuse_capacity))
     assert found == sorted(found, reverse=True) and found[0][:2] == (400, 1600)
+    usual = AbstractTreeCache.fit(geometry, full // 6, 32768, 1, {})
+    assert usual.num_selected in counts_for_fidelity(32768)[:-1]
+    assert usual.tokens_fetched(32768) == 4 * usual.num_selected
+    assert AbstractTreeCache.plan(geometry, usual, 32768, 1).peak_bytes <= full // 6
     given = AbstractTreeCache.fit(geometry, full // 6, 32768, 1, {"chunk_size": 16, "num_selected": 128})
     assert (given.chunk_size, given.num_selected) == (16, 128)
     with pytest.raises(BudgetError) as refused:
@@ -269,7 +274,7 @@ def test_a_long_context_in_a_budget_that_has_no_room_for_abstracts() -> None:
     """They go to the disk before less is selected."""
     geometry = Geometry.of(long_model())
     full = geometry.full_kv_bytes(131072, 1)
-    roomy, tight = (AbstractTreeCache.fit(geometry, full // share, 131072, 1, {}) for share in (13, 20))
+    roomy, tight = (AbstractTreeCache.fit(geometry, full // share, 131072, 1, {}, "speed") for share in (13, 20))
     assert (roomy.abstracts, tight.abstracts) == ("memory", "disk")
     assert tight.num_selected == 400
     assert AbstractTreeCache.plan(geometry, tight, 131072, 1).peak_bytes <= full // 20

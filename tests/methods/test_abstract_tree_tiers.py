@@ -373,9 +373,9 @@ def test_what_a_budget_costs_is_told() -> None:
         return AbstractTreeCache.shortfalls(config, geometry, fields)
 
     assert told(4) == told(13) == []
-    (looks,) = told(20)
+    (looks,) = told(26)
     assert "examines" in looks and "for 400; examining 1600" in looks
-    assert any("a step selects" in line for line in told(34))
-    assert told(20, num_opened=500) == []
+    assert any("a step selects" in line for line in told(40))
+    assert told(26, num_opened=500) == []
     (dense,) = told(13, dense_layers=2)
     assert "no room for dense_layers=2" in dense

@@ -222,7 +222,7 @@ def test_what_gives_way_in_a_budget_first(share: int, every: int, centroids: str
     config = ClusterCache.fit(geometry, memory, 8192, 1, {"engine": "direct"})
     assert isinstance(config, ClusterConfig)
     assert (config.join_every, config.centroids) == (every, centroids)
-    assert (config.num_selected, config.cluster_size, config.append_buffer) == (400, 12, 16)
+    assert (config.num_selected, config.cluster_size, config.append_buffer) == (800, 12, 16)
 
 
 def test_a_prompt_is_placed_by_its_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:

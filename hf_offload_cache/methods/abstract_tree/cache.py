@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...config import OffloadConfig
-from ...core.budget import Goals
+from ...core.budget import Goals, counts_for_fidelity
 from ...core.layer import OffloadLayer
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
@@ -31,15 +31,16 @@ _OPENED = (4.0, 2.5, 2.0, 1.5, 1.25)
 """Tokens in the examined chunks, as a multiple of the attended tokens: the best, the default, first."""
 _NONE_DENSE = {"dense_layers": 0, "resident_layers": 0, "dense_share": 0.001}
 """Dense layers of a saved context attend to as many tokens as the other layers."""
+_FRUGAL = {**_NONE_DENSE, "abstracts": "disk", "look_ahead": False, "early_steps": 0}
 
 
 def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
-    """Find the best configuration that fits: 400 of 1,600 examined tokens, dense first layers in memory, and the
-    remaining memory for slots.
+    """Find the best configuration that fits: 400 tokens, or a goal's, of four times as many examined ones, dense first
+    layers in memory, and the remaining memory for slots.
 
-    If that does not fit, these are reduced in turn: dense layers, prefetches, stream queue and buffers, a part of the
-    examined tokens, abstracts in memory (then on disk), early steps and the recent window, more of the examined tokens,
-    the attended tokens, and finally the chunk size. Raises `BudgetError` with the minimum memory needed.
+    If that does not fit, these are reduced in turn: dense layers, prefetches, stream queue and buffers, abstracts in
+    memory (then on disk), early steps and the recent window, the chunk size, a part of the examined tokens (all of this
+    again), more of them, and the attended tokens. Raises `BudgetError` with the minimum memory needed.
     """
 
     def smallest(chosen: dict[str, Any]) -> dict[str, Any]:
@@ -67,29 +68,36 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
     wanted = search.config({}).attended(search.max_context)
     given = search.fields.get("chunk_size") or search.fields.get("group_size")
     given = max(given) if isinstance(given, Sequence) else given
-    for size in _CHUNK_SIZES if given is None else [given]:
-        of_size = _of_size(search, size)
-        chunk: dict[str, Any] = {"chunk_size": size}
-        yield {**chunk, **_selecting(wanted, _OPENED[0]), **of_size.streams(STREAM_SHARES[0])}
-        chunk.update(_NONE_DENSE)
-        for opened in _OPENED[:2]:
-            chunk.update(_selecting(wanted, opened))
-            for look in ({}, {"look_ahead": False}):
-                yield from ({**chunk, **of_size.streams(share), **look} for share in STREAM_SHARES)
-            yield {**chunk, **of_size.least_streams(), "look_ahead": False}
-        chunk.update(abstracts="disk", look_ahead=False)
-        for opened in _OPENED[:2]:
-            chunk.update(_selecting(wanted, opened))
-            yield from ({**chunk, **of_size.streams(share)} for share in STREAM_SHARES)
-        chunk["early_steps"] = 0
-        chunk.update(of_size.least_streams(SHORT_TAIL))
-        yield from ({**chunk, **_selecting(wanted, opened)} for opened in _OPENED)
-        fewer = wanted
+    sizes = _CHUNK_SIZES if given is None else [given]
+    for opened in _OPENED[:2]:
+        for size in sizes:
+            yield from _examining(search, size, wanted, opened)
+    frugally = [{"chunk_size": size, **_FRUGAL, **_of_size(search, size).least_streams(SHORT_TAIL)} for size in sizes]
+    yield from ({**frugal, **_selecting(wanted, opened)} for opened in _OPENED[2:] for frugal in frugally)
+    for size, frugal in zip(sizes, frugally, strict=True):
+        of_size, fewer = _of_size(search, size), wanted
         while fewer > LEAST_SELECTED and search.fields.get("num_selected") is None:
             fewer = max(LEAST_SELECTED, fewer * 3 // 4)
-            yield {**chunk, **_selecting(fewer, _OPENED[-1])}
+            yield {**frugal, **_selecting(fewer, _OPENED[-1])}
         for recent in (SHORT_TAIL // 2, LEAST_RECENT):
-            yield {**chunk, **of_size.least_streams(recent), **_selecting(fewer, 1)}
+            yield {**frugal, **of_size.least_streams(recent), **_selecting(fewer, 1)}
+
+
+def _examining(
+    search: Search[AbstractTreeConfig], size: int, wanted: int, opened: float
+) -> Iterator[dict[str, Any]]:
+    """Fields to try with chunks of `size` tokens, if a step examines `opened` times the `wanted` tokens."""
+    of_size, chosen = _of_size(search, size), {"chunk_size": size, **_selecting(wanted, opened)}
+    if opened == _OPENED[0]:
+        yield {**chosen, **of_size.streams(STREAM_SHARES[0])}
+    chosen.update(_NONE_DENSE)
+    for look in ({}, {"look_ahead": False}):
+        yield from ({**chosen, **of_size.streams(share), **look} for share in STREAM_SHARES)
+    yield {**chosen, **of_size.least_streams(), "look_ahead": False}
+    chosen.update(abstracts="disk", look_ahead=False)
+    yield from ({**chosen, **of_size.streams(share)} for share in STREAM_SHARES)
+    chosen.update(_FRUGAL)
+    yield from ({**chosen, **of_size.least_streams(recent)} for recent in (SHORT_TAIL, SHORT_TAIL // 2))
 
 
 _LOST = ((0.0, 1.0), (0.12, 0.9), (0.14, 0.64), (0.23, 0.35), (0.39, 0.04), (1.0, 0.0))
@@ -97,6 +105,11 @@ _LOST = ((0.0, 1.0), (0.12, 0.9), (0.14, 0.64), (0.23, 0.35), (0.39, 0.04), (1.0
 with prompts of 4,000 and 7,000 tokens."""
 _LOST_UP_TO = 8192
 """The longest context of `_LOST`; beyond, the share is taken as of this one."""
+
+
+def faithful(context: int) -> tuple[dict[str, Any], ...]:
+    """`Goals.faithful`: `counts_for_fidelity` are selected, of four times as many examined tokens."""
+    return tuple({"num_selected": count, "num_opened": None} for count in counts_for_fidelity(context))
 
 
 def needles_lost(config: AbstractTreeConfig, geometry: Geometry) -> float:
@@ -143,7 +156,7 @@ class AbstractTreeCache(SelectiveCache):
 
     config_class: ClassVar[type[OffloadConfig]] = AbstractTreeConfig
     layer_class: ClassVar[type[OffloadLayer]] = AbstractTreeLayer
-    goals = Goals(lost=needles_lost)
+    goals = Goals(faithful, lost=needles_lost)
     config: AbstractTreeConfig
 
     def __init__(
