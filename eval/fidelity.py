@@ -19,7 +19,7 @@ from hf_offload_cache.tuning import distance, perplexity_over, sample_ids
 
 from . import bench_text
 from .baselines.in_memory import SINKS, quantized_share, window_tokens
-from .fidelity_contenders import FIXED, FLOORS, WIDER, contenders, missing
+from .fidelity_contenders import FIXED, FLOORS, contenders, missing
 from .fidelity_pictures import draw_front, draw_layers
 from .fidelity_tables import LONGEST_NEEDLES, markdown, shipped, summarised
 from .kvpress_contender import PRESSES, KVPress
@@ -263,7 +263,7 @@ def _speed(shared: Run, everyone: Contenders) -> None:
         earlier = [row["name"].rpartition(" ") for row in rows.where(**key)]
         before = {name: one for cache, _, memory in earlier for name, one in contenders([cache], [memory]).items()}
         for name, fields in {**before, **everyone}.items():
-            if name.split()[0] in (*CACHES, *WIDER):
+            if name.split()[0] in CACHES:
                 with contextlib.suppress(BudgetError), open_cache(model, fields, tokens + _TIMED, arguments.path):
                     ours[name] = fields
         if all(rows.has(name=name, **key) for name in ours):
@@ -291,7 +291,7 @@ STUDY = Study(
         "output": (1024, "tokens of a long output, teacher-forced"),
         "memory": (list(BUDGETS), "shares of the full KV"),
         "few": (["1/4", "1/13"], "shares of the full KV, for parts of many tokens"),
-        "caches": ([*CACHES, *WIDER, *FLOORS, *FIXED], "names (default: all)"),
+        "caches": ([*CACHES, *FLOORS, *FIXED], "names (default: all)"),
         "parts": (list(PARTS), "what to measure", PARTS),
         "kvpress": (str, "an interpreter that has kvpress, whose presses are then measured too"),
         "markdown": (Path, "file for the tables"),

@@ -11,12 +11,6 @@ from transformers.utils import is_optimum_quanto_available
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
 
-WIDER: dict[str, dict[str, Any]] = {
-    f"{cache}-{tokens}": {"cache": cache, "num_selected": tokens}
-    for cache in CACHES
-    for tokens in cache_class(cache).wider_steps
-}
-"""Name -> fields of caches whose step attends to more tokens than by default, in the same memory."""
 FIXED = ("4-bit", "2-bit")
 """transformers' quantized caches: of a memory of their own."""
 FLOORS: dict[str, dict[str, Any]] = {
@@ -27,7 +21,7 @@ FLOORS: dict[str, dict[str, Any]] = {
 
 
 def _fields(name: str) -> dict[str, Any]:
-    return {**FLOORS, **WIDER}.get(name, {"cache": name})
+    return FLOORS.get(name, {"cache": name})
 
 
 def missing(name: str, model: PreTrainedModel) -> str | None:

@@ -26,7 +26,7 @@ def draw_front(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any)
     measured = [cell for cell in cells if cell.get("kl")]
     longest = max((cell["tokens"] for cell in measured), default=0)
     for number, cache in enumerate(_LINES):
-        own = [one for one in measured if (one["cache"], one.get("num_selected")) == (cache, None)]
+        own = [one for one in measured if one["cache"] == cache]
         places = sorted((float(Fraction(share(one["memory"]))), one["kl"]) for one in own if one["tokens"] == longest)
         if places:
             axes.plot(*zip(*places, strict=True), marker="o", color=f"C{number}")

@@ -14,7 +14,6 @@ from rich.table import Table
 from hf_offload_cache.registry import CACHES
 
 from . import bench_text
-from .fidelity_contenders import WIDER
 from .studies.contexts import share
 from .studies.quality_needles_budget import lost
 
@@ -115,9 +114,9 @@ def markdown(summary: dict[str, Any]) -> str:
 def shipped(summary: dict[str, Any]) -> dict[str, Any]:
     """Values that the choice of a cache depends on, by context length and share of memory. Needles are of all
     lengths at which each that is compared there was asked, and not refused in all, of those that were at any: a dozen
-    of one tell little. A wider step that was not asked at all of these has none."""
+    of one tell little."""
     kept = ("tokens", "cache", "memory", "kl", "perplexity", "seconds", "long_kl", "long_perplexity")
-    cells = [cell for cell in summary["cells"] if cell["cache"] in (*CACHES, *WIDER, "DynamicCache")]
+    cells = [cell for cell in summary["cells"] if cell["cache"] in (*CACHES, "DynamicCache")]
     asked: dict[tuple[str, str], dict[int, Cell]] = {}
     for cell in cells:
         if "known" in cell:
@@ -130,11 +129,11 @@ def shipped(summary: dict[str, Any]) -> dict[str, Any]:
             continue
         memory, tokens = cell["memory"], cell["tokens"]
         compared = {one["cache"] for one in cells if (one["memory"], one["tokens"]) == (memory, tokens) and "kl" in one}
-        lengths = [asked[cache, memory].keys() for cache in compared - WIDER.keys() if (cache, memory) in asked]
+        lengths = [asked[cache, memory].keys() for cache in compared if (cache, memory) in asked]
         own = asked.get((cell["cache"], memory), {})
         alike = set(own).intersection(*lengths) if lengths else set()
-        if alike and (cell["cache"] not in WIDER or alike == set(lengths[0]).intersection(*lengths)):
+        if alike:
             row |= {field: sum(own[length][field] for length in alike) for field in ("found", "known")}
             row["needle_tokens"] = sorted(own[length]["needle_tokens"] for length in alike)
-        found.append({**row, **WIDER.get(cell["cache"], {}), "memory": share(memory)})
+        found.append({**row, "memory": share(memory)})
     return {"cells": found}

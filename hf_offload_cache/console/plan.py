@@ -175,11 +175,9 @@ def _compare(
 
     cells = measured_caches(arguments.measured, shape_of(arguments.model or "the default model", geometry), fields)
     memory, full = _memory(arguments, geometry)
-    every = compare_plans(
-        geometry, memory, arguments.context, arguments.batch, resolve_engine(fields, folder), wider=memory is not None
-    )
-    fitting = [one for one in every if one.plan is not None and False not in _fits(one.plan, room).values()]
-    names = [one.name for one in fitting if one.num_selected is None]
+    plans = compare_plans(geometry, memory, arguments.context, arguments.batch, resolve_engine(fields, folder))
+    fitting = [one for one in plans if one.plan is not None and False not in _fits(one.plan, room).values()]
+    names = [one.name for one in fitting]
     chosen = {}
     if memory is not None and names:
         goals = {"fidelity": ("fidelity", "long-prompt"), "speed": ("speed", "long-prompt"),
@@ -187,11 +185,9 @@ def _compare(
         chosen = {
             goal: which_cache(fitting, cells, memory / full, arguments.context, *hints) for goal, hints in goals.items()
         }
-    best = [choice.plan for choice in chosen.values()]
-    plans = [one for one in every if one.num_selected is None or one in best]
     console = new_console(highlight=False, soft_wrap=True)
     console.print(_side_by_side(plans, f"{arguments.batch} x {arguments.context:,} tokens"))
-    for one in (one for one in every if one.num_selected is None):
+    for one in plans:
         missing = cache_class(one.name).missing()
         for note in (*(one.notes if one.plan is not None else (one.refused,)), *((missing,) if missing else ())):
             console.print(f"{one.name}: {note}", markup=False)
@@ -208,8 +204,7 @@ def _compare(
 
 def _side_by_side(plans: list[ComparedPlan], title: str) -> Any:
     """A table with a column for each plan."""
-    wider = ["" if one.num_selected is None else f"\n{one.num_selected:,} tokens" for one in plans]
-    columns = [f"{one.name}{tokens}" for one, tokens in zip(plans, wider, strict=True)]
+    columns = [one.name for one in plans]
     table = new_table("", *columns, right=columns, title=title)
 
     def sizes(name: str) -> list[str]:

@@ -95,11 +95,11 @@ def _compare(arguments: argparse.Namespace, text: str | None) -> int:
     )  # fmt: skip
     write_json(arguments.out, measured, "--out")
     table = Table("cache", box=SIMPLE_HEAD, title=f"{arguments.context:,} tokens, {arguments.memory}")
-    for name in ("num_selected", "KL, nats", "perplexity ratio", "ms per step"):
+    for name in ("KL, nats", "perplexity ratio", "ms per step"):
         table.add_column(name, justify="right")
     for cell in measured["cells"]:
         figures = f"{cell['kl']:.4f}", f"{cell['perplexity']:.4f}", f"{1e3 * cell['seconds']:.1f}"
-        table.add_row(cell["cache"], str(cell.get("num_selected", "")), *figures)
+        table.add_row(cell["cache"], *figures)
     console = new_console(highlight=False)
     console.print(table)
     for reason in measured["refused"]:

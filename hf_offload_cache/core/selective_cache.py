@@ -155,9 +155,6 @@ class SelectiveCache(OffloadCache):
         user's `given` fields override them. An empty list: there is nothing to tune."""
         return []
 
-    wider_steps: ClassVar[tuple[int, ...]] = ()
-    """Values of `num_selected` that comparisons try besides the default: closer to `DynamicCache`, and slower."""
-
     solver: ClassVar[str | None] = None
     """The method's own tuner, "module:function", which `tune` imports; None: `tune` tries `to_try`."""
 

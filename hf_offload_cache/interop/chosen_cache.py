@@ -29,8 +29,7 @@ def offload_cache(
     path: str | Path | None = None,
     **fields: Any,
 ) -> OffloadCache:
-    """The best registered cache for the budget `memory`, configured by its `for_budget`, but with another
-    `num_selected` if attending to more was measured to be better.
+    """The best registered cache for the budget `memory`, configured by its `for_budget`.
 
         with offload_cache(model, memory="1/13", max_context=8192) as cache:
             print(cache.why)
@@ -63,7 +62,7 @@ def offload_cache(
     limit = parse_memory(memory, full)
     resolved = resolve_engine(fields, path)
     fastest = "speed" if goal == "speed" else None
-    plans = compare_plans(geometry, limit, max_context, max_batch, resolved, True, True, fastest)
+    plans = compare_plans(geometry, limit, max_context, max_batch, resolved, installed=True, goal=fastest)
     cells = measured_caches(measured, None if measured is None else identity_of(model), fields)
     chosen = which_cache(plans, cells, limit / full, max_context, goal, hint)
     cache: OffloadCache = cache_class(chosen.name)(model, path=path, config=chosen.plan.config)

@@ -123,8 +123,7 @@ def measure_caches(
     progress: bool = True,
     **fields: Any,
 ) -> dict[str, Any]:
-    """Measure each cache of the registry within `memory`, with the default `num_selected` and with more
-    (`wider_steps`), and `DynamicCache`, on the same texts, token by token.
+    """Measure each cache of the registry within `memory`, and `DynamicCache`, on the same texts, token by token.
 
     Texts are prefilled in pieces. Caches are open at once and decode in turns, so that a slower phase of the machine
     affects all of them: that takes `memory` for each of them, and the full KV for `DynamicCache`. If that is more than
@@ -145,10 +144,9 @@ def measure_caches(
         fields: fields for all caches.
 
     Returns plain JSON values, as `measured_caches` reads them. "cells": for each cache that fits, "cache", "tokens",
-    "memory", "num_selected" if it is not the default's, "kl" in nats and "perplexity" relative to the reference's, and
-    "seconds" per step, the median; "refused": why the others are missing; "turns": the groups timed together;
-    "reference", "model" (another one refuses the table), "fields", "machine". Raises `ConfigError`, `StoreError`, and
-    `BudgetError` if no cache fits.
+    "memory", "kl" in nats and "perplexity" relative to the reference's, and "seconds" per step, the median; "refused":
+    why the others are missing; "turns": the groups timed together; "reference", "model" (another one refuses the
+    table), "fields", "machine". Raises `ConfigError`, `StoreError`, and `BudgetError` if no cache fits.
     """
     inner = inner_model(model)
     at_least(max_context=max_context, samples=samples, steps=steps)
@@ -165,16 +163,16 @@ def measure_caches(
     full, free = geometry.full_kv_bytes(held, 1), free_memory(geometry.device)
     used, room = resolve_engine(fields, path), None if free is None else free // 2
     limit = parse_memory(memory, full)
-    plans = compare_plans(geometry, limit, held, 1, used, wider=True, installed=True)
+    plans = compare_plans(geometry, limit, held, 1, used, installed=True)
     refused = [f"{one.name}: {one.refused}" for one in plans if one.plan is None]
-    fitting = {one.label: one for one in plans if one.plan is not None}
+    fitting = {one.name: one for one in plans if one.plan is not None}
     if not fitting:
         raise BudgetError(f"no cache fits {memory}: {'; '.join(refused)}")
     contenders, needs = {}, {}
-    for label, one in fitting.items():
-        cls: Any = cache_class(one.name)
-        contenders[label] = Contender(inner, functools.partial(cls, inner, path=path, config=one.config))
-        needs[label] = one.plan.peak_bytes + one.plan.host_bytes  # type: ignore[union-attr]
+    for name, one in fitting.items():
+        cls: Any = cache_class(name)
+        contenders[name] = Contender(inner, functools.partial(cls, inner, path=path, config=one.config))
+        needs[name] = one.plan.peak_bytes + one.plan.host_bytes  # type: ignore[union-attr]
     if room is None or full <= room:
         plain = without_seams(inner)
         whole = Contender(plain, lambda: contextlib.nullcontext(dynamic_cache(plain)))
@@ -207,11 +205,7 @@ def measure_caches(
     cells = []
     for name, measured in measurements.items():
         distances, perplexities, times = zip(*measured, strict=True)
-        cell: dict[str, Any] = {"cache": name, "tokens": held, "memory": "1"}
-        if name in fitting:
-            cell |= {"cache": fitting[name].name, "memory": f"{limit}/{full}"}
-            if fitting[name].num_selected is not None:
-                cell["num_selected"] = fitting[name].num_selected
+        cell = {"cache": name, "tokens": held, "memory": f"{limit}/{full}" if name in fitting else "1"}
         cell |= {"kl": statistics.mean(distances), "perplexity": statistics.geometric_mean(perplexities)}
         cells.append({**cell, "seconds": statistics.median(one for run in times for one in run)})
     store = choose_engine(used["engine"], tempfile.gettempdir() if path is None else path)[1]

@@ -38,15 +38,6 @@ class ComparedPlan:
     """Tokens whose own keys and values a step attends to, beyond sinks and latest ones; None: all, or unknown."""
     read_bytes: int | None
     """Estimate of a step's reads for all rows, if nothing it needs is in memory and all layers have the same form."""
-    num_selected: int | None = None
-    """One of the cache's `wider_steps`; None: the cache's default."""
-    shortfalls: tuple[str, ...] = ()
-    """The `notes` that describe losses."""
-
-    @property
-    def label(self) -> str:
-        """Its name, and `num_selected` if that is wider."""
-        return labelled(self.name, self.num_selected)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values."""
@@ -56,13 +47,8 @@ class ComparedPlan:
                 "plan": plan, "config": config}  # fmt: skip
 
 
-def labelled(name: str, num_selected: int | None) -> str:
-    """As `ComparedPlan.label`."""
-    return name if num_selected is None else f"{name} with num_selected={num_selected}"
-
-
 def compare_plans(
-    geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any], wider: bool = False,
+    geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any],
     installed: bool = False, goal: str | None = None,
 ) -> list[ComparedPlan]:  # fmt: skip
     """Plans of all caches, in the order of the registry.
@@ -70,8 +56,6 @@ def compare_plans(
     Args:
         memory: bytes; None: as much as each one's own fields take.
         fields: fields for all caches.
-        wider: after each cache, also those of its `wider_steps` that select more than its default, fit the memory, have
-            no shortfall that the default lacks, and attend to half of the context at most.
         installed: refuse caches that lack a package here.
         goal: "speed": each with its fastest fields; None: with those that it usually chooses.
 
@@ -84,28 +68,18 @@ def compare_plans(
         if installed and (missing := cache_class(name).missing()) is not None:
             plans.append(ComparedPlan(name, None, None, missing, (), None, None))
             continue
-        usual = _planned(name, geometry, memory, context, batch, fields, None, goal)
-        plans.append(usual)
-        free = wider and "num_selected" not in fields and not fields.get("exact")
-        for count in cache_class(name).wider_steps if free and usual.plan is not None else ():
-            if count <= (usual.attended or 0):
-                continue  # a long context's default is wider
-            other = _planned(name, geometry, memory, context, batch, fields, count, goal)
-            if 2 * count <= context and other.plan is not None and set(other.shortfalls) <= set(usual.shortfalls):
-                plans.append(other)
+        plans.append(_planned(name, geometry, memory, context, batch, fields, goal))
     return plans
 
 
 def _planned(
     name: str, geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any],
-    num_selected: int | None, goal: str | None,
+    goal: str | None,
 ) -> ComparedPlan:  # fmt: skip
     from ..config import SelectiveConfig
     from ..registry import cache_class
 
     cls = cache_class(name)
-    if num_selected is not None:
-        fields = {**fields, "num_selected": num_selected}
     try:
         if memory is None:
             config = cls.config_class.load(None, fields)
@@ -113,13 +87,13 @@ def _planned(
             config = cls.fit(geometry, memory, context, batch, fields, goal)
         plan = cls.plan(geometry, config, context, batch)
     except BudgetError as error:
-        return ComparedPlan(name, None, None, str(error), (), None, None, num_selected)
+        return ComparedPlan(name, None, None, str(error), (), None, None)
     attended = fetched = None
     if isinstance(config, SelectiveConfig) and not config.exact:
         attended, fetched = (min(context, one(context)) for one in (config.attended, config.tokens_fetched))
     read = None if fetched is None else round(fetched / max(1, context) * plan.full_kv_bytes)
-    notes, lost = cls.notes(plan, config, geometry, fields), cls.shortfalls(config, geometry, fields)
-    return ComparedPlan(name, plan, config, None, tuple(notes), attended, read, num_selected, tuple(lost))
+    notes = cls.notes(plan, config, geometry, fields)
+    return ComparedPlan(name, plan, config, None, tuple(notes), attended, read)
 
 
 # The model and the fields of a table of measurements
@@ -225,10 +199,10 @@ def measured_caches(
     """Measurements of each cache at several contexts and memory sizes: the shipped table (SmolLM2-135M, Python's help
     texts; made by `eval.fidelity`), or that of `path`, as `measure_caches` writes it.
 
-    A cell has "cache", "tokens" and "memory" (a share of the full KV, "1/13"), "num_selected" if that was not the
-    default's, and those of the following that were measured: "kl" in nats and "perplexity" relative to
-    `DynamicCache`'s, "found" of "known" needles in contexts of "needle_tokens", "seconds" per step, and the first two
-    after a long output, "long_kl" and "long_perplexity". Raises `ConfigError` for an invalid file, for a table of
+    A cell has "cache", "tokens" and "memory" (a share of the full KV, "1/13"), and those of the following that were
+    measured: "kl" in nats and "perplexity" relative to `DynamicCache`'s, "found" of "known" needles in contexts of
+    "needle_tokens", "seconds" per step, and the first two after a long output, "long_kl" and "long_perplexity". Cells
+    of older files that have "num_selected" are ignored. Raises `ConfigError` for an invalid file, for a table of
     another model than `model`, as far as that is known, and for one measured with other `fields` (None: not compared).
     The shipped table, a first guess, is for all models and fields; but for exact caches, which all give the same
     output, the result is empty.
@@ -247,7 +221,7 @@ def measured_caches(
             ) from error
     try:
         values = parse_json(data)
-        cells: list[Cell] = values["cells"]
+        cells: list[Cell] = [cell for cell in values["cells"] if "num_selected" not in cell]
         for cell in cells:
             _check(cell)
     except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
@@ -269,15 +243,14 @@ def which_cache(
     """The best of the caches that have a plan.
 
     Args:
-        plans: of every cache, by `compare_plans`, for this memory and context; several of one cache differ in
-            `num_selected`, and only measured ones count.
+        plans: of every cache, by `compare_plans`, for this memory and context.
         cells: of `measured_caches`. Only cells of one memory and context are compared: where most of the caches that
             fit were measured, and among such places the closest in memory, then in context.
         memory: share of the full KV.
         context: tokens per sequence, answer included.
         goal: "fidelity": the cache that retrieves most needles, and among ties the closest to `DynamicCache`; if only
-            some were tested with needles, untested ones rank last, but a wider step has its cache's result. "speed":
-            the fastest of those whose KL from `DynamicCache` is at most .049 nats, if there are any.
+            some were tested with needles, untested ones rank last. "speed": the fastest of those whose KL from
+            `DynamicCache` is at most .049 nats, if there are any.
         hint: "long-prompt", or "long-output": fidelity is then the closeness after a long output, if that was measured
             in half to twice this memory; otherwise that after long prompts, and the reason says so.
 
@@ -290,62 +263,57 @@ def which_cache(
     if not fitting:
         refused = "; ".join(f"{plan.name}: {plan.refused}" for plan in plans)
         raise BudgetError(f"no cache fits this memory: {refused}")
-    names = [plan.label for plan in fitting]
+    names = [plan.name for plan in fitting]
     compared, note = _compared(cells, names, memory, context, goal, hint), ""
     if not compared and (goal, hint) == ("fidelity", "long-output"):
         hint, note = "long-prompt", "; no measurement after a long output at this memory"
         compared = _compared(cells, names, memory, context, goal, hint)
-    best = min(compared, key=lambda label: _rank(label, compared, goal, hint)) if compared else names[0]
+    best = min(compared, key=lambda name: _rank(name, compared, goal, hint)) if compared else names[0]
     if compared:
-        usual = compared.get(compared[best]["cache"], compared[best])
-        borrowed = not compared[best].get("known") and usual.get("known")
-        reason = _sentence(compared[best]) + (f", needles as of {usual['cache']}" if borrowed else "")
+        reason = _sentence(compared[best])
     elif fitting[0].config is not None and fitting[0].config.exact:
         reason = "the first that fits: exact caches all give the same output"
     else:
         reason = f"the first that fits, because none has a measurement of {goal}"
     reasons = [f"{best}: {reason}{note}"]
     for plan in plans:
-        if plan.label in compared and plan.label != best:
-            reasons.append(f"{plan.label}: {_sentence(compared[plan.label])}")
-        elif plan.label != best and plan.num_selected is None:
-            reasons.append(f"{plan.label}: {'no measurement there' if plan.plan else f'left out: {plan.refused}'}")
-    return Chosen(next(plan for plan in fitting if plan.label == best), "\n".join(reasons))
+        if plan.name in compared and plan.name != best:
+            reasons.append(f"{plan.name}: {_sentence(compared[plan.name])}")
+        elif plan.name != best:
+            reasons.append(f"{plan.name}: {'no measurement there' if plan.plan else f'left out: {plan.refused}'}")
+    return Chosen(next(plan for plan in fitting if plan.name == best), "\n".join(reasons))
 
 
 def _compared(
     cells: list[Cell], names: list[str], memory: float, context: int, goal: str, hint: str
 ) -> dict[str, Cell]:
-    """By label, the cells to compare these caches by: those with the deciding value, all of one memory and one context.
+    """By name, the cells to compare these caches by: those with the deciding value, all of one memory and one context.
     Of the places with most of the caches, the closest in memory, then in context."""
     value = "seconds" if goal == "speed" else "long_kl" if hint == "long-output" else "kl"
     places: dict[tuple[str, int], dict[str, Cell]] = {}
     for cell in cells:
-        label = labelled(cell["cache"], cell.get("num_selected"))
         far = value == "long_kl" and round(abs(math.log(Fraction(cell["memory"]) / memory)), 2) > _NEAR
-        if label in names and value in cell and not far:
-            places.setdefault((cell["memory"], cell["tokens"]), {})[label] = cell
+        if cell["cache"] in names and value in cell and not far:
+            places.setdefault((cell["memory"], cell["tokens"]), {})[cell["cache"]] = cell
 
     def distance(place: tuple[str, int]) -> tuple[float, float, float]:
-        caches = {cell["cache"] for cell in places[place].values()}  # several entries of one cache count once
         in_memory, in_context = abs(math.log(Fraction(place[0]) / memory)), abs(math.log(place[1] / context))
-        return -len(caches), round(in_memory, 2), in_context
+        return -len(places[place]), round(in_memory, 2), in_context
 
     return places[min(places, key=distance)] if places else {}
 
 
-def _rank(label: str, compared: dict[str, Cell], goal: str, hint: str) -> tuple[float, ...]:
-    cell = compared[label]
+def _rank(name: str, compared: dict[str, Cell], goal: str, hint: str) -> tuple[float, ...]:
+    cell = compared[name]
     if goal == "speed":
         return float(cell.get("kl", math.inf) > _ENOUGH), cell["seconds"]
     if hint == "long-output":
         return (cell["long_kl"],)
-    shares = {name: one["found"] / one["known"] for name, one in compared.items() if one.get("known")}
-    tested = label if label in shares else cell["cache"]  # a wider step has its cache's result
-    if tested not in shares:
+    shares = {other: one["found"] / one["known"] for other, one in compared.items() if one.get("known")}
+    if name not in shares:
         return float(bool(shares)), cell["kl"]
-    best, tie = max(shares.values()), max(_ALIKE, _ONE / compared[tested]["known"])
-    return (best - shares[tested] if shares[tested] < best - tie else 0.0), cell["kl"]
+    best, tie = max(shares.values()), max(_ALIKE, _ONE / cell["known"])
+    return (best - shares[name] if shares[name] < best - tie else 0.0), cell["kl"]
 
 
 def _check(cell: Cell) -> None:
@@ -354,8 +322,6 @@ def _check(cell: Cell) -> None:
     share = Fraction(memory) if re.fullmatch(r"\d{1,9}(/[1-9]\d{0,8}|\.\d{1,9})?", memory) else 0
     if not isinstance(cell["cache"], str) or not (_is_count(cell["tokens"]) and 0 < share <= 1):
         raise ValueError(f"a cell of {shown(cell['cache'])}, {shown(cell['tokens'])} tokens and {shown(memory)}")
-    if cell.get("num_selected") not in (None, 0) and not _is_count(cell["num_selected"]):
-        raise ValueError(f"num_selected is {shown(cell['num_selected'])}")
     for name in ("kl", "perplexity", "seconds", "found", "known", "long_kl", "long_perplexity"):
         if not (name not in cell or math.isfinite(cell[name])):
             raise ValueError(f"{name} is {shown(cell[name])}")

@@ -118,23 +118,6 @@ def test_a_full_cache_that_memory_does_not_hold_is_left_out(
         assert one["perplexity"] == pytest.approx(other["perplexity"], abs=1e-3)
 
 
-@pytest.mark.slow
-def test_wider_steps_are_measured_and_chosen(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiskSwapCache, "wider_steps", (500,))
-    monkeypatch.setattr(ClusterCache, "wider_steps", ())
-    found = measured(model, tmp_path)
-    usual, wider = (cell for cell in found["cells"] if cell["cache"] == "disk-swap")
-    assert ("num_selected" in usual, wider["num_selected"]) == (False, 500) and wider["memory"] == usual["memory"]
-    assert wider["kl"] != usual["kl"] and "disk-swap with num_selected=500" in found["turns"][0]
-    for cell in found["cells"]:
-        cell["kl"] = 0.0 if cell is wider else 1.0
-    table = tmp_path / "table.json"
-    table.write_text(json.dumps(found))
-    with offload_cache(model, MEMORY, CONTEXT, measured=table, path=tmp_path) as cache:
-        assert cache.config.num_selected == 500  # type: ignore[attr-defined]
-        assert cache.why.startswith("disk-swap with num_selected=500: ")
-
-
 def test_as_many_together_as_fit() -> None:
     needs = {"a": 5, "b": 4, "c": 2, "d": 11, "e": 1}
     assert together(needs, 10) == [["a", "b"], ["c"], ["d"], ["e"]]

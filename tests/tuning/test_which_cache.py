@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_offload_cache import DiskSwapCache, registry
+from hf_offload_cache import registry
 from hf_offload_cache.errors import BudgetError, ConfigError
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.tuning import ComparedPlan, compare_plans, measured_caches
@@ -105,55 +105,6 @@ def test_needles_are_said_with_the_lengths_at_which_they_were_asked_for() -> Non
     assert "10 of 10 needles, KL" in next(line for line in lines if line.startswith("cluster"))
 
 
-SMALL = Geometry.uniform(4, 8, 2, 32, torch.bfloat16)
-
-
-def test_wider_steps_are_planned_where_they_cost_no_needle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiskSwapCache, "wider_steps", (800, 2000))
-
-    def labels(context: int, share: int, **fields: Any) -> list[str]:
-        full = SMALL.full_kv_bytes(context, 1)
-        plans = compare_plans(SMALL, full // share, context, 1, fields, wider=True)
-        for plan in plans:
-            if plan.num_selected is not None:
-                assert plan.config.num_selected == plan.num_selected == plan.attended  # type: ignore[union-attr]
-                usual = next(one for one in plans if one.name == plan.name)
-                assert plan.plan.peak_bytes <= full // share and plan.notes == usual.notes  # type: ignore[union-attr]
-                assert plan.read_bytes > usual.read_bytes  # type: ignore[operator]
-        return [plan.label for plan in plans]
-
-    wider = ["disk-swap with num_selected=2000", "cluster with num_selected=800"]
-    usual = list(registry.CACHES)
-    place = usual.index("cluster") + 1
-    assert labels(16384, 4) == [usual[0], wider[0], *usual[1:place], wider[1], *usual[place:]]
-    assert {*labels(2048, 1)} - {*usual} == {"disk-swap with num_selected=800"}
-    assert labels(1500, 2) == usual == labels(16384, 4, num_selected=500) == labels(16384, 4, exact=True)
-    assert wider[0] not in labels(16384, 20)
-    assert [plan.name for plan in compare_plans(SMALL, None, 16384, 1, {})] == usual
-
-
-def test_a_wider_step_is_chosen_where_it_was_measured_to_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DiskSwapCache, "wider_steps", (2000,))
-    plans = compare_plans(SMALL, SMALL.full_kv_bytes(16384, 1) // 4, 16384, 1, {}, wider=True)
-    wider = cell("disk-swap", kl=0.01, num_selected=2000, seconds=0.2)
-    cells = [cell("disk-swap", kl=0.02), wider, cell("cluster", kl=0.03)]
-    chosen = which_cache(plans, cells, 1 / 4, 16384)
-    assert (chosen.name, chosen.plan.num_selected, chosen.plan.config.num_selected) == ("disk-swap", 2000, 2000)  # type: ignore[union-attr]
-    lines = chosen.why.splitlines()
-    assert lines[0].startswith("disk-swap with num_selected=2000: at 4,096 tokens and 1/13: KL 0.01")
-    assert len([line for line in lines if "num_selected" in line]) == 1  # of what was not measured nothing is said
-    assert any(line.startswith("disk-swap: at 4,096 tokens and 1/13: KL 0.02") for line in lines)
-    assert len(lines) == len(registry.CACHES) + 1
-    assert which_cache(plans, cells, 1 / 4, 16384, "speed").plan.num_selected is None
-    del wider["found"], wider["known"]  # a wider step has the needles of its cache
-    assert which_cache(plans, cells, 1 / 4, 16384).why.splitlines()[0].endswith(", needles as of disk-swap")
-    assert which_cache(plans, cells, 1 / 4, 16384).plan.num_selected == 2000
-    cells[0]["found"] = 5
-    assert which_cache(plans, cells, 1 / 4, 16384).name == "cluster"
-    near = [cell("disk-swap", memory="1/4"), cell("cluster", memory="1/4", kl=0.5)]  # without the wider one
-    assert which_cache(plans, [*cells, *near], 1 / 4, 16384).plan.num_selected is None
-
-
 def test_where_nothing_was_measured_that_is_said() -> None:
     unmeasured = which_cache(fitting("cluster", "spec"), [cell("disk-swap")], 1 / 13, 4096)
     assert unmeasured.why.startswith("cluster: the first that fits, because none has a measurement of fidelity")
@@ -180,7 +131,6 @@ def test_another_goal_is_refused(wrong: dict[str, str]) -> None:
         '{"cells": [{"cache": "spec", "tokens": 1' + "0" * 400 + ', "memory": "1"}]}',
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "kl": NaN, "perplexity": 1}]}',
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "kl": 0}]}',
-        '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "num_selected": "many"}]}',
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "needle_tokens": [0]}]}',
         '{"cells": [{"cache": "spec", "tokens": 9, "memory": "1/2", "needle_tokens": "all"}]}',
     ],
@@ -191,6 +141,15 @@ def test_a_file_that_is_no_table_is_refused(text: str, tmp_path: Path) -> None:
         measured_caches(tmp_path / "table.json")
     with pytest.raises(ConfigError, match="measured must be a file"):
         measured_caches(tmp_path / "none.json")
+
+
+def test_cells_with_num_selected_are_ignored(tmp_path: Path) -> None:
+    """Earlier files have them for steps that select more tokens than by default."""
+    usual, table = [cell("disk-swap", kl=0.02), cell("cluster", kl=0.03)], tmp_path / "table.json"
+    more = [cell("cluster", kl=0.01, num_selected=800), cell("spec", num_selected="many", kl="unknown")]
+    table.write_text(json.dumps({"cells": [usual[0], *more, usual[1]]}))
+    cells = measured_caches(table)
+    assert cells == usual and which_cache(fitting(*BOTH), cells, 1 / 13, 4096).name == "disk-swap"
 
 
 def test_the_shipped_table_has_every_cache() -> None:

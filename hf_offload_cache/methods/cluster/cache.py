@@ -254,7 +254,6 @@ class ClusterCache(SelectiveCache):
 
     config_class: ClassVar[type[OffloadConfig]] = ClusterConfig
     layer_class: ClassVar[type[OffloadLayer]] = ClusterLayer
-    wider_steps: ClassVar[tuple[int, ...]] = (800,)
     goals = Goals(faithful)
     config: ClusterConfig
 
