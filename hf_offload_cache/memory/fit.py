@@ -118,18 +118,25 @@ class Search(Generic[Config]):
         queue = min(_LARGEST_QUEUE, self.memory // share)
         return {"block_tokens": max(block, least), "write_queue": max(queue, self.least_queue())}
 
-    def wider_blocks(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """`chosen`, which fits, with its blocks doubled while that fits, up to 2048 tokens and a third of the context.
+    def wider_streams(self, chosen: dict[str, Any]) -> dict[str, Any]:
+        """`chosen`, which fits, with its blocks and its write queue doubled in turn while that fits: blocks up to 2048
+        tokens and a third of the context, the queue up to its share in `streams`.
 
-        A chunked prefill attends to the earlier tokens block by block and merges the results. 8K tokens in chunks of
-        2048 took a sixth longer with blocks of 512 than with blocks of 2048.
+        Both only need what a prefill leaves of the budget, which may be much where a step needs all of it. A chunked
+        prefill attends to the earlier tokens block by block and merges the results. 8K tokens in chunks of 2048 took a
+        sixth longer with blocks of 512 than with blocks of 2048, and with `ClusterCache` a sixth longer with a queue of
+        64 KiB than with 1 MiB.
         """
-        most = min(_WIDE_BLOCK, self.max_context // 3)
-        while 2 * chosen["block_tokens"] <= most:
-            wider = {**chosen, "block_tokens": 2 * chosen["block_tokens"]}
-            if not self.fits(wider):
-                break
-            chosen = wider
+        most = {"block_tokens": min(_WIDE_BLOCK, self.max_context // 3)}
+        most["write_queue"] = self.streams(STREAM_SHARES[0])["write_queue"]
+        growing = [name for name in most if name not in self.fields]
+        while growing:
+            for name in list(growing):
+                wider = {**chosen, name: 2 * chosen[name]}
+                if wider[name] > most[name] or not self.fits(wider):
+                    growing.remove(name)
+                else:
+                    chosen = wider
         return chosen
 
     def least_streams(self, num_recent: int | None = None) -> dict[str, Any]:

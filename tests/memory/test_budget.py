@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 import warnings
 from collections.abc import Callable
@@ -366,6 +367,17 @@ def test_a_budget_for_entries_in_8_bits_only() -> None:
         assert config.entry_bits == 8 and DiskSwapCache.plan(wide, config, 8192, 1).peak_bytes <= memory
         with pytest.raises(BudgetError, match="need at least"):
             DiskSwapCache.fit(wide, memory, 8192, 1, {"entry_bits": None}, goal)
+
+
+@pytest.mark.parametrize("part", [13, 20])
+@pytest.mark.parametrize("cls", [DiskSwapCache, AbstractTreeCache, ClusterCache])
+def test_what_a_prefill_leaves_of_a_budget_goes_to_its_streams(cls: Any, part: int) -> None:
+    """No wider blocks and no longer queue would fit, even where a step needs the whole budget."""
+    memory = SMOL.full_kv_bytes(8192, 1) // part
+    config = cls.fit(SMOL, memory, 8192, 1, {})
+    for name, most in (("block_tokens", 2048), ("write_queue", memory // 10)):
+        wider = dataclasses.replace(config, **{name: 2 * getattr(config, name)})
+        assert getattr(wider, name) > most or cls.plan(SMOL, wider, 8192, 1).peak_bytes > memory
 
 
 def test_a_budget_for_entries_in_16_bits_only() -> None:

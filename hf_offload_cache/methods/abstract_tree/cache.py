@@ -49,7 +49,7 @@ def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
     chosen = search.first_fit(_tried(search), smallest)
     most = search.most(chosen, "reuse_capacity", search.max_context)
     most = search.most({**most, "host_memory": 0}, "host_memory", search.memory)  # less than a chunk a layer
-    return search.config(search.wider_blocks(most))
+    return search.config(search.wider_streams(most))
 
 
 def _of_size(search: Search[AbstractTreeConfig], size: int) -> Search[AbstractTreeConfig]:

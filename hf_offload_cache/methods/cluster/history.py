@@ -168,9 +168,8 @@ class ClusterHistory:
         if rows > 1:
             run.moves(self.clustered.buffer.entries.nbytes)
         pages, block = rows * (tokens // form.group_size + count), rows * self._step * form.group_size
-        streamed = streaming(form, pages, block, tokens)
-        at_once, a_group = (max(packing, streamed) for packing in most_packing(form, clusters, tokens, queue))
-        run.passes("packing", prefill=at_once, decode=a_group)
+        at_once, a_group = most_packing(form, clusters, tokens, queue)  # a step that selects streams nothing
+        run.passes("packing", prefill=max(at_once, streaming(form, pages, block, tokens)), decode=a_group)
 
     # An attrgetter makes no Python frame, unlike a function: steps read this often.
     units: int = property(attrgetter("clustered.partition.clusters"))  # type: ignore[assignment]

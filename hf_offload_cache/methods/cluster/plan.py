@@ -78,7 +78,7 @@ def fit_cluster(search: Search[ClusterConfig]) -> ClusterConfig:
     with the minimum memory needed.
     """
     chosen = search.first_fit(_tried(search))
-    return search.config(search.wider_blocks(search.most(chosen, "reuse_capacity", search.max_context)))
+    return search.config(search.wider_streams(search.most(chosen, "reuse_capacity", search.max_context)))
 
 
 def _tried(search: Search[ClusterConfig]) -> Iterator[dict[str, Any]]:

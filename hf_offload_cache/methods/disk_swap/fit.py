@@ -162,11 +162,11 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
             for level in levels if amount == keys.wanted else reversed(levels):
                 chosen = {**level, **keys.of(amount), "reuse_capacity": 0}
                 if search.fits(chosen):
-                    return search.config(search.wider_blocks(keys.filled(chosen)))
+                    return search.config(search.wider_streams(keys.filled(chosen)))
         for level in _frugal(search, forms):
             chosen = {**level, **keys.of(keys.least), "reuse_capacity": 0}
             if search.fits(chosen):
-                return search.config(search.wider_blocks(keys.filled(chosen)))
+                return search.config(search.wider_streams(keys.filled(chosen)))
     levels = [*_levels(search, look_ahead), *_frugal(search, forms)]
     least = [{**level, **keys.of(keys.least), "reuse_capacity": 0} for keys in kinds for level in levels]
     return search.config(search.first_fit(least))

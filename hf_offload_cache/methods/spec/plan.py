@@ -23,7 +23,7 @@ def fit_spec(search: Search[SpecConfig]) -> SpecConfig:
     memory needed.
     """
     chosen = search.first_fit(_tried(search))
-    return search.config(search.wider_blocks(search.most(chosen, "num_selected", 256)))
+    return search.config(search.wider_streams(search.most(chosen, "num_selected", 256)))
 
 
 def _tried(search: Search[SpecConfig]) -> Iterator[dict[str, Any]]:
