@@ -179,8 +179,10 @@ def _lost_note(cls: Any, config: OffloadConfig, geometry: Geometry, given: dict[
 
     limits = "memory", "max_context", "max_batch"
     own = {name: value for name, value in given.items() if name not in limits}
-    for part in range(full // max(1, limit), 0, -1):
-        if loses(cls, full // part, own) <= _MOST_LOST:
+    if loses(cls, limit, own) <= _MOST_LOST:
+        fewer.append('leave out goal="speed"')
+    for part in range(full // max(1, limit), 0, -1) if not fewer else ():
+        if full // part > limit and loses(cls, full // part, own) <= _MOST_LOST:
             fewer.append(f"raise memory to {least_size_text(full // part)}")
             break
     for one in map(cache_class, CACHES):
@@ -213,10 +215,10 @@ class Goals(NamedTuple):
     """The fields that a cache class chooses for the goals of a budget; others are chosen to fit."""
 
     faithful: Callable[[int], tuple[dict[str, Any], ...]] = _none
-    """For "fidelity", and contexts of so many tokens: the first of these that fit, cause no shortfall that the last of
-    `quick` does not have, and have not `lost` more needles; otherwise those of `quick`."""
+    """For "fidelity", and contexts of so many tokens: the first of these that fit, if the last of `quick` has the same
+    shortfalls and has not `lost` fewer needles; otherwise those of `quick`."""
     quick: tuple[Mapping[str, Any], ...] = (MappingProxyType({}),)
-    """For "speed": as `faithful`, and the last of these if no others will do."""
+    """For "speed": chosen as `faithful` are. The last of these is taken if no others are."""
     lost: Callable[[Any, Geometry], float] = _unknown
     """The share of needles that a configuration loses, as measured."""
 
@@ -258,13 +260,12 @@ def fit_goal(
     faithful = () if goal == "speed" else goals.faithful(limits[1])
     for chosen in (*faithful, *quick):
         own = {name: value for name, value in chosen.items() if name not in fields}
-        if own in tried or (goal is None and 2 * own.get("num_selected", 0) > limits[1]):
+        too_many = goal is None and 2 * own.get("num_selected", 0) > limits[1]
+        if own in tried or too_many or not _go_together(cls, own, fields):
             continue
         tried.append(own)
         try:
             config = _fit(cls, geometry, limits, fields, own)
-        except ConfigError:  # the goal's do not go with the user's
-            continue
         except BudgetError as error:
             refused += [error] if refused else []
             continue
@@ -286,6 +287,9 @@ def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[
     if goal != "fidelity" or not faithful or config.exact:
         return []
     own = [{name: value for name, value in chosen.items() if name not in fields} for chosen in faithful]
+    own = [chosen for chosen in own if _go_together(cls, chosen, fields)]
+    if not own:
+        return []
     met = [all(getattr(config, name) == value for name, value in chosen.items()) for chosen in own]
     if met[0]:
         return []
@@ -296,6 +300,15 @@ def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[
         for chosen in (own[met.index(True)], own[0])
     )
     return [f'goal="fidelity" has room for {has} only, where more memory gets {wants}: raise memory']
+
+
+def _go_together(cls: Any, chosen: dict[str, Any], fields: dict[str, Any]) -> bool:
+    """Whether the fields `chosen` for a goal contradict none of the user's."""
+    try:
+        cls.config_class.load(None, {**chosen, **fields})
+    except ConfigError:
+        return False
+    return True
 
 
 def _fit(

@@ -222,6 +222,12 @@ class SelectiveLayer(OffloadLayer):
         held = super().tables_nbytes + (0 if self.predictor is None else self.predictor.tables_nbytes)
         return held + (0 if self._fetcher is None else self._fetcher.tables_nbytes)
 
+    def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `OffloadLayer.whole`. Frees the memory that only selecting needs, because reading all needs as much."""
+        if self.selecting is not None:
+            self.selecting.rest()
+        return super().whole(stop)
+
     # --- learning ----------------------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

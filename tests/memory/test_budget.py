@@ -417,8 +417,8 @@ def test_a_plan_that_loses_needles_says_how_many() -> None:
     """The tree at 1/20 of 8K tokens: with the memory that would do, which does, and the cache that loses few. With 400
     tokens no memory would do; where no cache does better, with less memory, other fields would."""
 
-    def notes(cls: Any, share: int, tokens: int, **fields: Any) -> list[str]:
-        config = cls.fit(SMOL, SMOL.full_kv_bytes(tokens, 1) // share, tokens, 1, fields)
+    def notes(cls: Any, share: int, tokens: int, goal: str | None = None, **fields: Any) -> list[str]:
+        config = cls.fit(SMOL, SMOL.full_kv_bytes(tokens, 1) // share, tokens, 1, fields, goal)
         found = cls.notes(cls.plan(SMOL, config, tokens, 1), config, SMOL, fields)
         return [note for note in found if note.startswith("about ")]
 
@@ -441,7 +441,43 @@ def test_a_plan_that_loses_needles_says_how_many() -> None:
     assert told.endswith(": leave fields to the planner")
     (told,) = notes(DiskSwapCache, 28, 8192)
     assert re.search(r"about \d+% .*: raise memory to [\d.]+ MiB$", told)
+    (told,) = notes(AbstractTreeCache, 4, 8192, goal="speed")
+    assert told.endswith(': leave out goal="speed", or use DiskSwapCache, which loses 0% in this memory')
     assert not notes(DiskSwapCache, 13, 8192) and not notes(AbstractTreeCache, 28, 8192, exact=True)
+
+
+def test_a_goal_gives_way_to_the_users_fields() -> None:
+    """More tokens than the user lets a step examine are left out, and no note says that memory is missing."""
+    memory, fields = SMOL.full_kv_bytes(8192, 1) // 2, {"num_opened": 500}
+    config = AbstractTreeCache.fit(SMOL, memory, 8192, 1, fields, "fidelity")
+    assert (config.num_selected, config.num_opened) == (400, 500)  # type: ignore[attr-defined]
+    assert missed_goal(AbstractTreeCache, "fidelity", config, fields) == []
+
+
+def test_more_tokens_do_not_make_clusters_larger() -> None:
+    """At 1/20 of 8K tokens more would fit in clusters of 128 keys, which lose more needles."""
+    memory = SMOL.full_kv_bytes(8192, 1) // 20
+    usual, speed = (ClusterCache.fit(SMOL, memory, 8192, 1, {}, goal) for goal in (None, "speed"))
+    assert usual.cluster_size <= speed.cluster_size  # type: ignore[attr-defined]
+    assert any("keys on average" in line for line in ClusterCache.shortfalls(speed, SMOL))
+    assert not ClusterCache.shortfalls(ClusterCache.fit(SMOL, 4 * memory, 8192, 1, {}), SMOL)
+
+
+def test_all_keys_are_read_between_steps_within_a_budget() -> None:
+    """The areas of a step make room for the buffers of a stream, and the next step has its memory again."""
+    sizes = {**COMMON, "max_position_embeddings": 8192}
+    model = build(LlamaForCausalLM, LlamaConfig(**sizes))
+    model.set_attn_implementation("eager")
+    ids = torch.randint(1, 60, (1, 3704), generator=torch.Generator().manual_seed(1))
+    with ClusterCache.for_budget(model, 1_137_828, 4096) as cache, torch.no_grad():
+        for piece in ids[:, :3696].split(1024, 1):
+            model(piece, past_key_values=cache, logits_to_keep=1)
+        for step in range(3696, 3700):
+            model(ids[:, step : step + 1], past_key_values=cache)
+            assert cache.layers[0].keys.shape[2] == step + 1
+        model(ids[:, 3700:3701], past_key_values=cache, output_attentions=True)
+        report = cache.report()
+        assert report.peak_memory_bytes <= report.memory_budget
 
 
 def test_a_goal_that_is_none() -> None:

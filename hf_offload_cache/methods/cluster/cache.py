@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -23,11 +23,11 @@ from ...fetch.policy import MostUsed, Policy
 from ...fetch.tier import SlotTier, Tier
 from ...history.base import History
 from ...history.records import RecordFormat
-from ...memory.fit import Search
+from ...memory.fit import LOST_BY, Search
 from ...model.attention_call import AttentionCall
 from ...model.geometry import Geometry
 from ...stores.base import FreezableStore
-from .config import ClusterConfig
+from .config import USUAL_SIZE, ClusterConfig
 from .entries import fullest
 from .history import ClusterHistory
 from .plan import fit_cluster
@@ -280,6 +280,15 @@ class ClusterCache(SelectiveCache):
         if any(given.get(name) is not None for name in ("cluster_size", "cluster_capacity", "num_clusters")):
             return [{"join_every": tokens} for tokens in (16, 64)] if given.get("join_every") is None else []
         return [{"cluster_size": size} for size in (8, 16, 32)]
+
+    @classmethod
+    def shortfalls(cls, config: Any, geometry: Geometry, given: Iterable[str] = ()) -> list[str]:
+        """As `SelectiveCache.shortfalls`, and clusters that a budget made larger."""
+        found, sizes = super().shortfalls(config, geometry, given), ("cluster_size", "cluster_capacity", "num_clusters")
+        if config.exact or config.cluster_size <= USUAL_SIZE or any(name in given for name in sizes):
+            return found
+        larger = f"clusters have {config.cluster_size} keys on average; {USUAL_SIZE} lose fewer needles {LOST_BY}"
+        return [*found, larger]
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:

@@ -11,6 +11,10 @@ from .partition import FEWEST, MOST_ROOM
 
 # Sizes of clusters and buffer
 
+USUAL_SIZE = 12
+"""Keys a cluster, if there is room."""
+
+
 @dataclass(frozen=True)
 class ClusterForm:
     """Sizes of clusters and buffer: see the arguments of `Partition` and `AppendBuffer`."""
@@ -80,7 +84,7 @@ class ClusterConfig(SelectedShareConfig):
         if self.cluster_size is None:
             if self.cluster_capacity is not None:
                 self._at_least("cluster_capacity", 4)
-            half = 12 if self.cluster_capacity is None else self.cluster_capacity // 2
+            half = USUAL_SIZE if self.cluster_capacity is None else self.cluster_capacity // 2
             object.__setattr__(self, "cluster_size", half)
         self._at_least("cluster_size", 2)
         assert self.cluster_size is not None

@@ -168,7 +168,7 @@ class ClusterHistory:
         if rows > 1:
             run.moves(self.clustered.buffer.entries.nbytes)
         pages, block = rows * (tokens // form.group_size + count), rows * self._step * form.group_size
-        at_once, a_group = most_packing(form, clusters, tokens, queue)  # a step that selects streams nothing
+        at_once, a_group = most_packing(form, clusters, tokens, queue)  # what streams in a step frees its areas first
         run.passes("packing", prefill=max(at_once, streaming(form, pages, block, tokens)), decode=a_group)
 
     # An attrgetter makes no Python frame, unlike a function: steps read this often.

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...history.records import RecordFormat
 from ...memory.fit import LEAST_RECENT, SHORT_TAIL, STREAM_SHARES, Search
-from .config import ClusterConfig, ClusterForm
+from .config import USUAL_SIZE, ClusterConfig, ClusterForm
 from .new_clusters import ORDERED
 from .pages import piece_bytes
 from .partition import BATCH, MOST_ROOM
@@ -66,7 +66,7 @@ def most_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, write_q
 
 
 _LEAST_BUFFER, _LEAST_SELECTED = 4, 32
-_SIZES = (12, 16, 32, 64, 128)
+_SIZES = (USUAL_SIZE, 16, 32, 64, 128)
 """Keys a cluster, the best first."""
 
 
