@@ -20,8 +20,7 @@ _LINES = ("disk-swap", "abstract-tree", "cluster", "spec")
 
 
 def draw_front(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any) -> None:
-    """KL over memory, of the longest context that has it: a line a cache, which bears its name. Without rows, of cells
-    that are shipped."""
+    """KL over memory, of the longest context that has it: a line a cache. Without rows, of cells that are shipped."""
     axes, cells = figure.subplots(), shipped(summary)["cells"] if rows else summary["cells"]
     measured = [cell for cell in cells if cell.get("kl")]
     longest = max((cell["tokens"] for cell in measured), default=0)
@@ -29,17 +28,15 @@ def draw_front(summary: dict[str, Any], rows: list[dict[str, Any]], figure: Any)
         own = [one for one in measured if one["cache"] == cache]
         places = sorted((float(Fraction(share(one["memory"]))), one["kl"]) for one in own if one["tokens"] == longest)
         if places:
-            axes.plot(*zip(*places, strict=True), marker="o", color=f"C{number}")
-            offset = 7, {"cluster": 5, "abstract-tree": -6}.get(cache, 0)
-            label = {"xytext": offset, "textcoords": "offset points", "color": f"C{number}", "va": "center"}
-            axes.annotate(cache_class(cache).__name__, places[-1], **label)
+            axes.plot(*zip(*places, strict=True), marker="o", color=f"C{number}", label=cache_class(cache).__name__)
     ticks = ["1/34", "1/20", "1/13", "1/6.5", "1/4"]
-    axes.set(xscale="log", yscale="log", xlabel="memory, of the full KV cache", xlim=(1 / 36, 0.62))
+    axes.set(xscale="log", yscale="log", xlabel="memory, of the full KV cache")
     axes.set(ylabel="KL from DynamicCache, nats", title=f"{longest:,} tokens of context: lower is closer")
     axes.set_xticks([float(Fraction(share(tick))) for tick in ticks], ticks, minor=False)
     axes.set_yticks([0.003, 0.01, 0.03, 0.1], ["0.003", "0.01", "0.03", "0.1"], minor=False)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
