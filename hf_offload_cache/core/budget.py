@@ -215,8 +215,8 @@ class Goals(NamedTuple):
     """The fields that a cache class chooses for the goals of a budget; others are chosen to fit."""
 
     faithful: Callable[[int], tuple[dict[str, Any], ...]] = _none
-    """For "fidelity", and contexts of so many tokens: the first of these that fit, if the last of `quick` has the same
-    shortfalls and has not `lost` fewer needles; otherwise those of `quick`."""
+    """For "fidelity", and contexts of so many tokens: the first of these that fit without other shortfalls, or more
+    needles `lost`, than the last of `quick`; otherwise those of `quick`."""
     quick: tuple[Mapping[str, Any], ...] = (MappingProxyType({}),)
     """For "speed": chosen as `faithful` are. The last of these is taken if no others are."""
     lost: Callable[[Any, Geometry], float] = _unknown
