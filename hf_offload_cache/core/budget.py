@@ -218,7 +218,8 @@ class Goals(NamedTuple):
     """For "fidelity", and contexts of so many tokens: the first of these that fit without other shortfalls, or more
     needles `lost`, than the last of `quick`; otherwise those of `quick`."""
     quick: tuple[Mapping[str, Any], ...] = (MappingProxyType({}),)
-    """For "speed": chosen as `faithful` are. The last of these is taken if no others are."""
+    """For "speed": chosen as `faithful` are. The last of these is taken if no others are, and for any goal; the others
+    also where the last does not fit."""
     lost: Callable[[Any, Geometry], float] = _unknown
     """The share of needles that a configuration loses, as measured."""
 
@@ -258,7 +259,7 @@ def fit_goal(
         refused.append(error)
     tried: list[dict[str, Any]] = []
     faithful = () if goal == "speed" else goals.faithful(limits[1])
-    for chosen in (*faithful, *quick):
+    for chosen in (*faithful, *(quick if goal == "speed" or refused else ())):
         own = {name: value for name, value in chosen.items() if name not in fields}
         too_many = goal is None and 2 * own.get("num_selected", 0) > limits[1]
         if own in tried or too_many or not _go_together(cls, own, fields):

@@ -335,7 +335,7 @@ def test_a_goal_chooses_fields_that_fit() -> None:
 def test_fidelity_selects_a_tenth_of_a_context(tokens: int, counts: list[int]) -> None:
     """Ample memory gets the first count. Less memory gets fewer tokens first, then loses estimates or 8 bits."""
     tried = [fields["num_selected"] for fields in DiskSwapCache.goals.faithful(tokens)]
-    assert tried == [*counts, *([700] if counts else []), 560, 400, 400]
+    assert tried == [*counts, *([700] if counts else []), 560, 400, 400, 400]
     assert chosen_for(2, None, tokens) == ((tried[0], True, 8), [])
 
 
@@ -378,6 +378,13 @@ def test_what_a_prefill_leaves_of_a_budget_goes_to_its_streams(cls: Any, part: i
     for name, most in (("block_tokens", 2048), ("write_queue", memory // 10)):
         wider = dataclasses.replace(config, **{name: 2 * getattr(config, name)})
         assert getattr(wider, name) > most or cls.plan(SMOL, wider, 8192, 1).peak_bytes > memory
+
+
+def test_a_short_context_keeps_16_bits() -> None:
+    """A step selects most of it, so that tokens may be those of the full KV. Whoever asks for speed gets 8 bits."""
+    memory = 2 * SMOL.full_kv_bytes(600, 1)
+    usual, speed = (DiskSwapCache.fit(SMOL, memory, 600, 1, {}, goal) for goal in (None, "speed"))
+    assert (usual.entry_bits, speed.entry_bits) == (None, 8)  # type: ignore[attr-defined]
 
 
 def test_a_budget_for_entries_in_16_bits_only() -> None:

@@ -53,6 +53,7 @@ def faithful(context: int) -> tuple[dict[str, Any], ...]:
     return (
         *({"num_selected": count, "remainder": True, "entry_bits": 8} for count in counts),
         {"num_selected": 400, "remainder": True, "entry_bits": None},
+        {"num_selected": 400, "remainder": False, "entry_bits": 8},
     )
 
 
