@@ -257,14 +257,10 @@ def fit_goal(
         allowed, most = set(cls.shortfalls(last, geometry, fields)), goals.lost(last, geometry) + _NEEDLES
     except BudgetError as error:  # entries in 8 bits may still fit
         refused.append(error)
-    tried: list[dict[str, Any]] = []
     faithful = () if goal == "speed" else goals.faithful(limits[1])
-    for chosen in (*faithful, *(quick if goal == "speed" or refused else ())):
-        own = {name: value for name, value in chosen.items() if name not in fields}
-        too_many = goal is None and 2 * own.get("num_selected", 0) > limits[1]
-        if own in tried or too_many or not _go_together(cls, own, fields):
+    for own in _left_of(cls, (*faithful, *(quick if goal == "speed" or refused else ())), fields):
+        if goal is None and 2 * own.get("num_selected", 0) > limits[1]:
             continue
-        tried.append(own)
         try:
             config = _fit(cls, geometry, limits, fields, own)
         except BudgetError as error:
@@ -287,8 +283,7 @@ def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[
     faithful = cls.goals.faithful(config.max_context or 0)
     if goal != "fidelity" or not faithful or config.exact:
         return []
-    own = [{name: value for name, value in chosen.items() if name not in fields} for chosen in faithful]
-    own = [chosen for chosen in own if _go_together(cls, chosen, fields)]
+    own = _left_of(cls, faithful, fields)
     if not own:
         return []
     met = [all(getattr(config, name) == value for name, value in chosen.items()) for chosen in own]
@@ -303,13 +298,19 @@ def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[
     return [f'goal="fidelity" has room for {has} only, where more memory gets {wants}: raise memory']
 
 
-def _go_together(cls: Any, chosen: dict[str, Any], fields: dict[str, Any]) -> bool:
-    """Whether the fields `chosen` for a goal contradict none of the user's."""
-    try:
-        cls.config_class.load(None, {**chosen, **fields})
-    except ConfigError:
-        return False
-    return True
+def _left_of(cls: Any, choices: Iterable[Mapping[str, Any]], fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """The fields of each choice for a goal that the user's `fields` leave open. A choice that contradicts these, or
+    repeats another, is dropped."""
+    found: list[dict[str, Any]] = []
+    for choice in choices:
+        own = {name: value for name, value in choice.items() if name not in fields}
+        try:
+            cls.config_class.load(None, {**own, **fields})
+        except ConfigError:
+            continue
+        if own not in found:
+            found.append(own)
+    return found
 
 
 def _fit(

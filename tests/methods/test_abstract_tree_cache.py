@@ -116,8 +116,9 @@ def test_early_steps_say_nothing_of_reading_ahead(monkeypatch: pytest.MonkeyPatc
 
 
 def test_budgets() -> None:
-    """The smaller, the less is looked into; each is kept to, by the plan; what no fields fit is refused. The default
-    attends to more tokens than `goal="speed"`, of as many times more examined ones."""
+    """A smaller budget examines fewer tokens. Each plan fits its budget. A budget that no fields fit raises
+    `BudgetError` with the memory that would do. The default attends to more tokens than `goal="speed"` does, and
+    examines four times as many."""
     geometry = Geometry.of(long_model())
     full = geometry.full_kv_bytes(32768, 1)
     found = []
