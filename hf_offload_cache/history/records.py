@@ -63,8 +63,8 @@ class RecordFormat:
     """Geometry of one layer's records. A record holds `group_size` consecutive tokens of one sequence.
 
     Entries lie token after token, so gathered records are attention's keys and values as strided views. With `bits`,
-    records hold them in fewer bits: each token's heads are `LEVELS` levels of either sign, of that head's largest
-    magnitude. Entries that were unpacked are packed again without a further change.
+    records hold them in fewer bits: integers up to `LEVELS` of either sign, times a scale of each token's head, its
+    largest magnitude divided by `LEVELS`. Entries that were unpacked are packed again without a further change.
     """
 
     num_key_heads: int
@@ -183,8 +183,8 @@ class RecordFormat:
     def pack(self, entries: torch.Tensor, payloads: torch.Tensor) -> None:
         """Write the entries (n, group_size, entry_width) of n records to their `payloads` (n, payload_width).
 
-        In 8 bits an element x of a head whose largest magnitude is m becomes round(127 x / m). A head with an element
-        that is not finite becomes NaN."""
+        In 8 bits an element x of a head of scale s becomes round(x / s), from -127 to 127. A head with an element that
+        is not finite becomes NaN."""
         if self.bits is None:
             payloads.view(entries.shape).copy_(entries)
             return
@@ -195,7 +195,7 @@ class RecordFormat:
                 wide = heads.to(self._wide, copy=True)
                 most = torch.maximum(wide.amax(-1, keepdim=True), -wide.amin(-1, keepdim=True))
                 largest.copy_(most)
-                factor = (LEVELS / most).clamp_(max=torch.finfo(self._wide).max)
+                factor = self._scales(largest).to(self._wide).reciprocal_().clamp_(max=torch.finfo(self._wide).max)
                 codes.copy_(wide.mul_(factor).round_().nan_to_num_(0, LEVELS, -LEVELS))
 
     def unpacking(
@@ -208,7 +208,7 @@ class RecordFormat:
     def unpack(self, views: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
         """Write the entries of packed payloads; `views`: of `unpacking`."""
         for codes, largest, heads in views:
-            torch.mul(codes, largest.to(self._wide).div_(LEVELS), out=heads)
+            heads.copy_(codes).mul_(self._scales(largest))
 
     def unpacked(self, payloads: torch.Tensor) -> torch.Tensor:
         """The entries (n, group_size, entry_width) of `payloads` (n, payload_width): a view, or new if they are packed.
@@ -224,6 +224,11 @@ class RecordFormat:
     def _wide(self) -> torch.dtype:
         """Type that packing computes in."""
         return torch.promote_types(self.dtype, torch.float32)
+
+    def _scales(self, largest: torch.Tensor) -> torch.Tensor:
+        """The scales of heads with these `largest` magnitudes. In bfloat16 they are rounded, so that unpacking needs no
+        conversion to float32, which would take twice as long; float16 has too few exponents for that."""
+        return largest.to(self.dtype if self.dtype == torch.bfloat16 else self._wide) / LEVELS
 
     @cached_property
     def _parts(self) -> tuple[tuple[int, int], ...]:
