@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import GOALS
 from ..errors import ConfigError
 from .arguments import add_cache_arguments, add_verb
 
@@ -35,6 +36,8 @@ def add(verbs: Any) -> None:
     add_cache_arguments(parser)
     add = parser.add_argument
     add("--memory", metavar="SIZE", help="memory limit per request: 300MiB, bytes, or 1/13 of its full KV cache")
+    add("--goal", choices=GOALS,
+        help="with --memory: steps closer to full attention, or faster ones (default: as for_budget)")  # fmt: skip
     add("--floor", metavar="SIZE", help="memory per sequence if that fraction is too small (default: 64MiB)")
     add("--strict", action="store_true", help="raise an error for such a request instead")
     add("--path", metavar="DIR", help="folder on the disk to use (default: the temporary folder)")
@@ -62,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         stack.enter_context(_as_main(place, arguments.rest, module=module))
         if module:
             _check_module(place)
-        limits = {"memory": arguments.memory, "floor": arguments.floor or FLOOR, "strict": arguments.strict}
-        done = stack.enter_context(offload_all(name, path=arguments.path, **limits, **fields))
+        limits = {"memory": arguments.memory, "goal": arguments.goal, "floor": arguments.floor or FLOOR}
+        done = stack.enter_context(offload_all(name, path=arguments.path, strict=arguments.strict, **limits, **fields))
         stack.callback(_say, done)
         if arguments.own_process:
             atexit.register(stack.pop_all().close)  # called after the handlers that the program registers

@@ -239,17 +239,22 @@ def counts_for_fidelity(context: int) -> list[int]:
     return [*counts, *(_FEWER if counts else _FEWER[1:])]
 
 
+def check_goal(cls: Any, goal: str | None, fields: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a goal that a cache class does not have."""
+    if goal is not None and goal not in GOALS:
+        raise ConfigError(f"goal must be one of {', '.join(GOALS)}, got {goal!r}")
+    if goal == "fidelity" and cls.selects and not fields.get("exact") and not cls.goals.faithful(0):
+        raise ConfigError(f'{cls.__name__} has no fields for goal="fidelity": use DiskSwapCache, or leave goal out')
+
+
 def fit_goal(
     cls: Any, goal: str | None, geometry: Geometry, limits: tuple[int, int, int], fields: dict[str, Any]
 ) -> OffloadConfig:
     """The fields of a cache class for `limits` (memory, context, batch) and a goal. Raises as `OffloadCache.fit`."""
-    if goal is not None and goal not in GOALS:
-        raise ConfigError(f"goal must be one of {', '.join(GOALS)}, got {goal!r}")
+    check_goal(cls, goal, fields)
     if fields.get("exact") or not cls.selects:
         return _fit(cls, geometry, limits, fields, {})
     goals: Goals = cls.goals
-    if goal == "fidelity" and not goals.faithful(limits[1]):
-        raise ConfigError(f'{cls.__name__} has no fields for goal="fidelity": use DiskSwapCache, or leave goal out')
     refused: list[BudgetError] = []
     *quick, least = goals.quick
     try:

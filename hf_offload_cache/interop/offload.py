@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import parse_memory, parse_size
+from ..core.budget import check_goal
 from ..core.cache import OffloadCache
 from ..errors import BudgetError, CacheUnusedError, ConfigError, UnsupportedModelError
 from ..model.geometry import Geometry
@@ -43,6 +44,7 @@ def request_cache(
     rows: int = 1,
     *,
     memory: int | str | None = None,
+    goal: str | None = None,
     floor: int | str = FLOOR,
     strict: bool = False,
     path: str | Path | None = None,
@@ -57,17 +59,19 @@ def request_cache(
     Args:
         memory: the memory budget: bytes, "300MiB", or a share of what `DynamicCache` would take ("1/13"); None: as much
             as `fields` need.
+        goal: with `memory`, what fields are chosen for, as in `for_budget`.
         floor: bytes or a size, per sequence.
         strict: raise `BudgetError` instead.
         path, fields: arguments of the cache.
 
     Raises the errors of `for_budget` and the constructor, such as `BudgetError` if `floor` is too small as well.
     """
+    _check_memory(memory, goal)
     if memory is None:
         return cls(model, path=path, **fields)
 
     def make(budget: int | str) -> OffloadCache:
-        return cls.for_budget(model, budget, tokens, rows, path=path, **fields)
+        return cls.for_budget(model, budget, tokens, rows, path=path, goal=goal, **fields)
 
     try:
         return make(memory)
@@ -148,6 +152,7 @@ def offload(
     cache: str | type[OffloadCache] = "disk-swap",
     *,
     memory: int | str | None = None,
+    goal: str | None = None,
     floor: int | str = FLOOR,
     strict: bool = False,
     path: str | Path | None = None,
@@ -164,6 +169,7 @@ def offload(
         cache: a registered name ("disk-swap", "abstract-tree", "cluster", "spec"), "module:Class", or a class.
         memory: each request's memory budget: bytes, "300MiB", or a share of what `DynamicCache` would take for the
             prompt and all that may be generated ("1/13"); None: as much as `fields` need.
+        goal: with `memory`, what fields are chosen for, as in `for_budget`.
         floor: budget per sequence of a request whose share is too small for any cache. A request whose full KV takes no
             more than that gets transformers' own cache, counted in `requests_left_plain`.
         strict: such a request raises `BudgetError`. A generation that makes its own cache raises
@@ -172,11 +178,12 @@ def offload(
         path: folder on the disk to use; None: the temporary folder.
         fields: fields of the cache's configuration.
 
-    Yields a record of the requests. Raises `ConfigError` for an invalid name, field or memory, and
+    Yields a record of the requests. Raises `ConfigError` for an invalid name, field, memory or goal, and
     `UnsupportedModelError` for a model that has no place for a cache, before anything is replaced. `generate` then
     raises the cache's errors, such as `BudgetError` for a budget that is too small, before the model runs.
     """
-    inner, way = inner_model(model), _Way(_checked(cache, fields, floor, memory), memory, floor, strict, path, fields)
+    cls = _checked(cache, fields, floor, memory, goal)
+    inner, way = inner_model(model), _Way(cls, memory, goal, floor, strict, path, fields)
     why = no_place(model)
     if why is not None and not generates_by_parts(inner):
         raise UnsupportedModelError(why)
@@ -210,6 +217,7 @@ def offload_all(
     cache: str | type[OffloadCache] = "disk-swap",
     *,
     memory: int | str | None = None,
+    goal: str | None = None,
     floor: int | str = FLOOR,
     strict: bool = False,
     path: str | Path | None = None,
@@ -218,7 +226,7 @@ def offload_all(
     """As `offload`, for every model of this process, also one that is loaded later, such as a server's. A model without
     a place for such a cache (an encoder-decoder, PEFT's prefix tuning), or with nothing to offload (Mamba, RWKV, only
     sliding windows), is left alone, after one warning."""
-    way = _Way(_checked(cache, fields, floor, memory), memory, floor, strict, path, fields)
+    way = _Way(_checked(cache, fields, floor, memory, goal), memory, goal, floor, strict, path, fields)
 
     @contextlib.contextmanager
     def make(model: Any, request: Request) -> Iterator[OffloadCache | None]:
@@ -239,7 +247,8 @@ def offload_all(
 
 
 def _checked(
-    cache: str | type[OffloadCache], fields: dict[str, Any], floor: int | str, memory: int | str | None
+    cache: str | type[OffloadCache], fields: dict[str, Any], floor: int | str, memory: int | str | None,
+    goal: str | None,
 ) -> type[OffloadCache]:
     cls = cache_class(cache) if isinstance(cache, str) else cache
     if not (isinstance(cls, type) and issubclass(cls, OffloadCache)):
@@ -248,7 +257,14 @@ def _checked(
     parse_size(floor, "floor")
     if memory is not None:
         parse_memory(memory, sys.maxsize)  # a share's form, for any request
+    _check_memory(memory, goal)
+    check_goal(cls, goal, fields)
     return cls
+
+
+def _check_memory(memory: int | str | None, goal: str | None) -> None:
+    if memory is None and goal is not None:
+        raise ConfigError(f"goal={goal!r} chooses fields for a memory budget: give memory too, or leave goal out")
 
 
 @dataclass(frozen=True)
@@ -257,6 +273,7 @@ class _Way:
 
     cls: type[OffloadCache]
     memory: int | str | None
+    goal: str | None
     floor: int | str
     strict: bool
     path: str | Path | None
@@ -270,7 +287,7 @@ class _Way:
         """A cache for this request, closed and counted at its end; None if `DynamicCache` is better."""
         cache = request_cache(
             self.cls, model, request.tokens, request.rows,
-            memory=self.memory, floor=self.floor, strict=self.strict, path=self.path, **self.fields,
+            memory=self.memory, goal=self.goal, floor=self.floor, strict=self.strict, path=self.path, **self.fields,
         )  # fmt: skip
         if cache is None:
             yield None

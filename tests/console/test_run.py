@@ -227,6 +227,7 @@ def test_a_module_that_is_not_there_is_one_line(
         (["/bin/sh"], "is not a Python script"),
         (["--cache", "disk-swp", "x.py"], "did you mean 'disk-swap'"),
         (["--set", "num_selekted=3", "x.py"], "num_selekted"),
+        (["--goal", "speed", "-m", "this"], "give memory too"),
     ],
 )
 def test_a_wrong_request_is_one_line(wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

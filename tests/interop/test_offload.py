@@ -484,7 +484,9 @@ def test_a_memory_in_bytes_is_never_exceeded(tmp_path: Path) -> None:
     ("given", "said"),
     [
         ({"memory": "half"}, "memory must be bytes"), ({"memory": "0.5"}, "a share is written '1/13'"),
-        ({"memory": "1/13", "floor": "1/2"}, "floor must be"),
+        ({"memory": "1/13", "floor": "1/2"}, "floor must be"), ({"goal": "speed"}, "give memory too"),
+        ({"memory": "1/13", "goal": "fast"}, "one of fidelity, speed"),
+        ({"memory": "1/13", "goal": "fidelity", "cache": "spec"}, "SpecCache has no fields"),
     ],
 )  # fmt: skip
 def test_a_memory_that_cannot_be_is_told_before_a_request(given: dict[str, Any], said: str) -> None:
@@ -524,3 +526,19 @@ def test_a_cache_for_a_request() -> None:
         assert type(cache) is ClusterCache and cache.config.num_selected == 80 and cache.config.memory is None
     with pytest.raises(BudgetError):
         request_cache(DiskSwapCache, own, 60, memory="1/13", strict=True)
+    with pytest.raises(ConfigError, match="give memory too"):
+        request_cache(DiskSwapCache, own, 60, goal="speed")
+
+
+def test_a_goal_chooses_each_requests_fields(tmp_path: Path) -> None:
+    own, estimated = long_model(), []
+
+    class Noted(DiskSwapCache):
+        def __init__(self, *args: Any, **fields: Any) -> None:
+            super().__init__(*args, **fields)
+            estimated.append(self.config.remainder)
+
+    for goal in ({}, {"goal": "fidelity"}, {"goal": "speed"}):
+        with offload(own, Noted, memory="2MiB", path=tmp_path, **goal):
+            generated(own, prompt(own, 1, 1500))
+    assert estimated == [True, True, False]
