@@ -47,8 +47,10 @@ def attend_block(
         fused = _fused(query, every_key, every_value, bias, causal, scaling)
         if fused is not None:
             output, log_sum = fused
-            if bias is not None:  # kernels leave the log-sum undefined if a row sees nothing
-                log_sum = log_sum.masked_fill(bias.amax(-1) == float("-inf"), float("-inf"))
+            blind = None if bias is None else bias.amax(-1) == float("-inf")
+            # kernels leave the log-sum undefined if a row sees nothing; on a GPU asking whether any does takes longer
+            if blind is not None and (not blind.is_cpu or bool(blind.any())):
+                log_sum = log_sum.masked_fill(blind, float("-inf"))
                 output = output.masked_fill((log_sum == float("-inf")).unsqueeze(-1), 0.0)
             return output.float(), log_sum
     return attend_block_reference(query, keys, values, mask, causal=causal, scaling=scaling, softcap=softcap)

@@ -113,8 +113,9 @@ def _filled(entries: torch.Tensor, tokens: np.ndarray) -> tuple[torch.Tensor, np
     """
     valid = tokens >= 0
     order = np.argsort(~valid, axis=1, kind="stable")[:, : valid.sum(1).max()]
-    index = torch.from_numpy(order).to(entries.device).unsqueeze(-1)
-    return torch.take_along_dim(entries, index, 1), np.take_along_axis(tokens, order, 1)
+    index = torch.from_numpy((order + np.arange(len(order))[:, None] * entries.shape[1]).reshape(-1))
+    filled = entries.flatten(0, 1).index_select(0, index.to(entries.device))
+    return filled.view(*order.shape, entries.shape[2]), np.take_along_axis(tokens, order, 1)
 
 
 HELD_BACK = 256
