@@ -8,7 +8,7 @@ from typing import Any
 from ..config import at_least, parse_memory
 from ..contexts.open import closed_on_error
 from ..core.cache import OffloadCache
-from ..errors import ConfigError, UnsupportedModelError
+from ..errors import BudgetError, ConfigError, UnsupportedModelError
 from ..model.config_values import config_value
 from ..model.geometry import Geometry
 from ..model.place import inner_model, nothing_to_offload
@@ -70,10 +70,15 @@ def offload_cache(
     with closed_on_error(cache):
         for note in chosen.plan.notes:
             cache.warn(note)
-    if chosen.plan.plan is not None and (needless := chosen.plan.plan.needless) is not None:
-        cache.why += f"\n{needless}"
-    if measured is None and cells and (others := not_measured(fields, cache.config)):
-        cache.why += f"\nmeasured without the fields {others}: `tune --compare` measures with them"
+        if chosen.plan.plan is not None and (needless := chosen.plan.plan.needless) is not None:
+            cache.why += f"\n{needless}"
+        if measured is None and cells and fields:
+            try:
+                usual = type(cache).fit(geometry, limit, max_context, max_batch, resolve_engine({}, path), fastest)
+            except BudgetError:
+                usual = type(cache.config)()
+            if others := not_measured(fields, usual):
+                cache.why += f"\nmeasured without the fields {others}: `tune --compare` measures with them"
     return cache
 
 

@@ -145,13 +145,12 @@ def written(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, bool | int | float | None) else str(value) for name, value in kept.items()}
 
 
-def not_measured(fields: dict[str, Any], config: OffloadConfig) -> dict[str, Any]:
-    """The `fields` that the shipped table was not measured with: other than the defaults of the class of `config`,
-    and not only for a run."""
-    usual = type(config)()
+def not_measured(fields: dict[str, Any], usual: OffloadConfig) -> dict[str, Any]:
+    """The `fields` that the shipped table was not measured with: other than those of `usual`, which a budget chooses
+    without them, and not only for a run."""
     return {
         name: value for name, value in written(fields).items()
-        if name not in config.of_a_run and value != getattr(usual, name)
+        if name not in usual.of_a_run and value != getattr(usual, name)
     }  # fmt: skip
 
 

@@ -228,6 +228,12 @@ def test_what_was_measured_with_other_fields_is_said(model: Any, tmp_path: Path)
         assert cache.why.startswith(first) and "KL" not in cache.why and "measured without" not in cache.why
     with offload_cache(model, MEMORY, CONTEXT, exact=False, num_sinks=4, path=tmp_path) as cache:
         assert "KL" in cache.why and "measured without" not in cache.why  # as they are by default
+    with offload_cache(model, "4MiB", 4096, path=tmp_path) as cache:
+        usual = cache.config.num_selected
+    assert usual == 560
+    for count, told in ((usual, False), (400, True)):  # 400 are the class's default, not a budget's
+        with offload_cache(model, "4MiB", 4096, num_selected=count, path=tmp_path) as cache:
+            assert ("measured without the fields {'num_selected': 400}" in cache.why) is told
 
 
 def test_the_context_is_the_models_where_it_is_left_out(model: Any, tmp_path: Path) -> None:
