@@ -248,7 +248,7 @@ def test_a_budget_below_what_retrieval_needs_is_told() -> None:
 @pytest.mark.parametrize(
     ("context", "part", "fields", "words"),
     [
-        (4200, 26, {}, ["truncated to a rank, in int8, of 12 bytes", "a step selects"]),
+        (4096, 26, {}, ["truncated to a rank, in int8, of 12 bytes", "a step selects"]),
         (8192, 34, {"summary_dtype": "int8", "entry_bits": None}, ["truncated", "a step selects"]),
         (8192, 20, {"summary_bytes": 24}, []),
         (8192, 20, {"summary_bytes": 24, "num_selected": 300}, []),
@@ -360,7 +360,7 @@ def test_a_default_selects_at_most_half_of_a_context(tokens: int, selected: int)
 
 def test_a_budget_for_entries_in_8_bits_only() -> None:
     """Less than 16 bits need: each goal fits all the same, and 16 bits raise."""
-    wide, memory = Geometry.uniform(32, 32, 8, 128), 46_419_008
+    wide, memory = Geometry.uniform(32, 32, 8, 128), 45_640_000
     for goal in (None, "speed"):
         config = DiskSwapCache.fit(wide, memory, 8192, 1, {}, goal)
         assert isinstance(config, DiskSwapConfig)

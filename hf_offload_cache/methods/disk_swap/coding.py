@@ -38,7 +38,7 @@ def parts(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def fitting_bytes(width: int, batch: int) -> int:
     """Bytes in use while an adapter is fitted: a moment, its eigenvectors and LAPACK's workspace of twice that size; a
-    part of the keys in float32, and masked."""
+    part of the keys in float32, and masked, or directions."""
     return 4 * 4 * width * width + 2 * 4 * max(batch, PART) * width
 
 
@@ -47,8 +47,20 @@ def principal_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
 
     They are the eigenvectors (W, rank) float32 of the second moment K^T K (W, W), most energy first.
     """
-    vectors = torch.linalg.eigh(moment.float())[1]
-    return vectors[:, -rank:].flip(-1).contiguous()
+    return _leading(moment.to(torch.float32, copy=True), rank)
+
+
+def _leading(moment: torch.Tensor, rank: int) -> torch.Tensor:
+    """`principal_directions` of a float32 moment, whose memory is used."""
+    return _solved(moment)[1][:, -rank:].flip(-1).contiguous()
+
+
+def _solved(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Eigenvalues (..., n), ascending, and eigenvectors of symmetric, contiguous matrices (..., n, n), in whose memory
+    the vectors are."""
+    columns, values = symmetric.mT, symmetric.new_empty(symmetric.shape[:-1])  # LAPACK's order, so without a copy
+    torch.linalg.eigh(columns, out=(values, columns))
+    return values, columns
 
 
 def query_moment(queries: torch.Tensor, num_key_heads: int) -> torch.Tensor:
@@ -58,21 +70,20 @@ def query_moment(queries: torch.Tensor, num_key_heads: int) -> torch.Tensor:
     return grouped.transpose(1, 2) @ grouped / grouped.shape[1]
 
 
-def identity_roots(num_key_heads: int, dim: int, device: torch.device) -> torch.Tensor:
-    """Metric (Hk, D, D) in which all directions count equally."""
-    return torch.eye(dim, device=device, dtype=torch.float32).expand(num_key_heads, dim, dim)
-
-
 def roots_of(moment: torch.Tensor, others: float = _OTHER_QUERIES) -> torch.Tensor:
     """Metric in which keys are approximated: square roots (Hk, D, D) of the queries' second moment (Hk, D, D).
 
     A component is wasted on a direction where no query points, however large the keys are there. The identity times
     `others` times the queries' mean energy is added for queries not seen yet.
     """
-    moment = moment.clone()
+    return _roots(moment.clone(), others)
+
+
+def _roots(moment: torch.Tensor, others: float) -> torch.Tensor:
+    """`roots_of` a moment whose memory is used."""
     level = moment.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-12)
-    moment += others * level[:, None, None] * torch.eye(moment.shape[1], device=moment.device, dtype=torch.float32)
-    values, vectors = torch.linalg.eigh(moment)
+    moment.diagonal(dim1=1, dim2=2).add_(others * level[:, None])
+    values, vectors = _solved(moment)
     return (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.transpose(1, 2)
 
 
@@ -82,11 +93,22 @@ def scaled_directions(moment: torch.Tensor, roots: torch.Tensor, rank: int) -> t
     Directions with the most energy of scores come first. With `reconstruction` this is the best approximation of the
     scores of such queries at this rank.
     """
-    scaled, shape = moment, (roots.shape[0], roots.shape[1], moment.shape[0])
+    scaled = moment.clone()
+    _scale(scaled, roots)
+    return _rooted(_leading(scaled, rank), roots)
+
+
+def _scale(moment: torch.Tensor, roots: torch.Tensor) -> None:
+    """Express a moment (W, W) of keys in the metric of `roots` (Hk, D, D), in place."""
+    shape, product = (*roots.shape[:2], len(moment)), torch.empty_like(moment)
     for _ in range(2):
-        scaled = (roots @ scaled.view(shape)).flatten(0, 1).t().contiguous()
-    directions = principal_directions(scaled, rank)
-    return (roots @ directions.view(*shape[:2], rank)).flatten(0, 1)
+        torch.matmul(roots, moment.view(shape), out=product.view(shape))
+        moment.copy_(product.t())
+
+
+def _rooted(directions: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+    """The projection (W, r) of keys for directions (W, r) in the metric of `roots` (Hk, D, D)."""
+    return (roots @ directions.view(*roots.shape[:2], -1)).flatten(0, 1)
 
 
 def reconstruction(moment: torch.Tensor, adapter: torch.Tensor) -> torch.Tensor:
@@ -145,7 +167,13 @@ class Directions:
         elif seen is None:
             adapter = principal_directions(moment, min(rank, rows))
         else:
-            adapter = scaled_directions(moment, roots_of(query_moment(seen, num_key_heads)), min(rank, rows))
+            metric = _roots(query_moment(seen, num_key_heads), _OTHER_QUERIES)
+            scaled = moment.clone()
+            _scale(scaled, metric)
+            del metric  # as in `fit_coding`
+            directions = _leading(scaled, min(rank, rows))
+            del scaled
+            adapter = _rooted(directions, _roots(query_moment(seen, num_key_heads), _OTHER_QUERIES))
         deviation = ((moment @ adapter * adapter).sum(0) / rows).clamp_min(0).sqrt()
         return cls(adapter, reconstruction(moment, adapter), deviation)
 
@@ -324,10 +352,13 @@ _STEPS = (0.8, 1.0, 1.3, 1.7, 2.2, 3.2)
 
 
 def coding_bytes(width: int, itemsize: int, rows: int, tokens: int) -> int:
-    """Bytes that `fit_coding` uses while it runs, for `tokens` tokens a row with keys of `width` elements."""
-    sample = min(_SAMPLE, rows * tokens)
-    solved = max(4 * 4 * width * width, 4 * 4 * _MEASURED * sample)
-    return solved + sample * width * itemsize + 2 * 4 * max(rows, PART) * width
+    """Bytes that `fit_coding` uses while it runs, for `tokens` tokens a row with keys of `width` elements: the sample,
+    and in turn two moments and a part of the keys, a moment with LAPACK's workspace of twice its size and the
+    directions, or errors."""
+    sample, square = min(_SAMPLE, rows * tokens), 4 * width * width
+    counted = 2 * square + 2 * 4 * max(rows, PART) * width
+    solved = 3 * square + 4 * width * (most_components(width) + 16)
+    return sample * width * itemsize + max(counted, solved, 4 * 4 * _MEASURED * sample)
 
 
 def fit_coding(
@@ -348,15 +379,22 @@ def fit_coding(
         visible: (B or 1, tokens), excludes padding.
         seen: queries (B, H, q, D) that define the metric; None: all directions count equally.
     """
+    def roots() -> torch.Tensor | None:
+        return None if seen is None else _roots(query_moment(seen, num_key_heads), _OTHER_QUERIES_OF_CODES)
+
+    metric = roots()
     total, moment, count, sample = _statistics(keys, tokens, visible)
     mean = total / max(1, count)
-    moment -= count * torch.outer(mean, mean)
+    moment.addr_(mean, mean, alpha=-count)
     width = len(mean)
-    roots = identity_roots(num_key_heads, width // num_key_heads, mean.device)
-    if seen is not None:
-        roots = roots_of(query_moment(seen, num_key_heads), _OTHER_QUERIES_OF_CODES)
-    directions = scaled_directions(moment, roots, most_components(width))
+    if metric is not None:
+        _scale(moment, metric)
+    del metric  # it is computed again: held, it would add to the memory that solving takes
+    directions = _leading(moment, most_components(width))
     del moment
+    if (metric := roots()) is not None:
+        directions = _rooted(directions, metric)
+    del metric
     measured = [_measured(sample, mean, piece) for piece in directions.split(_MEASURED, 1)]
     errors = {bits: torch.cat([each[0][bits] for each in measured]).numpy(force=True) for bits in (0, *CLASSES)}
     chosen = allocate(errors, nbytes)
@@ -402,8 +440,8 @@ def _statistics(
     """Sum (W,) and second moment (W, W), float32, of the keys after the sinks; their number; and a sample (n, W) of
     them in their own type."""
     position, count = 0, 0
-    total = moment = torch.zeros(0, dtype=torch.float32, device="cpu")
-    sample: list[torch.Tensor] = []
+    total = moment = sample = torch.zeros(0, dtype=torch.float32, device="cpu")
+    sampled = 0
     behind = None if visible is None else visible[:, :tokens] & (visible[:, :tokens].cumsum(1) > _SINKS)
     for part in (piece for block in keys for piece in parts(block)):
         stop, rows = position + part.shape[2], part.shape[0]
@@ -411,18 +449,21 @@ def _statistics(
         if not position:
             total = torch.zeros(joined.shape[2], device=part.device, dtype=torch.float32)
             moment = torch.zeros(joined.shape[2], joined.shape[2], device=part.device, dtype=torch.float32)
+            sample = joined.new_empty(min(_SAMPLE, rows * tokens), joined.shape[2])
         if behind is None:
             flat = joined[:, max(0, _SINKS - position) :].flatten(0, 1)
         else:
             flat = joined[behind[:, position:stop].expand(rows, -1)]
         places, all_of = torch.arange(count, count + len(flat), device="cpu"), max(rows * tokens, _SAMPLE)
         evenly = places * _SAMPLE // all_of != (places - 1) * _SAMPLE // all_of
-        sample.append(flat[evenly.to(flat.device)])
+        some = flat[evenly.to(flat.device)]
+        sample[sampled : sampled + len(some)] = some
+        sampled += len(some)
         wide = flat.float()
         total += wide.sum(0)
         moment.addmm_(wide.t(), wide)
         position, count = stop, count + len(flat)
-    return total, moment, count, torch.cat(sample)
+    return total, moment, count, sample[:sampled]
 
 
 def _measured(

@@ -137,8 +137,8 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
        slots for all tokens. A prefill has no slots, so its room goes to blocks of up to 2048 tokens and a third of the
        context.
     3. If step 1 does not fit, the longest compact keys that fit are used, down to 1/32 of the keys' bytes (sigma's
-       limit). Slots get the rest. Below that, `num_recent` (16), `num_selected` (down to 64) and again `num_recent` (8)
-       shrink. If there is no room to fit codes (a short context of a small model), keys are truncated.
+       limit). Slots get the rest. Below that, `num_recent` shrinks (16, then 8). If there is no room to fit codes (a
+       short context of a small model), keys are truncated, and only then `num_selected` shrinks (down to 64).
 
     `group_size` and sinks never change.
 
@@ -157,20 +157,18 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
         kinds.insert(0, _Coded(search, forms))
         if search.fields.get("summary_dtype") == "coded" or "summary_bytes" in search.fields:
             kinds.pop()
-    for keys in kinds:
-        for amount in (keys.wanted, keys.least):
-            levels = list(_levels(search, look_ahead))
-            for level in levels if amount == keys.wanted else reversed(levels):
-                chosen = {**level, **keys.of(amount), "reuse_capacity": 0}
-                if search.fits(chosen):
-                    return search.config(search.wider_streams(keys.filled(chosen)))
-        for level in _frugal(search, forms):
-            chosen = {**level, **keys.of(keys.least), "reuse_capacity": 0}
-            if search.fits(chosen):
-                return search.config(search.wider_streams(keys.filled(chosen)))
-    levels = [*_levels(search, look_ahead), *_frugal(search, forms)]
-    least = [{**level, **keys.of(keys.least), "reuse_capacity": 0} for keys in kinds for level in levels]
-    return search.config(search.first_fit(least))
+    frugal, levels = list(_frugal(search, forms)), list(_levels(search, look_ahead))
+    complete = [level for level in frugal if level["num_selected"] == _selected(search)]
+    tried = [
+        (keys, {**level, **keys.of(amount), "reuse_capacity": 0})
+        for keys in kinds
+        for amount, some in ((keys.wanted, levels), (keys.least, [*reversed(levels), *complete]))
+        for level in some
+    ] + [(keys, {**level, **keys.of(keys.least), "reuse_capacity": 0}) for level in frugal for keys in kinds]
+    for keys, chosen in tried:
+        if search.fits(chosen):
+            return search.config(search.wider_streams(keys.filled(chosen)))
+    return search.config(search.first_fit([chosen for _, chosen in tried]))
 
 
 class _Truncated:
