@@ -17,6 +17,7 @@ from long_llama import long_model
 from shared_keys import gemma3n
 from spec_fields import ALL, SMALL
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch_memory import most_held
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -371,15 +372,6 @@ def test_attention_holds_what_the_account_says(
             with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
                 model(ids[:, :queries], attention_mask=mask, past_key_values=cache)
     assert 0.3 * booked[-1] < most_held(seen, "attention of a layer") <= 1.03 * booked[-1]
-
-
-def most_held(seen: Any, span: str) -> int:
-    """Bytes of torch's that were held at a time, at most, within the last span of this name."""
-    events = seen.profiler.kineto_results.events()
-    last = [event for event in events if event.name() == span][-1]
-    begun, ended = last.start_ns(), last.start_ns() + last.duration_ns()
-    changes = sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]")
-    return int(np.cumsum([count for at, count in changes if begun <= at <= ended]).max())
 
 
 def test_entries_as_they_were_stored_take_what_is_said() -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from compact_scores import scores_of
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch_memory import most_held
 
 from hf_offload_cache.errors import ContextError
 from hf_offload_cache.memory import DryRun, MemoryAccount, Workspace
@@ -17,10 +19,13 @@ from hf_offload_cache.methods.disk_swap import (
     HIDDEN,
     CodedKeys,
     Coding,
+    Directions,
     allocate,
     bytes_of,
+    coding_bytes,
     default_summary_bytes,
     fit_coding,
+    fitting_bytes,
     integer_product,
     most_bytes,
     most_components,
@@ -387,3 +392,23 @@ def test_what_does_not_hold_together_is_refused(change: Any) -> None:
 def test_what_is_taken_where_nothing_is_given(width: int, nbytes: int, components: int) -> None:
     assert default_summary_bytes(width) == nbytes
     assert most_components(width) == components
+
+
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 256), (3, 64), (4, 64), (8, 128)])
+def test_fitting_takes_what_the_plan_says(heads: int, dim: int, seen: bool) -> None:
+    """Codes, and truncated keys; LAPACK's workspace is torch's."""
+    keys, queries = torch.randn(1, heads, 3000, dim).bfloat16(), torch.randn(1, 2 * heads, 600, dim).bfloat16()
+    metric, width = queries if seen else None, heads * dim
+
+    def fit(coded: bool) -> None:
+        parts = iter(keys.split(1024, 2))
+        if coded:
+            fit_coding(parts, 3000, heads, None, width // 8, metric)
+        else:
+            Directions.of(parts, width, heads, None, width // 4, None, metric)
+
+    for coded, planned in ((True, coding_bytes(width, 2, 1, 3000)), (False, fitting_bytes(width, 1))):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as held, record_function("fit"):
+            fit(coded)
+        assert 0.8 * planned < most_held(held, "fit") <= planned

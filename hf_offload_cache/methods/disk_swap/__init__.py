@@ -34,10 +34,13 @@ from .cache import DiskSwapCache as DiskSwapCache
 from .cache import DiskSwapLayer as DiskSwapLayer
 from .coding import QUERIES_SEEN as QUERIES_SEEN
 from .coding import Coding as Coding
+from .coding import Directions as Directions
 from .coding import allocate as allocate
 from .coding import bytes_of as bytes_of
+from .coding import coding_bytes as coding_bytes
 from .coding import default_summary_bytes as default_summary_bytes
 from .coding import fit_coding as fit_coding
+from .coding import fitting_bytes as fitting_bytes
 from .coding import most_bytes as most_bytes
 from .coding import most_components as most_components
 from .coding import principal_directions as principal_directions
