@@ -57,7 +57,7 @@ def add(verbs: Any) -> None:
         help="tokens per prefill forward (default: 1024, or all if the model requires it)")  # fmt: skip
     add("--memory", metavar="SIZE", help="memory limit: 300MiB, bytes, or a fraction of the full KV cache: 1/13")
     add("--goal", choices=GOALS,
-        help="with --memory: steps closer to full attention, or faster ones (default: as for_budget)")
+        help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
     add("--compare", action="store_true", help="also run DynamicCache, and print both")
     add("--save", metavar="DIR", type=Path, help="save the prefilled document as a context, for other questions")
     add("--overwrite", action="store_true", help="replace an existing context at the --save path")

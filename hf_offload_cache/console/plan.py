@@ -44,7 +44,7 @@ def add(verbs: Any) -> None:
     add("--memory", metavar="SIZE",
         help="memory limit: 300MiB, bytes, or a fraction of the full KV cache: 1/13 (default: as the fields require)")
     add("--goal", choices=GOALS,
-        help="with --memory: steps closer to full attention, or faster ones (default: as for_budget)")
+        help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
     add("--compare", action="store_true", help="all caches side by side, each with the fields that fit it best")
     add("--measured", metavar="FILE",
         help="with --compare and --memory: the file that `tune --compare` wrote (default: the shipped table)")

@@ -37,7 +37,7 @@ def add(verbs: Any) -> None:
     add = parser.add_argument
     add("--memory", metavar="SIZE", help="memory limit per request: 300MiB, bytes, or 1/13 of its full KV cache")
     add("--goal", choices=GOALS,
-        help="with --memory: steps closer to full attention, or faster ones (default: as for_budget)")  # fmt: skip
+        help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
     add("--floor", metavar="SIZE", help="memory per sequence if that fraction is too small (default: 64MiB)")
     add("--strict", action="store_true", help="raise an error for such a request instead")
     add("--path", metavar="DIR", help="folder on the disk to use (default: the temporary folder)")

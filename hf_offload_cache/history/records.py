@@ -196,7 +196,7 @@ class RecordFormat:
                 most = torch.maximum(wide.amax(-1, keepdim=True), -wide.amin(-1, keepdim=True))
                 largest.copy_(most)
                 factor = self._scales(largest).to(self._wide).reciprocal_().clamp_(max=torch.finfo(self._wide).max)
-                codes.copy_(wide.mul_(factor).round_().nan_to_num_(0, LEVELS, -LEVELS))
+                codes.copy_(wide.mul_(factor).round_().clamp_(-LEVELS, LEVELS).nan_to_num_(0))
 
     def unpacking(
         self, payloads: torch.Tensor, entries: torch.Tensor

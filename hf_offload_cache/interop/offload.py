@@ -64,7 +64,8 @@ def request_cache(
         strict: raise `BudgetError` instead.
         path, fields: arguments of the cache.
 
-    Raises the errors of `for_budget` and the constructor, such as `BudgetError` if `floor` is too small as well.
+    Raises the errors of `for_budget` and the constructor, such as `BudgetError` if `floor` is too small as well, and
+    `ConfigError` for a goal without `memory`.
     """
     _check_memory(memory, goal)
     if memory is None:

@@ -48,7 +48,7 @@ def attend_block(
         if fused is not None:
             output, log_sum = fused
             blind = None if bias is None else bias.amax(-1) == float("-inf")
-            # kernels leave the log-sum undefined if a row sees nothing; on a GPU asking whether any does takes longer
+            # kernels leave the log-sum undefined if a row sees nothing; on a GPU, to ask whether one does takes longer
             if blind is not None and (not blind.is_cpu or bool(blind.any())):
                 log_sum = log_sum.masked_fill(blind, float("-inf"))
                 output = output.masked_fill((log_sum == float("-inf")).unsqueeze(-1), 0.0)

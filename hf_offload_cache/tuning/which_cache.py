@@ -146,8 +146,8 @@ def written(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def not_measured(fields: dict[str, Any], usual: OffloadConfig) -> dict[str, Any]:
-    """The `fields` that the shipped table was not measured with: other than those of `usual`, which a budget chooses
-    without them, and not only for a run."""
+    """The `fields` that the shipped table was not measured with: other than those of `usual`, which this budget
+    chooses without them, and not only for a run."""
     return {
         name: value for name, value in written(fields).items()
         if name not in usual.of_a_run and value != getattr(usual, name)

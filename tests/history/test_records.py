@@ -125,6 +125,16 @@ def test_entries_in_8_bits(
     assert 0 <= form.payload_bytes - group * (form.entry_width + scales) < dtype.itemsize
 
 
+def test_the_least_numbers_keep_their_sign_in_8_bits() -> None:
+    """Their scale is not a normal number, and so imprecise that they are more than 127 times it."""
+    form = RecordFormat(1, 4, 1, 4, torch.bfloat16, 1, 8)
+    for most in torch.logspace(-39, -35, 200).bfloat16().tolist():
+        entries = torch.tensor([1, -1, 0.5, 0] * 2).mul(most).bfloat16().view(1, 1, 8)
+        back = form.unpacked(packed(form, entries))
+        assert torch.equal(back.sign() * (back != 0), entries.sign() * (back != 0))
+        assert (back.abs() <= most * (1 + 2**-6)).all()
+
+
 def test_zeros_and_numbers_that_are_not_finite_in_8_bits() -> None:
     form = RecordFormat(2, 3, 1, 2, torch.bfloat16, 4, 8)
     entries = torch.ones(2, 4, form.entry_width, dtype=torch.bfloat16)

@@ -174,20 +174,3 @@ def test_a_second_turn_fits_again(filled: ClusterCache) -> None:
     for layer, before in zip(filled.layers, maps, strict=True):
         assert layer.predictor.maps is not before and before.maps.numel() == 0  # type: ignore[attr-defined]
         assert layer.predictor.fitted_at > 2 * LENGTH - 100  # type: ignore[attr-defined]
-
-
-def test_a_prompts_pieces_are_fitted_when_it_has_doubled_and_at_its_last() -> None:
-    """The last piece is the one that is shorter. Whether a context goes on or is opened makes no difference."""
-    model, fitted = long_tiny("llama"), []
-    with ClusterCache(model, **FIELDS) as cache:
-        given = ids(tokens=3 * LENGTH + 1040)
-        for piece in given.split([LENGTH] * 3 + [1040], 1):
-            with torch.no_grad():
-                model(piece, past_key_values=cache)
-            predictor: Any = cache.layers[0].predictor  # type: ignore[attr-defined]
-            opened = cache.layers[0].make_predictor()  # type: ignore[attr-defined]
-            opened.restore({**predictor.capture(), "units": 0})
-            assert (opened.fitted_at, opened.longest_piece) == (predictor.fitted_at, LENGTH)
-            opened.close()
-            fitted.append(predictor.fitted_at)
-        assert fitted[0] < LENGTH < fitted[1] == fitted[2] < 2 * LENGTH and fitted[3] > 4 * LENGTH - 100

@@ -25,9 +25,8 @@ from .entries import ClusteredEntries
 from .partition import MOST_ROOM
 from .remainder import estimates, fit_bytes, fit_maps, rehearse_maps
 
-_GROWN, _GROWN_LAST = 2, 1.25
-"""Growth of the history after which maps are fitted again, to the tokens of a long call. `_GROWN_LAST` is for a call
-shorter than an earlier one, which is probably a prompt's last piece."""
+_GROWN = 1.25
+"""Growth of the history after which maps are fitted again, to the tokens of a long call."""
 
 
 class ClusterPredictor(Predictor):
@@ -40,7 +39,7 @@ class ClusterPredictor(Predictor):
     `Predictor`.
     """
 
-    STATE: ClassVar[State] = State("fitted state", fitted_at=Number(), longest_piece=Number())
+    STATE: ClassVar[State] = State("fitted state", fitted_at=Number())
 
     def __init__(self, clustered: ClusteredEntries, config: ClusterConfig, account: MemoryAccount) -> None:
         self.clustered, self.config, self._clusters, self._account = clustered, config, config.clusters, account
@@ -50,8 +49,6 @@ class ClusterPredictor(Predictor):
         """Factor of the scores, from the prompt; 0: unknown yet."""
         self.fitted_at = 0
         """Tokens of the history at the latest fit; 0 before the first."""
-        self.longest_piece = 0
-        """Tokens of the longest call so far."""
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Predictor.rehearse`."""
@@ -78,9 +75,7 @@ class ClusterPredictor(Predictor):
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         """As `Predictor.learn`: fit the maps of the remainder after a prompt, or a long piece of it. Raises
         `BudgetError`."""
-        tokens, piece = sealed.tokens, queries.shape[2]
-        grown = tokens >= self.fitted_at * (_GROWN_LAST if piece < self.longest_piece else _GROWN)
-        self.longest_piece = max(piece, self.longest_piece)
+        tokens, grown = sealed.tokens, sealed.tokens >= self.fitted_at * _GROWN
         if not self.config.remainder or not self.scaling or not grown or sealed.fresh < LEAST_TOKENS:
             return
         clustered, rows = self.clustered, self.clustered.partition.rows
@@ -217,7 +212,6 @@ class ClusterPredictor(Predictor):
             form, rows = self.clustered.form, self.clustered.partition.rows
             self.maps = ValueMaps.restore(tree["maps"], form, rows, form.key_width, self._account)
             self.fitted_at = tree["fitted_at"]
-        self.longest_piece = tree["longest_piece"]
 
 
 def _best(shares: np.ndarray, most: int) -> np.ndarray:

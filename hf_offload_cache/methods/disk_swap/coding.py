@@ -36,12 +36,15 @@ def parts(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return keys.split(max(1, PART // keys.shape[0]), 2)
 
 
-def fitting_bytes(width: int, batch: int) -> int:
-    """Bytes in use while an adapter is fitted: a moment, its eigenvectors and LAPACK's workspace of twice that size; a
-    part of the keys in float32, and masked, or directions."""
-    return 4 * 4 * width * width + 2 * 4 * max(batch, PART) * width
+def fitting_bytes(width: int, batch: int, rank: int) -> int:
+    """Bytes in use while an adapter of `rank` is fitted: a moment, its eigenvectors and LAPACK's workspace of twice
+    that size, and a part of the keys in float32 with its masked copy, or the directions; or, of a large rank, a moment,
+    adapters and their products."""
+    solved = 4 * 4 * width * width + 2 * 4 * max(batch, PART) * width
+    return max(solved, 4 * (width * width + 4 * rank * width + 2 * rank * rank + 112 * width))
 
 
+@torch.no_grad()
 def principal_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
     """The paper's adapter A (KVSwap, section 3.2): the `rank` leading right singular vectors of the keys K.
 
@@ -65,11 +68,16 @@ def _solved(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def query_moment(queries: torch.Tensor, num_key_heads: int) -> torch.Tensor:
     """Second moment (Hk, D, D) float32 of queries (B, H, n, D), by key head: every 8th of the latest 512 queries."""
-    queries = queries[:, :, -QUERIES_SEEN:][:, :, ::_APART]
-    grouped = queries.detach().float().unflatten(1, (num_key_heads, -1)).permute(1, 0, 2, 3, 4).flatten(1, 3)
-    return grouped.transpose(1, 2) @ grouped / grouped.shape[1]
+    rows, heads, dim = queries.shape[0], queries.shape[1], queries.shape[3]
+    seen = queries[:, :, -QUERIES_SEEN:][:, :, ::_APART].detach().unflatten(1, (num_key_heads, -1))
+    moment = torch.zeros(num_key_heads, dim, dim, dtype=torch.float32, device=queries.device)
+    for part in seen.split(max(1, PART // (rows * heads)), 3):
+        flat = part.transpose(0, 1).flatten(1, 3).float()
+        moment.baddbmm_(flat.transpose(1, 2), flat)
+    return moment.div_(seen[:, 0].numel() // dim)
 
 
+@torch.no_grad()
 def roots_of(moment: torch.Tensor, others: float = _OTHER_QUERIES) -> torch.Tensor:
     """Metric in which keys are approximated: square roots (Hk, D, D) of the queries' second moment (Hk, D, D).
 
@@ -87,6 +95,7 @@ def _roots(moment: torch.Tensor, others: float) -> torch.Tensor:
     return (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.transpose(1, 2)
 
 
+@torch.no_grad()
 def scaled_directions(moment: torch.Tensor, roots: torch.Tensor, rank: int) -> torch.Tensor:
     """`principal_directions` in the metric of `roots` (Hk, D, D): a projection (W, rank) of keys.
 
@@ -135,6 +144,7 @@ class Directions:
     """(r,) float32: root mean square of each component of a compact key."""
 
     @classmethod
+    @torch.no_grad()
     def of(
         cls,
         keys: Iterator[torch.Tensor],
@@ -356,11 +366,12 @@ def coding_bytes(width: int, itemsize: int, rows: int, tokens: int) -> int:
     and in turn two moments and a part of the keys, a moment with LAPACK's workspace of twice its size and the
     directions, or errors."""
     sample, square = min(_SAMPLE, rows * tokens), 4 * width * width
-    counted = 2 * square + 2 * 4 * max(rows, PART) * width
+    counted = 2 * square + (4 + 2 * itemsize) * max(rows, PART) * width
     solved = 3 * square + 4 * width * (most_components(width) + 16)
     return sample * width * itemsize + max(counted, solved, 4 * 4 * _MEASURED * sample)
 
 
+@torch.no_grad()
 def fit_coding(
     keys: Iterable[torch.Tensor],
     tokens: int,
@@ -463,6 +474,7 @@ def _statistics(
         total += wide.sum(0)
         moment.addmm_(wide.t(), wide)
         position, count = stop, count + len(flat)
+        del joined, flat, some, wide  # before the next part's are made
     return total, moment, count, sample[:sampled]
 
 

@@ -215,7 +215,7 @@ class FittedKeys:
         else:
             rank = rules.rank or (default_rank(width) if self.adapter is None else self.adapter.shape[1])
             LowRankKeys.rehearse(run, width, min(width, rank), rules.dtype, *sizes)
-            run.passes("fitting", prefill=fitting_bytes(width, rows))
+            run.passes("fitting", prefill=fitting_bytes(width, rows, min(width, rank)))
         if estimates:
             rank = most_components(width) if rules.dtype is None else min(width, rank)
             rehearse_maps(run, form, (rows, leading(rank), heads), context, CANDIDATES * wanted)
@@ -279,7 +279,7 @@ class FittedKeys:
             self.keys = CodedKeys(coding, heads, self.rows, *made_of, form.group_size)
         else:
             rank = rules.rank or default_rank(form.key_width)
-            with shared.account.holding("fitting", fitting_bytes(form.key_width, self.rows)):
+            with shared.account.holding("fitting", fitting_bytes(form.key_width, self.rows, rank)):
                 fitted = Directions.of(keys(), form.key_width, heads, visible, rank, self.adapter, seen)
             self.close()
             self.keys = LowRankKeys(
