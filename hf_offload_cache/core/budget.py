@@ -202,6 +202,11 @@ def _unknown(config: Any, geometry: Geometry) -> float:
     return 0.0
 
 
+def _never(config: Any) -> bool:
+    """`Goals.quickest` of a cache with one choice."""
+    return False
+
+
 def _none(context: int) -> tuple[dict[str, Any], ...]:
     """`Goals.faithful` of a cache without fields for it."""
     return ()
@@ -222,6 +227,8 @@ class Goals(NamedTuple):
     also where the last does not fit."""
     lost: Callable[[Any, Geometry], float] = _unknown
     """The share of needles that a configuration loses, as measured."""
+    quickest: Callable[[Any], bool] = _never
+    """Whether a configuration by the last of `quick` has so much room that the others would be slower."""
 
 
 _EVERY, _FEWER = 400, (700, 560, 400)
@@ -256,14 +263,17 @@ def fit_goal(
         return _fit(cls, geometry, limits, fields, {})
     goals: Goals = cls.goals
     refused: list[BudgetError] = []
-    *quick, least = goals.quick
+    *others, least = goals.quick
+    quick = others if goal == "speed" else []
     try:
         last = _fit(cls, geometry, limits, fields, least)
+        quick = [] if goals.quickest(last) else quick
         allowed, most = set(cls.shortfalls(last, geometry, fields)), goals.lost(last, geometry) + _NEEDLES
     except BudgetError as error:  # entries in 8 bits may still fit
         refused.append(error)
+        quick = others
     faithful = () if goal == "speed" else goals.faithful(limits[1])
-    for own in _left_of(cls, (*faithful, *(quick if goal == "speed" or refused else ())), fields):
+    for own in _left_of(cls, (*faithful, *quick), fields):
         if goal is None and 2 * own.get("num_selected", 0) > limits[1]:
             continue
         try:

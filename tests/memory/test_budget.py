@@ -312,6 +312,9 @@ def test_a_goal_chooses_fields_that_fit() -> None:
     then less of the rest, then quick steps, with a note if fidelity was asked for. The user's own fields stay."""
     assert chosen_for(13, "speed") == ((400, False, 8), [])
     assert chosen_for(13, "speed", entry_bits=None) == ((400, False, None), [])
+    assert chosen_for(13, "speed", 16384) == ((400, False, 8), [])
+    assert chosen_for(13, "speed", 32768) == ((400, False, None), [])  # slots hold more than twice that
+    assert chosen_for(13, "speed", 32768, entry_bits=8) == ((400, False, 8), [])
     for goal in ("fidelity", None):
         assert chosen_for(13, goal) == ((800, True, 8), [])
         assert chosen_for(13, goal, num_selected=500) == ((500, True, 8), [])

@@ -27,7 +27,7 @@ from .adapter import Adapter, adapter_rank
 from .coding import default_summary_bytes
 from .compact_keys import default_rank
 from .config import DiskSwapConfig
-from .fit import QUICK, faithful, fit_disk_swap, needles_lost, shortfalls
+from .fit import QUICK, faithful, fit_disk_swap, needles_lost, quickest, shortfalls
 from .fitted_keys import LowRankShared, Rules
 from .predictor import LowRankPredictor
 
@@ -99,7 +99,7 @@ class DiskSwapCache(SelectiveCache):
 
     config_class: ClassVar[type[OffloadConfig]] = DiskSwapConfig
     layer_class: ClassVar[type[OffloadLayer]] = DiskSwapLayer
-    goals = Goals(faithful, QUICK, needles_lost)
+    goals = Goals(faithful, QUICK, needles_lost, quickest)
     solver = "hf_offload_cache.methods.disk_swap.tuning:tune_by_solver"
     config: DiskSwapConfig
 
