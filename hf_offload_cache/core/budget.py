@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from ..config import GOALS, OffloadConfig, parse_size
 from ..errors import BudgetError, ConfigError, shown
 from ..memory.fit import fit_nothing, slow_blocks
@@ -210,6 +212,16 @@ def _never(config: Any) -> bool:
 def _none(context: int) -> tuple[dict[str, Any], ...]:
     """`Goals.faithful` of a cache without fields for it."""
     return ()
+
+
+Curve = tuple[tuple[float, float], ...]
+"""Measured points, ascending."""
+
+
+def on_curve(place: float, curve: Curve) -> float:
+    """The value at `place` of a measured curve: linear between its points, constant beyond them."""
+    places, values = zip(*curve, strict=True)
+    return float(np.interp(place, places, values))
 
 
 _NEEDLES = 0.02

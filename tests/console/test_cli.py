@@ -289,7 +289,7 @@ def test_plan_loads_no_weights(plan, tiny, tmp_path):
 
 def test_plan_for_a_goal(plan):
     """As `for_budget` chooses; what cannot be had is a note, or an error."""
-    for goal, expected in ((), [560, True, 8]), (("fidelity",), [560, True, 8]), (("speed",), [400, False, 8]):
+    for goal, expected in ((), [560, True, 8]), (("fidelity",), [560, True, 8]), (("speed",), [400, False, None]):
         code, out, _, written = plan("--memory", "1/1", *(("--goal", *goal) if goal else ()))
         chosen = [written["config"][name] for name in ("num_selected", "remainder", "entry_bits")]
         assert (code, chosen) == (0, expected) and ("remainder=False" in out) == (goal == ("speed",))

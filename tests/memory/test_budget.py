@@ -432,7 +432,9 @@ def test_a_plan_that_loses_needles_says_how_many() -> None:
         found = cls.notes(cls.plan(SMOL, config, tokens, 1), config, SMOL, fields)
         return [note for note in found if note.startswith("about ")]
 
-    assert not notes(AbstractTreeCache, 13, 4096) and not notes(AbstractTreeCache, 13, 8192)
+    assert not notes(AbstractTreeCache, 13, 4096) and not notes(AbstractTreeCache, 6, 8192)
+    (told,) = notes(AbstractTreeCache, 13, 8192)  # without early steps
+    assert "raise memory to " in told and "or use DiskSwapCache, which loses 0% in this memory" in told
     (told,) = notes(AbstractTreeCache, 20, 8192)
     match = re.fullmatch(
         r"about \d+% of the needles that the full KV finds are lost \(measured on SmolLM2-135M up to 8K tokens\): "
@@ -454,6 +456,12 @@ def test_a_plan_that_loses_needles_says_how_many() -> None:
     (told,) = notes(AbstractTreeCache, 4, 8192, goal="speed")
     assert told.endswith(': leave out goal="speed", or use DiskSwapCache, which loses 0% in this memory')
     assert not notes(DiskSwapCache, 13, 8192) and not notes(AbstractTreeCache, 28, 8192, exact=True)
+    assert not notes(ClusterCache, 6, 4096)
+    for share, tokens in ((13, 4096), (13, 8192)):  # large clusters, a long context
+        (told,) = notes(ClusterCache, share, tokens)
+        assert "use DiskSwapCache, which loses 0% in this memory" in told
+    (told,) = notes(ClusterCache, 20, 4096)  # and few tokens
+    assert "raise memory to " in told
 
 
 def test_a_goal_gives_way_to_the_users_fields() -> None:

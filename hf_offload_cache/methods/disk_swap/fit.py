@@ -10,10 +10,9 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
-from ...core.budget import counts_for_fidelity
+from ...core.budget import counts_for_fidelity, on_curve
 from ...history.records import RecordFormat
 from ...memory.fit import LEAST_SELECTED, LOST_BY, SHORT_TAIL, STREAM_SHARES, Search
 from ...model.geometry import Geometry
@@ -30,8 +29,8 @@ LOST = (
 """Bytes of a code over the elements of a joined key -> share of the full cache's needles that are lost.
 
 Measured on SmolLM2-135M with prompts of 4,000 and 7,000 tokens, 400 tokens selected, 16 to 79 needles a value. Needles
-that even the longest code lost are left out. Values are smoothed where a longer code lost more. Another model has
-another curve."""
+that even the longest code lost are left out. Values are smoothed where a longer code lost more. Gemma 3 270M loses
+fewer: of 8 needles in 7,600 tokens, codes of .031, .043, .0625 and .082 found 5, 7, 8 and 8."""
 HITS = ((0.0, 0.0), (0.28, 0.29), (0.52, 0.49), (0.76, 0.66), (1.0, 0.80), (1.5, 0.87), (2.0, 0.89), (4.0, 0.92))
 """Slots over the units of one selection -> hit rate, measured with the same model on text."""
 RETRIEVES = 0.1
@@ -76,7 +75,7 @@ def sizes_to_try(key_width: int) -> list[int]:
 
 def worth(summary_bytes: int, key_width: int, slots: float, selected: float) -> float:
     """Score for comparing caches: codes of `summary_bytes`, slots for `slots` tokens, `selected` tokens a step."""
-    return _SPEED * _at(slots / max(1, selected), HITS) - _at(summary_bytes / key_width, LOST)
+    return _SPEED * on_curve(slots / max(1, selected), HITS) - on_curve(summary_bytes / key_width, LOST)
 
 
 def _reach(selected: float) -> float:
@@ -93,7 +92,7 @@ def needles_lost(config: DiskSwapConfig, geometry: Geometry) -> float:
     if config.summaries != "coded" or not width:
         return float(bool(width and shortfalls(config, width, ())))
     nbytes = config.summary_bytes or default_summary_bytes(width)
-    return _at(nbytes * _reach(config.num_selected) / width, LOST)
+    return on_curve(nbytes * _reach(config.num_selected) / width, LOST)
 
 
 def shortfalls(config: DiskSwapConfig, key_width: int, given: Iterable[str]) -> list[str]:
@@ -115,11 +114,6 @@ def shortfalls(config: DiskSwapConfig, key_width: int, given: Iterable[str]) -> 
             f"{LOST_BY}"
         )
     return warnings
-
-
-def _at(place: float, curve: tuple[tuple[float, float], ...]) -> float:
-    places, values = np.array(curve).T
-    return float(np.interp(place, places, values))
 
 
 _LAST_TAIL = 8
