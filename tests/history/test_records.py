@@ -100,9 +100,9 @@ def packed(form: RecordFormat, entries: torch.Tensor) -> torch.Tensor:
 def test_entries_in_8_bits(
     shape: tuple[int, int, int, int], dtype: torch.dtype, group: int, scale: float, seed: int
 ) -> None:
-    """Each element comes back within half a level of its own head's and token's largest, which comes back itself; in
-    bfloat16, whose scales are rounded, up to rounding. What came back is packed and unpacked without another change, in
-    float32 and float64 up to rounding."""
+    """Unpacked elements differ by at most half a level of their head's and token's largest. The largest does not
+    change, except for rounding in bfloat16, which rounds the scales. Packing the result again changes nothing, except
+    for rounding in float32 and float64."""
     form = RecordFormat(*shape, dtype, group, 8)
     random = torch.Generator().manual_seed(seed)
     size = torch.rand(3, group, 1, generator=random, dtype=torch.float64) + 0.01

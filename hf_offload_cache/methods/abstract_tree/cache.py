@@ -102,7 +102,8 @@ _LOST = ((0.0, 1.0), (0.12, 0.9), (0.14, 0.64), (0.23, 0.35), (0.39, 0.04), (1.0
 """Share of the tokens that a step examines -> share of the full cache's needles that are lost. Measured on SmolLM2-135M
 with prompts of 4,000 and 7,000 tokens."""
 _LOST_LATER = ((4096, 0.0), (7168, 0.16))
-"""Tokens of a context -> the share that is lost besides without early steps: none of 10 in 4,000, 2 of 12 in 7,000."""
+"""Tokens of a context -> the additional share that is lost without early steps: none of 10 in 4,000, 2 of 12 in 7,000.
+"""
 _LOST_UP_TO = 8192
 """The longest context of `_LOST`; beyond, the share is taken as of this one."""
 

@@ -137,8 +137,8 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
        slots for all tokens. A prefill has no slots, so its room goes to blocks of up to 2048 tokens and a third of the
        context.
     3. If step 1 does not fit, the longest compact keys that fit are used, down to 1/32 of the keys' bytes (sigma's
-       limit). Slots get the rest. Below that, `num_recent` shrinks (16, then 8). Where codes do not fit then, or
-       cannot be fitted (a short context of a small model), keys are truncated. At last `num_selected` shrinks (to 64).
+       limit). Slots get the rest. Below that, `num_recent` shrinks (16, then 8). If codes still do not fit (a
+       short context of a small model), keys are truncated. `num_selected` shrinks last (to 64).
 
     `group_size` and sinks never change.
 
