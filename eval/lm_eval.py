@@ -51,6 +51,7 @@ class OffloadLM(HFLM):
         pretrained: as of `hf`; None: the default model from its package.
         cache: "disk-swap" and the other names of the registry, "module:Class", or "dynamic": all as `hf` does it.
         memory: memory budget of each request, or batch of them: "300MiB", bytes, "1/13" of the full cache.
+        goal: with `memory`, what fields are chosen for: "fidelity" or "speed", as in `for_budget`.
         path: folder on the disk to use.
         floor: memory of a sequence whose share is less than any such cache needs, as of a short one (`request_cache`):
             "64MiB"; transformers' own cache where that is less. The results say how many had either.
@@ -61,13 +62,13 @@ class OffloadLM(HFLM):
 
     def __init__(
         self, pretrained: Any = None, cache: str = "disk-swap", memory: int | str | None = None,
-        path: str | None = None, strict: bool = False, floor: int | str = FLOOR, **others: Any,
+        path: str | None = None, strict: bool = False, floor: int | str = FLOOR, goal: str | None = None, **others: Any,
     ) -> None:  # fmt: skip
         theirs, self.fields, loading = sort_arguments(others, cache, pretrained)
-        check_fields(cache, self.fields, path, memory)
+        check_fields(cache, self.fields, path, memory, goal)
         parse_size(floor, "floor")
         self.cache_name, self.memory, self.path = cache, memory, path
-        self.limits = {"memory": memory, "floor": floor, "strict": strict, "path": path}
+        self.limits = {"memory": memory, "goal": goal, "floor": floor, "strict": strict, "path": path}
         self.requests = self.plain_requests = self.floor_requests = 0
         """Answered requests; those with transformers' own cache because they were short; those planned with `floor`."""
         self.report: Any = None
@@ -211,7 +212,8 @@ class OffloadLM(HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """And which cache it was, and for how many requests its memory was too little."""
-        own = {"cache": self.cache_used, "cache_memory": self.memory, "cache_fields": self.fields}
+        own = {"cache": self.cache_used, "cache_memory": self.memory, "cache_goal": self.limits["goal"]}
+        own["cache_fields"] = self.fields
         own |= {"cache_floor_requests": self.floor_requests, "cache_plain_requests": self.plain_requests}
         return {**super().get_model_info(), **own}
 

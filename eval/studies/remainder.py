@@ -169,13 +169,14 @@ def steps(cache: Any, model: PreTrainedModel, context: Context, turns: Turns, re
     return row | ({"estimated_to_lost": spearman(estimated, true)} if any(estimated) else {})
 
 
-def perplexity_of(reference: torch.Tensor, found: torch.Tensor, turns: Turns) -> float:
-    """As `perplexity_over`, of all answers together, whose logits are `found`."""
+def perplexity_of(reference: torch.Tensor, found: torch.Tensor, turns: Turns) -> float | None:
+    """As `perplexity_over`, of all answers together, whose logits are `found`; None if each is a single token."""
     lengths = [answer.shape[1] for _, answer in turns]
     parts = zip(reference.split(lengths), found.split(lengths), turns, strict=True)
     ratios = [(perplexity_over(one, other, answer), answer.shape[1] - 1) for one, other, (_, answer) in parts]
     known = [(math.log(ratio), count) for ratio, count in ratios if ratio is not None]
-    return math.exp(sum(ratio * count for ratio, count in known) / sum(count for _, count in known))
+    counted = sum(count for _, count in known)
+    return math.exp(sum(ratio * count for ratio, count in known) / counted) if counted else None
 
 
 def spearman(one: list[float], other: list[float]) -> float:

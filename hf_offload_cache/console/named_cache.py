@@ -6,12 +6,10 @@ import argparse
 import contextlib
 import dataclasses
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import parse_memory
 from ..errors import ConfigError
 from ..registry import CACHES, cache_class, name_of
 from .arguments import new_console
@@ -164,16 +162,20 @@ def offloading_class(name: str) -> type[Any]:
 
 
 def check_fields(
-    name: str, fields: Mapping[str, Any], path: str | Path | None = None, memory: int | str | None = None
-) -> None:
+    name: str, fields: Mapping[str, Any], path: str | Path | None = None, memory: int | str | None = None,
+    goal: str | None = None,
+) -> None:  # fmt: skip
     """Raise `ConfigError` for arguments that `make_cache` refuses with any model, before one is loaded."""
     check_folder(path)
     if name != DYNAMIC:
+        from ..core.budget import check_limits
+
         offloading_class(name).config_class.load(None, dict(fields))
-        if memory is not None:
-            parse_memory(memory, sys.maxsize)
-    elif fields or path or memory:
-        raise ConfigError(f"cache {DYNAMIC!r} keeps all in memory and has no fields, path or memory: leave them out")
+        check_limits(offloading_class(name), memory, goal, fields)
+    elif fields or path or memory or goal:
+        raise ConfigError(
+            f"cache {DYNAMIC!r} keeps all in memory and has no fields, path, memory or goal: leave them out"
+        )
 
 
 def check_folder(path: str | Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..config import GOALS, OffloadConfig, parse_size
+from ..config import GOALS, OffloadConfig, parse_memory, parse_size
 from ..errors import BudgetError, ConfigError, shown
 from ..memory.fit import fit_nothing, slow_blocks
 from ..memory.plan import MemoryPlan
@@ -264,6 +265,15 @@ def check_goal(cls: Any, goal: str | None, fields: Mapping[str, Any]) -> None:
         raise ConfigError(f"goal must be one of {', '.join(GOALS)}, got {goal!r}")
     if goal == "fidelity" and cls.selects and not fields.get("exact") and not cls.goals.faithful(0):
         raise ConfigError(f'{cls.__name__} has no fields for goal="fidelity": use DiskSwapCache, or leave goal out')
+
+
+def check_limits(cls: Any, memory: int | str | None, goal: str | None, fields: Mapping[str, Any]) -> None:
+    """As `check_goal`. Also raise `ConfigError` for a `memory` of no known form, and for a goal without memory."""
+    if memory is not None:
+        parse_memory(memory, sys.maxsize)  # a share's form, for any request
+    elif goal is not None:
+        raise ConfigError(f"goal={goal!r} chooses fields for a memory budget: give memory too, or leave goal out")
+    check_goal(cls, goal, fields)
 
 
 def fit_goal(

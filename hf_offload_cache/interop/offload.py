@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 import warnings
 import weakref
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import parse_memory, parse_size
-from ..core.budget import check_goal
+from ..core.budget import check_limits
 from ..core.cache import OffloadCache
 from ..errors import BudgetError, CacheUnusedError, ConfigError, UnsupportedModelError
 from ..model.geometry import Geometry
@@ -67,7 +66,7 @@ def request_cache(
     Raises the errors of `for_budget` and the constructor, such as `BudgetError` if `floor` is too small as well, and
     `ConfigError` for a goal without `memory`.
     """
-    _check_memory(memory, goal)
+    check_limits(cls, memory, goal, fields)
     if memory is None:
         return cls(model, path=path, **fields)
 
@@ -256,16 +255,8 @@ def _checked(
         raise ConfigError(f"cache must be a name, or a class of an offloading cache, got {cache!r}")
     cls.config_class.load(None, dict(fields))
     parse_size(floor, "floor")
-    if memory is not None:
-        parse_memory(memory, sys.maxsize)  # a share's form, for any request
-    _check_memory(memory, goal)
-    check_goal(cls, goal, fields)
+    check_limits(cls, memory, goal, fields)
     return cls
-
-
-def _check_memory(memory: int | str | None, goal: str | None) -> None:
-    if memory is None and goal is not None:
-        raise ConfigError(f"goal={goal!r} chooses fields for a memory budget: give memory too, or leave goal out")
 
 
 @dataclass(frozen=True)

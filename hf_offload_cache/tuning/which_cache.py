@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import GOALS, MOST_JSON_BYTES, OffloadConfig, parse_json
+from ..config import GOALS, MOST_JSON_BYTES, OffloadConfig, parse_json, parse_size
 from ..errors import BudgetError, ConfigError, shown
 from ..model.fingerprint import fingerprint
 from ..model.geometry import Geometry
@@ -150,8 +150,12 @@ def not_measured(fields: dict[str, Any], usual: OffloadConfig) -> dict[str, Any]
     chooses without them, and not only for a run."""
     return {
         name: value for name, value in written(fields).items()
-        if name not in usual.of_a_run and value != getattr(usual, name)
+        if name not in usual.of_a_run and _in_bytes(name, value) != _in_bytes(name, getattr(usual, name))
     }  # fmt: skip
+
+
+def _in_bytes(name: str, value: Any) -> Any:
+    return parse_size(value) if name == "write_queue" else value
 
 
 def check_fields(stored: Any, path: str | Path, fields: dict[str, Any]) -> None:

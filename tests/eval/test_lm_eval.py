@@ -205,6 +205,21 @@ def test_a_batch_of_texts_has_one_budget(tmp_path: Path, monkeypatch: pytest.Mon
         ours(tmp_path, memory="1/13", floor="1/2")
 
 
+def test_goal_chooses_the_fields_of_a_request(tmp_path: Path) -> None:
+    asked = instances("generate_until", [(text(1900, 3), {"max_gen_toks": 2})])
+    lms = {goal: ours(tmp_path, memory="2MiB", goal=goal) for goal in (None, "speed")}
+    for lm in lms.values():
+        lm.generate_until(asked, disable_tqdm=True)
+    by_default, quick = (lm.report.selected_fraction for lm in lms.values())
+    assert by_default > quick  # it selects 560 tokens, and speed 400
+    assert [lm.get_model_info()["cache_goal"] for lm in lms.values()] == [None, "speed"]
+    for goal, memory, message in (("best", "1/3", "goal must be"), ("speed", None, "give memory too")):
+        with pytest.raises(ConfigError, match=message):
+            ours(tmp_path, memory=memory, goal=goal)
+    with pytest.raises(ConfigError, match="no fields, path, memory or goal"):
+        ours(tmp_path, cache="dynamic", goal="speed")
+
+
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Told the rows and tokens of each forward."""
     shapes: list[tuple[int, int]] = []

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from eval.studies.remainder import perplexity_of
 from hf_offload_cache.tuning import distance, divergence, perplexity_over
 
 
@@ -27,3 +28,7 @@ def test_perplexity_of_hand_made_logits() -> None:
     assert perplexity_over(reference, other, ids) == pytest.approx(2.0)
     assert perplexity_over(other, reference, ids) == pytest.approx(0.5)
     assert perplexity_over(reference, other, ids[:, :1]) is None
+    answer, word = (ids[:, :1], ids), (ids[:, :1], ids[:, :1])
+    both = torch.cat([reference, reference[:1]]), torch.cat([other, other[:1]])
+    assert perplexity_of(*both, [answer, word]) == pytest.approx(2.0)
+    assert perplexity_of(reference[:2], other[:2], [word, word]) is None

@@ -230,7 +230,10 @@ def test_what_was_measured_with_other_fields_is_said(model: Any, tmp_path: Path)
         assert "KL" in cache.why and "measured without" not in cache.why  # as they are by default
     with offload_cache(model, "4MiB", 4096, path=tmp_path) as cache:
         usual = cache.config.num_selected
+        queue = f"{cache.config.write_queue}B"
     assert usual == 560
+    with offload_cache(model, "4MiB", 4096, write_queue=queue, path=tmp_path) as cache:
+        assert "measured without" not in cache.why  # the same bytes
     for count, told in ((usual, False), (400, True)):  # 400 are the class's default, not a budget's
         with offload_cache(model, "4MiB", 4096, num_selected=count, path=tmp_path) as cache:
             assert ("measured without the fields {'num_selected': 400}" in cache.why) is told
