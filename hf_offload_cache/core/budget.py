@@ -225,8 +225,10 @@ def on_curve(place: float, curve: Curve) -> float:
     return float(np.interp(place, places, values))
 
 
-_NEEDLES = 0.02
-"""Difference of `Goals.lost` that counts."""
+_NO_CANDIDATES = {"max_candidates": 1}
+"""Leaves more memory to every step."""
+_NEEDLES, _FEW = 0.02, 0.04
+"""Difference of `Goals.lost` that counts, and a share that never counts."""
 
 
 class Goals(NamedTuple):
@@ -281,37 +283,47 @@ def fit_goal(
 ) -> OffloadConfig:
     """The fields of a cache class for `limits` (memory, context, batch) and a goal. Raises as `OffloadCache.fit`."""
     check_goal(cls, goal, fields)
-    if fields.get("exact") or not cls.selects:
-        return _fit(cls, geometry, limits, fields, {})
-    goals: Goals = cls.goals
-    refused: list[BudgetError] = []
+    goals: Goals = cls.goals if cls.selects and not fields.get("exact") else Goals()
     *others, least = goals.quick
-    quick = others if goal == "speed" else []
-    try:
-        last = _fit(cls, geometry, limits, fields, least)
-        quick = [] if goals.quickest(last) else quick
-        allowed, most = set(cls.shortfalls(last, geometry, fields)), goals.lost(last, geometry) + _NEEDLES
-    except BudgetError as error:  # entries in 8 bits may still fit
-        refused.append(error)
-        quick = others
+    refused: list[BudgetError] = []
+
+    def fitted(own: Mapping[str, Any]) -> OffloadConfig | None:
+        try:
+            return _fit(cls, geometry, limits, fields, own)
+        except BudgetError as error:
+            refused.append(error)
+            return None
+
+    def lacks(config: OffloadConfig) -> set[str]:
+        return set(cls.shortfalls(config, geometry, fields))
+
+    def falls_short(config: OffloadConfig) -> tuple[bool, int, int]:
+        return goals.lost(config, geometry) > most, len(lacks(config)), -(getattr(config, "num_selected", 0) or 0)
+
+    tried = _left_of(cls, [least], fields) or [dict(least)]  # wrong fields raise
+    lasts = [one for own in tried if (one := fitted(own)) is not None]
+    most = max(_FEW, min((goals.lost(one, geometry) for one in lasts), default=0.0) + _NEEDLES)
+    last = min(lasts, key=falls_short, default=None)
+    if last is None:  # entries in 8 bits may still fit
+        quick, allowed = others, set[str]()
+    else:
+        quick, allowed = others if goal == "speed" and not goals.quickest(last) else [], lacks(last)
+        most = max(_FEW, goals.lost(last, geometry) + _NEEDLES)
     faithful = () if goal == "speed" else goals.faithful(limits[1])
     for own in _left_of(cls, (*faithful, *quick), fields):
         if goal is None and 2 * own.get("num_selected", 0) > limits[1]:
             continue
-        try:
-            config = _fit(cls, geometry, limits, fields, own)
-        except BudgetError as error:
-            refused += [error] if refused else []
-            continue
-        if refused or (
-            goals.lost(config, geometry) <= most and allowed.issuperset(cls.shortfalls(config, geometry, fields))
+        config = fitted(own)
+        if config is not None and (
+            last is None or (goals.lost(config, geometry) <= most and allowed.issuperset(lacks(config)))
         ):
+            refused.clear()
             return config
-    if refused:
-        try:
+    try:
+        if last is None:
             raise min(refused, key=lambda error: error.needed or 1 << 62)
-        finally:
-            refused.clear()  # an error that this frame holds would hold the frame, and its callers
+    finally:
+        refused.clear()  # an error that this frame holds would hold the frame, and its callers
     return last
 
 
@@ -336,10 +348,10 @@ def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[
 
 
 def _left_of(cls: Any, choices: Iterable[Mapping[str, Any]], fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """The fields of each choice for a goal that the user's `fields` leave open. A choice that contradicts these, or
-    repeats another, is dropped."""
+    """The fields of each choice for a goal that the user's `fields` leave open, and the same without memory for
+    candidates. A choice that contradicts the user's, or repeats another, is dropped."""
     found: list[dict[str, Any]] = []
-    for choice in choices:
+    for choice in [{**one, **narrow} for one in choices for narrow in ({}, _NO_CANDIDATES)]:
         own = {name: value for name, value in choice.items() if name not in fields}
         try:
             cls.config_class.load(None, {**own, **fields})

@@ -338,9 +338,9 @@ class OffloadCache(Cache):
     # --- changes -----------------------------------------------------------------------------------------------
 
     def activate_past_recording(self) -> None:
-        """Announce candidates: after a first forward, steps of several queries may verify some."""
-        super().activate_past_recording()
+        """Announce candidates, which steps of several queries may verify. `max_candidates=1` raises `BudgetError`."""
         self.contents.activate_past_recording()
+        super().activate_past_recording()
 
     def crop(self, tokens_to_remove: int) -> None:
         """As transformers' caches do. If a layer cannot read the entries it needs, raises `StoreError`, and the next

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
-from ..config import OffloadConfig
+from ..config import MOST_CANDIDATES, OffloadConfig
 from ..contexts.open import select_kept_rows
-from ..errors import SeamLostError, StoreError, UnsupportedModelError
+from ..errors import BudgetError, SeamLostError, StoreError, UnsupportedModelError
 from ..memory.account import RECORDS, storage_bytes
 from ..model.conversation import Conversation
 from ..model.plain_caches import crops_all
@@ -17,7 +17,7 @@ from .layer import OffloadLayer
 from .layers import check_recorded, kept_state, settle
 from .read_only import Layers
 from .shared import SEAM_LOST, Shared
-from .step import MOST_CANDIDATES, Step, begin, check_planned, kept_logits, repeats
+from .step import Step, begin, check_planned, kept_logits, repeats
 from .token_log import TokenLog
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Contents:
         from the tokens that a forward added, and the slice keeps all of them in memory. While candidates are verified,
         the tokens that a crop may remove stay."""
         for layer in layers or self.kept:
-            settle(layer, self._most_cropped)
+            settle(layer, self._most_cropped, self.config.max_candidates)
 
     def account_live(self) -> None:
         """Book what others allocate: transformers' own layers, and records that stores keep in memory."""
@@ -113,7 +113,12 @@ class Contents:
     # --- candidates, which a crop may remove -------------------------------------------------------------------
 
     def activate_past_recording(self) -> None:
-        """Announce candidates: after a first forward, steps of several queries may verify some."""
+        """See `OffloadCache.activate_past_recording`."""
+        if self.config.max_candidates == 1:
+            raise BudgetError(
+                "max_candidates is 1: this cache has no memory for the candidates of an assistant or a prompt lookup. "
+                f"Give max_candidates={MOST_CANDIDATES}, or generate without candidates; no token was added"
+            )
         self.recording, self._activated, self._announced = True, True, None
 
     def announce(self, *, first: bool) -> None:
@@ -177,7 +182,7 @@ class Contents:
         )  # fmt: skip
         self._most_cropped = None
         if step is not None:
-            if announced and self.config.memory is not None and step.tokens > MOST_CANDIDATES:
+            if announced and self.config.memory is not None and step.tokens > self.config.max_candidates:
                 self._most_cropped = kept_logits(kwargs)
             self.shared.step, self._resumed = step, False
         return step

@@ -18,7 +18,6 @@ from ..model.geometry import Geometry, LayerShape
 from ..report.trace import Trace
 from ..stores.engines import planned_ring
 from ..stores.uring.ring import IO_RING
-from .step import MOST_CANDIDATES
 from .token_log import TokenLog
 
 
@@ -112,7 +111,7 @@ def plan_cache(
         {
             "token ids": ids,
             "timeline": 0 if config.trace is None else Trace.HELD_BYTES,
-            "layers not offloaded": geometry.kept_bytes(context, batch, added=MOST_CANDIDATES),
+            "layers not offloaded": geometry.kept_bytes(context, batch, added=config.max_candidates),
             IO_RING: planned_ring(config.engine),
         }
     )

@@ -31,7 +31,7 @@ from .layer import OffloadLayer, Output
 from .plan import LayerKind
 from .selecting import Selecting
 from .shared import Shared
-from .step import MOST_CANDIDATES, Step
+from .step import Step
 
 # The mask of a step's gathered entries, taken column by column from the model's own
 
@@ -186,7 +186,12 @@ class SelectiveLayer(OffloadLayer):
         run.decoding()
         run.keeps("tables", self.predictor.tables_nbytes)
         self.rehearse_slots(run)
-        self.rehearse_gather(run, kind, context, wanted, 2 * wanted)
+        twice = self.config.max_candidates > 1 or self.widens(context)
+        self.rehearse_gather(run, kind, context, wanted, wanted * (1 + twice))
+
+    def widens(self, context: int) -> bool:
+        """Whether some steps are widened: see `Selecting.widen`."""
+        return self.config.most_tokens_fetched(context) > self.config.tokens_fetched(context)
 
     def rehearse_slots(self, run: DryRun) -> None:
         """Rehearse tiers with the maximum number of slots."""
@@ -204,15 +209,16 @@ class SelectiveLayer(OffloadLayer):
         waiting = 0 if history.extra_entries is None else history.extra_entries[0].shape[1]
         behind = history.recent.shape[1] + waiting
         estimates = kind.num_heads * kind.batch // (kind.rows * form.num_key_heads) if self.estimates else 0
-        latest, last = (-(-(behind + more) // form.group_size) for more in (estimates, MOST_CANDIDATES * estimates))
+        rest = estimates, config.max_candidates * estimates
+        latest, last = (-(-(behind + more) // form.group_size) for more in rest)
         payload = rows * form.view_width(rows) * form.dtype.itemsize
         view, widest = (min(records, soon) + latest) * payload, (min(max(records, verified), soon) + last) * payload
         kept = self.most_kept(context)
         kept = rows * (kept + latest * form.group_size) * form.entry_bytes if kept else 0
-        widens = config.most_tokens_fetched(context) > config.tokens_fetched(context)
         whole = widest if waiting else 0  # complete units are copied too if other entries follow them
         area = rows * min(records, soon) * form.record_bytes
-        self.selecting.areas.rehearse(run, area, (view, widest), (kept, kept if widens else whole), kind.device)
+        whole = kept if self.widens(context) else whole
+        self.selecting.areas.rehearse(run, area, (view, widest), (kept, whole), kind.device)
 
     # --- memory ------------------------------------------------------------------------------------------------
 

@@ -23,10 +23,6 @@ class ForwardEnded(BaseException):
     """Raised and caught only by `Filling`: a model's `except Exception` does not catch it."""
 
 
-MOST_CANDIDATES = 32
-"""Maximum queries of a candidate verification (assisted decoding, prompt lookup) that selects."""
-
-
 def kept_logits(kwargs: dict[str, Any]) -> int | None:
     """Number of latest tokens for which a forward with these arguments returns logits; None: all, or unknown.
     `generate` removes fewer tokens than these."""
@@ -317,7 +313,7 @@ def begin(
     ours = not isinstance(mask, torch.Tensor) or len(mask) != sequences * rows_of_ids or rows_of_ids == 1
     if ours and (mask is not None or tokens.padded):
         padding = padding_of(tokens, mask, history, history + count, compare=compare or count > 1)
-    several = candidates and not config.exact and count <= min(MOST_CANDIDATES, config.num_recent)
+    several = candidates and not config.exact and count <= min(config.max_candidates, config.num_recent)
     selects = history > 0 and (count == 1 or several)
     return Step(
         sequences,

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..history.records import autocast_dtype
 from .place import no_backward
@@ -104,8 +105,9 @@ class AttentionCall:
 
     @property
     def softcap(self) -> float | None:
-        """Bound on scores, by tanh."""
-        return self.kwargs.get("softcap")
+        """Bound on scores, by tanh. None also where the model's own attention drops it: Gemma 2's with "sdpa", which
+        older versions of transformers allow."""
+        return None if self.function is sdpa_attention_forward else self.kwargs.get("softcap")
 
     @property
     def s_aux(self) -> torch.Tensor | None:

@@ -29,6 +29,8 @@ class Request(NamedTuple):
     tokens: int
     """Tokens per sequence: the prompt, an adapter's virtual tokens, a picture's, the generated ones, and candidates
     that may be dropped."""
+    candidates: bool = False
+    """Some may be dropped."""
 
 
 USE_CACHE_IS_FALSE = (
@@ -214,7 +216,7 @@ def _request(
     ahead = max(looked_up, (asked("num_assistant_tokens") or 20) if assisted or looked_up else 0)
     adapter = prompt_adapter(model, model)
     virtual = 0 if adapter is None else adapter.num_virtual_tokens
-    return Request(rows, int(end + ahead + 1 + virtual + _picture_tokens(model, kwargs)))
+    return Request(rows, int(end + ahead + 1 + virtual + _picture_tokens(model, kwargs)), ahead > 0)
 
 
 def _picture_tokens(model: PreTrainedModel, kwargs: dict[str, Any]) -> int:

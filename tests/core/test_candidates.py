@@ -118,6 +118,16 @@ def test_candidates_see_what_is_not_behind_them(checked_gathers: Gathers) -> Non
     assert max(units for units, count in zip(seen.units, seen.queries, strict=True) if count > 1) > BUDGET
 
 
+def test_more_candidates_than_the_cache_takes_attend_to_everything(checked_gathers: Gathers) -> None:
+    model = long_tiny("llama")
+    fields = {**FIELDS, "max_candidates": 3}
+    with widths_of(model.model.embed_tokens) as forwards, combined() as seen, sparse(model, **fields) as cache:
+        generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
+    steps = forwards[1:]
+    assert max(steps) == 6 and min(steps) < 4
+    assert seen.queries == [count for count in steps if count <= 3 for _ in range(3)]
+
+
 def test_a_union_that_is_cut(monkeypatch: pytest.MonkeyPatch, checked_gathers: Gathers) -> None:
     """Queries that want distinct units get the ones that matter most, twice the budget of them."""
     model = long_tiny("llama")

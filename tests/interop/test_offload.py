@@ -106,6 +106,19 @@ def test_a_request_is_as_large_as_generate_finds_it(tmp_path: Path) -> None:
     assert done.requests == 3
 
 
+def test_a_request_with_candidates_has_memory_for_them(tmp_path: Path) -> None:
+    """Without them, such a budget has none, and a cache for it takes none."""
+    own, ids, memory = long_model(), prompt(long_model(), 1, 1500), 480_000
+    with DiskSwapCache.for_budget(own, memory, 1500 + NEW + 1, path=tmp_path) as cache:
+        assert cache.config.max_candidates == 1
+    with offload(own, memory=memory, path=tmp_path) as done:
+        assert generated(own, ids, prompt_lookup_num_tokens=3).shape[1] == 1500 + NEW
+        assert done.report is not None and done.report.peak_memory_bytes <= memory
+    none = offload(own, memory=memory, max_candidates=1, path=tmp_path)
+    with none, pytest.raises(BudgetError, match="max_candidates is 1"):
+        generated(own, ids, prompt_lookup_num_tokens=3)
+
+
 def test_a_request_that_fails_leaves_the_next_one_whole(tmp_path: Path) -> None:
     own, ids = model(), prompt(model(), 1, 40)
     expected = generated(own, ids)

@@ -248,11 +248,11 @@ def test_a_budget_below_what_retrieval_needs_is_told() -> None:
 @pytest.mark.parametrize(
     ("context", "part", "fields", "words"),
     [
-        (4096, 26, {}, ["truncated to a rank, in int8, of 12 bytes", "a step selects"]),
-        (8192, 34, {"summary_dtype": "int8", "entry_bits": None}, ["truncated", "a step selects"]),
+        (4096, 28, {}, ["compact keys of 6 bytes", "a step selects"]),
+        (8192, 36, {"summary_dtype": "int8", "entry_bits": None}, ["truncated", "a step selects"]),
         (8192, 20, {"summary_bytes": 24}, []),
         (8192, 20, {"summary_bytes": 24, "num_selected": 300}, []),
-        (700, 6, {}, ["truncated"]),
+        (700, 7, {}, ["truncated to a rank, in int8, of 15 bytes"]),
     ],
 )
 def test_all_that_gives_way_is_told(context: int, part: int, fields: dict[str, Any], words: list[str]) -> None:
@@ -322,12 +322,12 @@ def test_a_goal_chooses_fields_that_fit() -> None:
         assert chosen_for(13, goal, remainder=False) == ((800, False, 8), [])
         assert chosen_for(13, goal, exact=True) == ((400, True, None), [])
         fits = {chosen_for(share, goal)[0] for share in range(13, 35)}
-        assert fits == {(800, True, 8), (400, True, 8), (400, False, 8)}
+        assert fits == {(800, True, 8), (700, True, 8), (400, True, 8), (400, False, 8)}
     usual, notes = chosen_for(14, "fidelity", 2048)
     assert usual == (400, False, None) and chosen_for(14, None, 2048) == (usual, []) == chosen_for(14, "speed", 2048)
     assert notes == ['goal="fidelity" has no room in this memory: raise memory, or lower max_context']
     fewer, (note,) = chosen_for(22, "fidelity")
-    assert fewer == (400, True, 8) and note.startswith('goal="fidelity" has room for num_selected=400, remainder=True')
+    assert fewer == (700, True, 8) and note.startswith('goal="fidelity" has room for num_selected=700, remainder=True')
     assert "where more memory gets num_selected=800, remainder=True" in note
 
 
@@ -361,9 +361,30 @@ def test_a_default_selects_at_most_half_of_a_context(tokens: int, selected: int)
     assert faithful.num_selected == 560 and faithful.remainder
 
 
+def test_a_small_budget_has_no_memory_for_candidates() -> None:
+    """Rather than fewer tokens or shorter compact keys. Where these stay as they are it has, and where the user says
+    so. A step's view is then for one query."""
+    for tokens, part, most in ((8192, 13, 32), (4096, 20, 1), (4096, 28, 1)):
+        memory = SMOL.full_kv_bytes(tokens, 1) // part
+        config = DiskSwapCache.fit(SMOL, memory, tokens, 1, {})
+        asked = DiskSwapCache.fit(SMOL, SMOL.full_kv_bytes(tokens, 1) // 4, tokens, 1, {"max_candidates": 7})
+        assert (config.max_candidates, asked.max_candidates) == (most, 7)
+    memory = SMOL.full_kv_bytes(4096, 1) // 20
+    chosen, asked = (DiskSwapCache.fit(SMOL, memory, 4096, 1, fields) for fields in ({}, {"max_candidates": 32}))
+    assert isinstance(chosen, DiskSwapConfig) and isinstance(asked, DiskSwapConfig)
+    assert needles_lost(chosen, SMOL) < needles_lost(asked, SMOL) - 0.1
+    both = (DiskSwapConfig.load(chosen, {"max_candidates": most}) for most in (1, 32))
+    one, many = (sum(DiskSwapCache.plan(SMOL, config, 4096, 1).decode[owner] for owner in ("selection", "staging"))
+                 for config in both)  # fmt: skip
+    assert 1.4 * one < many < 1.7 * one  # twice the view, and the area of a read
+    for most, words in ((0, "at least 1"), (33, "at most 32"), (2.5, "whole number")):
+        with pytest.raises(ConfigError, match=f"max_candidates must be .*{words}"):
+            DiskSwapConfig(max_candidates=most)  # type: ignore[arg-type]
+
+
 def test_a_budget_for_entries_in_8_bits_only() -> None:
     """Less than 16 bits need: each goal fits all the same, and 16 bits raise."""
-    wide, memory = Geometry.uniform(32, 32, 8, 128), 45_640_000
+    wide, memory = Geometry.uniform(32, 32, 8, 128), 42_500_000
     for goal in (None, "speed"):
         config = DiskSwapCache.fit(wide, memory, 8192, 1, {}, goal)
         assert isinstance(config, DiskSwapConfig)
@@ -515,7 +536,7 @@ def test_a_cache_for_fidelity_keeps_its_budget(cls: Any) -> None:
         assert cache.config.remainder
         run(model, cache, 700, 256, 10)
         check_kept(cache, Geometry.of(model))
-    small = "7/10" if cls is ClusterCache else "1/2"
+    small = "7/10" if cls is ClusterCache else "2/5"
     with cls.for_budget(model, small, CONTEXT, BATCH, goal="fidelity") as cache:
         assert not cache.config.remainder
         assert [note for note in cache.report().warnings if note.startswith('goal="fidelity" has no room')]
@@ -819,7 +840,7 @@ def test_slots_make_room_for_what_is_learned_late(group_size: int) -> None:
 def test_slots_get_what_a_longer_context_will_need(cache_class: Any, memory: str) -> None:
     """A short context has more slots than configured, and a second row takes some back. Choices stay the same, and no
     step has to free slots."""
-    model, fields = tiny("llama"), {"num_selected": 64, "group_size": 4}
+    model, fields = tiny("llama"), {"num_selected": 64, "group_size": 4, "max_candidates": 32}
     ids, lent = padded_ids(CONTEXT)[0][:1], []
     with (
         cache_class.for_budget(model, memory, CONTEXT, BATCH, **fields) as cache,

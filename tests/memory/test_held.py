@@ -17,7 +17,9 @@ from storages import bytes_of, storages_of
 from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
 
 from eval import memory
-from hf_offload_cache import DiskSwapCache, registry
+from hf_offload_cache import DiskSwapCache, DiskSwapConfig, registry
+from hf_offload_cache.errors import BudgetError
+from hf_offload_cache.model import Geometry
 
 TOKENS, PIECE, STEPS = 700, 650, 12
 NAMES = 0.02
@@ -221,6 +223,24 @@ def test_candidates_keep_the_budget_with_windows(repeats: bool) -> None:
         report = cache.report()
         assert report.peak_memory_bytes <= report.memory_budget
         assert window_bytes(cache) <= 6 * 2 * (127 + 32) * 512
+
+
+def test_windows_without_candidates() -> None:
+    """Nothing is planned for candidates, none are taken, and the cache serves a call without them."""
+    model, ids = windowed(), torch.arange(1, 128).repeat(8)[None]
+    windows, geometry = 6 * 2 * 127 * 512, Geometry.of(windowed())
+    configs = [DiskSwapConfig(exact=True, max_candidates=most) for most in (1, 32)]
+    less, more = (DiskSwapCache.plan(geometry, one, 1600, 1).decode["layers not offloaded"] for one in configs)
+    assert more - less == 31 * windows // 127
+    arguments: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **arguments)
+    with quiet(), DiskSwapCache.for_budget(model, "9/10", 1600, exact=True, max_candidates=1) as cache:
+        with pytest.raises(BudgetError, match=r"max_candidates is 1: .* Give max_candidates=32, .* no token was"):
+            model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=6, **arguments)
+        assert cache.get_seq_length() == 0
+        assert torch.equal(model.generate(ids, past_key_values=cache, **arguments), expected)
+        assert window_bytes(cache) <= windows + windows // 127
+        assert cache.report().peak_memory_bytes <= cache.plan(geometry, cache.config, 1600, 1).peak_bytes
 
 
 def test_a_crop_beyond_what_was_recorded_raises() -> None:

@@ -62,6 +62,12 @@ def test_what_is_no_plain_softmax_goes_to_the_model(extra: dict[str, Any]) -> No
     )  # fmt: skip
 
 
+def test_a_soft_cap_that_the_model_drops_is_none() -> None:
+    query, keys = torch.randn(1, 6, 1, 16), torch.randn(1, 2, 1, 16)
+    call = AttentionCall(sdpa_attention_forward, _Module(), query, keys, keys, None, (), {"softcap": 30.0})
+    assert call.softcap is None
+
+
 MASK = torch.ones(1, 1, 3, 20, dtype=torch.bool)
 REPLACEABLE: dict[str, tuple[bool, dict[str, Any]]] = {
     "causal": (True, {}),

@@ -53,7 +53,7 @@ def flat_of(keys: torch.Tensor) -> torch.Tensor:
 
 def coding_of(keys: torch.Tensor, nbytes: int, **more: Any) -> Coding:
     parts = more.pop("parts", [keys])
-    return fit_coding(parts, keys.shape[2], KV, more.get("visible"), nbytes, more.get("seen"))
+    return fit_coding(lambda: parts, keys.shape[2], KV, more.get("visible"), nbytes, more.get("seen"))
 
 
 def query_of(batch: int, seed: int = 1) -> torch.Tensor:
@@ -414,11 +414,10 @@ def test_fitting_takes_what_the_plan_says(
     width = heads * dim
 
     def fit(rank: int | None) -> None:
-        parts = iter(keys.split(1024, 2))
         if rank is None:
-            fit_coding(parts, tokens, heads, visible, width // 8, metric)
+            fit_coding(lambda: iter(keys.split(1024, 2)), tokens, heads, visible, width // 8, metric)
         else:
-            Directions.of(parts, width, heads, visible, rank, None, metric)
+            Directions.of(iter(keys.split(1024, 2)), width, heads, visible, rank, None, metric)
 
     truncated = [(rank, fitting_bytes(width, 1, rank)) for rank in (width // 4, width)]
     for rank, planned in ((None, coding_bytes(width, dtype.itemsize, rows, tokens)), *truncated):

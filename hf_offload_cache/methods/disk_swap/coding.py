@@ -9,7 +9,7 @@ components.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -34,6 +34,11 @@ PART = 128
 def parts(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Keys (B, Hk, T, D) in pieces small enough to convert to float32 at a time."""
     return keys.split(max(1, PART // keys.shape[0]), 2)
+
+
+def _less(keys: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """Keys (n, W) less their mean, float32: a difference of two types would convert the keys apart from its result."""
+    return keys.to(torch.float32, copy=True).sub_(mean)
 
 
 def fitting_bytes(width: int, batch: int, rank: int) -> int:
@@ -253,7 +258,7 @@ class Coding:
 
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
         """The codes (nbytes, n) uint8 of keys (n, W)."""
-        codes = ((flat.float() - self.mean) @ self.keys.float() * self.key_scale).floor_().t()
+        codes = (_less(flat, self.mean) @ self.keys.float()).mul_(self.key_scale).floor_().t()
         wide, four, two = codes.split(self.counts)
         four = four.clamp(-8, 7).add_(8).to(torch.uint8)
         two = two.clamp(-2, 1).add_(2).to(torch.uint8)
@@ -362,31 +367,36 @@ _STEPS = (0.8, 1.0, 1.3, 1.7, 2.2, 3.2)
 
 
 def coding_bytes(width: int, itemsize: int, rows: int, tokens: int) -> int:
-    """Bytes that `fit_coding` uses while it runs, for `tokens` tokens a row with keys of `width` elements: the sample,
-    and in turn two moments and a part of the keys, a moment with LAPACK's workspace of twice its size and the
-    directions, or errors."""
-    sample, square = min(_SAMPLE, rows * tokens), 4 * width * width
-    counted = 2 * square + (4 + 2 * itemsize) * max(rows, PART) * width
-    solved = 3 * square + 4 * width * (most_components(width) + 16)
-    return sample * width * itemsize + max(counted, solved, 4 * 4 * _MEASURED * sample)
+    """Bytes that `fit_coding` uses while it runs, for `tokens` tokens a row with keys of `width` elements. In turn: two
+    moments and a part of the keys; a moment with LAPACK's workspace of twice its size, and the directions; and the
+    sample, with the directions and a part of the keys, with these and errors, or with three projections and their
+    products."""
+    sample, square, part = min(_SAMPLE, rows * tokens), 4 * width * width, max(rows, PART) * width
+    components = most_components(width)
+    directions = 4 * width * components
+    counted, solved = 2 * square + (4 + 2 * itemsize) * part, 3 * square + directions + 64 * width
+    measured = directions + max(3 * itemsize * part, 4 * 4 * _MEASURED * sample)
+    regressed = 3 * directions + 4 * (part + components * components) + 16 * width
+    return max(counted, solved, sample * width * itemsize + max(measured, regressed))
 
 
 @torch.no_grad()
 def fit_coding(
-    keys: Iterable[torch.Tensor],
+    keys: Callable[[], Iterable[torch.Tensor]],
     tokens: int,
     num_key_heads: int,
     visible: torch.Tensor | None,
     nbytes: int,
     seen: torch.Tensor | None,
 ) -> Coding:
-    """Fit a coding of at most `nbytes` bytes to `keys`, in one pass.
+    """Fit a coding of at most `nbytes` bytes to `keys`, in two passes: the first for the directions, and the second for
+    a sample, which would add to the memory that these take.
 
     The steps: subtract the mean, find the directions in the queries' metric, measure each component's error at each
     number of bits, allocate bits (`allocate`), and fit the projection of queries to the codes by regression.
 
     Args:
-        keys: parts (B, Hk, t, D) in order, `tokens` tokens a row in total.
+        keys: makes parts (B, Hk, t, D) in order, `tokens` tokens a row in total.
         visible: (B or 1, tokens), excludes padding.
         seen: queries (B, H, q, D) that define the metric; None: all directions count equally.
     """
@@ -394,7 +404,7 @@ def fit_coding(
         return None if seen is None else _roots(query_moment(seen, num_key_heads), _OTHER_QUERIES_OF_CODES)
 
     metric = roots()
-    total, moment, count, sample = _statistics(keys, tokens, visible)
+    total, moment, count = _statistics(_beyond_sinks(keys(), tokens, visible))
     mean = total / max(1, count)
     moment.addr_(mean, mean, alpha=-count)
     width = len(mean)
@@ -406,6 +416,7 @@ def fit_coding(
     if (metric := roots()) is not None:
         directions = _rooted(directions, metric)
     del metric
+    sample = _sample(_beyond_sinks(keys(), tokens, visible), tokens)
     measured = [_measured(sample, mean, piece) for piece in directions.split(_MEASURED, 1)]
     errors = {bits: torch.cat([each[0][bits] for each in measured]).numpy(force=True) for bits in (0, *CLASSES)}
     chosen = allocate(errors, nbytes)
@@ -414,6 +425,7 @@ def fit_coding(
         steps.append(torch.cat([each[1][bits] for each in measured])[torch.from_numpy(part).to(mean.device)])
     order = torch.from_numpy(np.concatenate(chosen)).to(mean.device)
     projection, scale = _in_8_bits(directions[:, order] / torch.cat(steps))
+    del directions
     counts = (len(chosen[0]), len(chosen[1]), len(chosen[2]))
     blind = Coding(mean, projection, scale, projection.cpu(), scale.cpu(), counts)
     queries, query_scale = _in_8_bits(_regression(blind, sample))
@@ -445,37 +457,55 @@ def allocate(errors: dict[int, np.ndarray], nbytes: int) -> tuple[np.ndarray, np
     return best[1]
 
 
-def _statistics(
+def _beyond_sinks(
     keys: Iterable[torch.Tensor], tokens: int, visible: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """Sum (W,) and second moment (W, W), float32, of the keys after the sinks; their number; and a sample (n, W) of
-    them in their own type."""
-    position, count = 0, 0
-    total = moment = sample = torch.zeros(0, dtype=torch.float32, device="cpu")
-    sampled = 0
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Keys (n, W) after the sinks, in their own type, a part at a time, and the number of rows they are of. A consumer
+    drops a part before it asks for the next."""
+    position = 0
     behind = None if visible is None else visible[:, :tokens] & (visible[:, :tokens].cumsum(1) > _SINKS)
     for part in (piece for block in keys for piece in parts(block)):
         stop, rows = position + part.shape[2], part.shape[0]
         joined = part.transpose(1, 2).flatten(2)
-        if not position:
-            total = torch.zeros(joined.shape[2], device=part.device, dtype=torch.float32)
-            moment = torch.zeros(joined.shape[2], joined.shape[2], device=part.device, dtype=torch.float32)
-            sample = joined.new_empty(min(_SAMPLE, rows * tokens), joined.shape[2])
         if behind is None:
             flat = joined[:, max(0, _SINKS - position) :].flatten(0, 1)
         else:
             flat = joined[behind[:, position:stop].expand(rows, -1)]
+        position = stop
+        yield flat, rows
+        del joined, flat
+
+
+def _statistics(keys: Iterator[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Sum (W,) and second moment (W, W), float32, of the keys of `_beyond_sinks`, and their number."""
+    total = moment = torch.zeros(0, dtype=torch.float32, device="cpu")
+    count = 0
+    for flat, _ in keys:
+        if not total.numel():
+            width = flat.shape[1]
+            total = torch.zeros(width, device=flat.device, dtype=torch.float32)
+            moment = torch.zeros(width, width, device=flat.device, dtype=torch.float32)
+        wide, count = flat.float(), count + len(flat)
+        total += wide.sum(0)
+        moment.addmm_(wide.t(), wide)
+        del flat, wide
+    return total, moment, count
+
+
+def _sample(keys: Iterator[tuple[torch.Tensor, int]], tokens: int) -> torch.Tensor:
+    """At most `_SAMPLE` of the keys of `_beyond_sinks`, evenly spread, of `tokens` tokens a row: (n, W)."""
+    sample = torch.empty(0, dtype=torch.float32, device="cpu")
+    count = sampled = 0
+    for flat, rows in keys:
+        if not sample.numel():
+            sample = flat.new_empty(min(_SAMPLE, rows * tokens), flat.shape[1])
         places, all_of = torch.arange(count, count + len(flat), device="cpu"), max(rows * tokens, _SAMPLE)
         evenly = places * _SAMPLE // all_of != (places - 1) * _SAMPLE // all_of
         some = flat[evenly.to(flat.device)]
         sample[sampled : sampled + len(some)] = some
-        sampled += len(some)
-        wide = flat.float()
-        total += wide.sum(0)
-        moment.addmm_(wide.t(), wide)
-        position, count = stop, count + len(flat)
-        del joined, flat, some, wide  # before the next part's are made
-    return total, moment, count, sample[:sampled]
+        sampled, count = sampled + len(some), count + len(flat)
+        del flat, some
+    return sample[:sampled]
 
 
 def _measured(
@@ -483,7 +513,7 @@ def _measured(
 ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
     """Bits -> least mean squared error (r,) of a sample's (n, W) components along directions (W, r); bits -> step (r,)
     that reaches it."""
-    values = torch.cat([(part.float() - mean) @ directions for part in sample.split(PART)])
+    values = torch.cat([_less(part, mean) @ directions for part in sample.split(PART)])
     deviation = values.std(0, correction=0).clamp_min(1e-12)
     errors, steps = {0: values.square().mean(0)}, {}
     for bits in CLASSES:
@@ -510,7 +540,8 @@ def _regression(coding: Coding, sample: torch.Tensor) -> torch.Tensor:
     for part in sample.split(PART):
         values = coding.unpacked(coding.encode(part)).t().float() + offsets
         gram.addmm_(values.t(), values)
-        product.addmm_(values.t(), part.float() - coding.mean)
+        product.addmm_(values.t(), _less(part, coding.mean))
+        del values
     level = 1e-4 * gram.diagonal().mean().clamp_min(1e-30)
     gram += level * torch.eye(len(gram), device=device, dtype=torch.float32)
     return torch.linalg.solve(gram, product).t()

@@ -236,7 +236,7 @@ class FittedKeys:
 
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         """As `Predictor.learn`. Add the new units' compact keys. If nothing is fitted yet or the history has grown
-        much, fit to all keys and make all compact, in two passes. While fitting is postponed, a later call does that.
+        much, fit to all keys and make all compact, in three passes. While fitting is postponed, a later call does that.
         """
         piece, longest = queries.shape[2], self.longest_piece
         self.longest_piece = max(piece, longest)
@@ -274,7 +274,7 @@ class FittedKeys:
             nbytes = rules.summary_bytes or default_summary_bytes(form.key_width)
             room = coding_bytes(form.key_width, form.dtype.itemsize, self.rows, sealed.tokens)
             with shared.account.holding("fitting", room):
-                coding = fit_coding(keys(), sealed.tokens, heads, visible, nbytes, seen)
+                coding = fit_coding(keys, sealed.tokens, heads, visible, nbytes, seen)
             self.close()
             self.keys = CodedKeys(coding, heads, self.rows, *made_of, form.group_size)
         else:

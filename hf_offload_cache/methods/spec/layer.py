@@ -336,7 +336,7 @@ class SpecLayer(SelectiveLayer):
         assert self.predictor is not None
         later, query, copy = call.query.shape[2] - stop, call.query[:, :, start:stop], self.predictor.copy
         mask = None if call.mask is None else call.mask[:, :, start:stop, : call.mask.shape[3] - later]
-        latest, softcap, s_aux = self._latest(call), call.kwargs.get("softcap"), call.kwargs.get("s_aux")
+        latest, softcap, s_aux = self._latest(call), call.softcap, call.s_aux
         if not later and query.is_cuda and FusedAttention.fits(copy, query, mask, softcap, s_aux):
             return FusedAttention(copy, query, self.scaling, latest, mask)
         keys, values = latest[0]

@@ -229,7 +229,7 @@ def kept_mass(
     asked = list(_asked(keys, queries, scaling, places, held))
     sinks = np.arange(-(-settings.num_sinks // group_size))[None]
     for size in sizes:
-        coding = fit_coding([keys[:, :, :held]], held, heads, None, size, queries)
+        coding = fit_coding(lambda: [keys[:, :, :held]], held, heads, None, size, queries)
         compact = CodedKeys(coding, heads, 1, account, Workspace(account, "scores"))
         compact.append(keys[:, :, :held])
         shares = []
