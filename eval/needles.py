@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hf_offload_cache.console.arguments import field_value
 from hf_offload_cache.tuning import bundled_prose
 
 ADJECTIVES = ("amber", "silent", "northern", "crooked", "golden", "hidden", "frozen", "scarlet", "hollow", "distant")
@@ -76,13 +76,10 @@ def needle_of(place: str, code: str) -> str:
 
 
 def parse_setting(text: str) -> tuple[str, dict[str, Any]]:
-    """ "name:field=value,field=value" -> name and fields; values are JSON where they can be, else text."""
+    """ "name:field=value,field=value" -> name and fields; values as of the console's `--set`."""
     name, _, rest = text.partition(":")
     fields: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         key, _, value = pair.partition("=")
-        try:
-            fields[key] = json.loads(value)
-        except ValueError:
-            fields[key] = value
+        fields[key] = field_value(value)
     return name, fields

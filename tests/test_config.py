@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import threading
@@ -16,6 +17,7 @@ from harness import CASES, SMALL, assert_exact, prompt, reference, tiny, unchang
 from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache, OffloadConfig, SpecConfig
 from hf_offload_cache.config import parse_size
 from hf_offload_cache.errors import ConfigError, StoreError, StoreFullError
+from hf_offload_cache.registry import CACHES, cache_class
 from hf_offload_cache.testing import open_descriptors
 
 
@@ -39,6 +41,8 @@ OUT_OF_RANGE: list[tuple[str, Any, str, Any]] = [
     ("num_selected", 0, "at least 1", 1),
     ("reuse_capacity", -5, "at least 0", 0),
     ("rank", 0, "at least 1", 1),
+    ("max_candidates", 0, "at least 1", 1),
+    ("max_candidates", 33, "at most 32", 32),
 ]
 
 
@@ -53,6 +57,18 @@ def test_out_of_range(field: str, value: Any, rule: str, nearest: Any) -> None:
     assert str(value) in message
     assert str(nearest) in message.partition("use ")[2]
     assert getattr(DiskSwapConfig(**{field: nearest}), field) == nearest
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_text_is_not_a_switch(name: str) -> None:
+    """Not even "False", which would be true."""
+    config_class = cache_class(name).config_class
+    switches = [field.name for field in dataclasses.fields(config_class) if isinstance(field.default, bool)]
+    assert {"exact", "verify"} <= set(switches)
+    for switch in switches:
+        for value in ("False", 1, []):
+            with pytest.raises(ConfigError, match=f"{switch} must be one of"):
+                config_class(**{switch: value})
 
 
 @pytest.mark.parametrize("value", [1.5, "4", True, float("nan")])

@@ -72,16 +72,21 @@ def add_cache_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
 
 
 def assignment(text: str) -> tuple[str, Any]:
-    """FIELD=VALUE. The value is JSON, a Python literal, or else plain text, so that engine=mapped needs no quotes."""
+    """FIELD=VALUE, with a `field_value`."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"must be FIELD=VALUE, such as num_selected=400, got {text!r}")
+    return name, field_value(value)
+
+
+def field_value(text: str) -> Any:
+    """JSON, a Python literal, or else plain text, so that engine=mapped needs no quotes."""
     for parse in (json.loads, ast.literal_eval):
         try:
-            return name, parse(value)
+            return parse(text)
         except (ValueError, SyntaxError):
             continue
-    return name, value
+    return text
 
 
 def positive(text: str) -> int:

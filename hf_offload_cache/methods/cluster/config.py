@@ -104,6 +104,7 @@ class ClusterConfig(SelectedShareConfig):
         for name in ("cluster_size", "append_buffer", "join_every"):
             self._at_most(name, 4096)
         self._one_of("centroids", ("memory", "disk"))
+        self._one_of("remainder", (True, False))
         if self.centroids == "disk" and self.encryption_key is not None:
             raise ConfigError(
                 "centroids='disk' writes means of keys to the disk unencrypted, which encryption_key forbids: use "

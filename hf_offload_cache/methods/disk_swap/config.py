@@ -45,6 +45,7 @@ class DiskSwapConfig(SelectiveConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._one_of("entry_bits", (None, 8))
+        self._one_of("remainder", (True, False))
         if self.rank is not None:
             self._at_least("rank", 1)
         self._one_of("summary_dtype", (None, "coded", "int8", "bfloat16", "float32"))
