@@ -227,7 +227,7 @@ def on_curve(place: float, curve: Curve) -> float:
 
 _NO_CANDIDATES = {"max_candidates": 1}
 """Leaves more memory to every step."""
-_NEEDLES, _FEW = 0.02, 0.04
+_NEEDLES, FEW_LOST = 0.02, 0.04
 """Difference of `Goals.lost` that counts, and a share that never counts."""
 
 
@@ -302,13 +302,13 @@ def fit_goal(
 
     tried = _left_of(cls, [least], fields) or [dict(least)]  # wrong fields raise
     lasts = [one for own in tried if (one := fitted(own)) is not None]
-    most = max(_FEW, min((goals.lost(one, geometry) for one in lasts), default=0.0) + _NEEDLES)
+    most = max(FEW_LOST, min((goals.lost(one, geometry) for one in lasts), default=0.0) + _NEEDLES)
     last = min(lasts, key=falls_short, default=None)
     if last is None:  # entries in 8 bits may still fit
         quick, allowed = others, set[str]()
     else:
         quick, allowed = others if goal == "speed" and not goals.quickest(last) else [], lacks(last)
-        most = max(_FEW, goals.lost(last, geometry) + _NEEDLES)
+        most = max(FEW_LOST, goals.lost(last, geometry) + _NEEDLES)
     faithful = () if goal == "speed" else goals.faithful(limits[1])
     for own in _left_of(cls, (*faithful, *quick), fields):
         if goal is None and 2 * own.get("num_selected", 0) > limits[1]:

@@ -244,9 +244,9 @@ class Coding:
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
 
     @staticmethod
-    def most_own_bytes(width: int) -> int:
-        """Upper bound of `own_bytes` for keys of `width` elements."""
-        rank = most_components(width)
+    def most_own_bytes(width: int, nbytes: int) -> int:
+        """Upper bound of `own_bytes` for keys of `width` elements in codes of `nbytes` bytes."""
+        rank = most_components(width, nbytes)
         return 2 * width * rank + 4 * (width + 2 * rank)
 
     @property
@@ -333,9 +333,11 @@ def default_summary_bytes(width: int) -> int:
     return min(max(8, min(128, width // 8)), most_bytes(width))
 
 
-def most_components(width: int) -> int:
-    """Most components of a code, for keys of `width` elements: a third of them, from 64 to 256."""
-    return min(width, max(64, min(256, width // 3)))
+def most_components(width: int, nbytes: int | None = None) -> int:
+    """Most components of a code, for keys of `width` elements: a third of them, from 64 to 256, or if they fill
+    `nbytes` bytes in the fewest bits."""
+    most = min(width, max(64, min(256, width // 3)))
+    return most if nbytes is None else min(most, nbytes * 8 // CLASSES[-1])
 
 
 def most_bytes(width: int) -> int:
@@ -376,7 +378,7 @@ def coding_bytes(width: int, itemsize: int, rows: int, tokens: int) -> int:
     directions = 4 * width * components
     counted, solved = 2 * square + (4 + 2 * itemsize) * part, 3 * square + directions + 64 * width
     measured = directions + max(3 * itemsize * part, 4 * 4 * _MEASURED * sample)
-    regressed = 3 * directions + 4 * (part + components * components) + 16 * width
+    regressed = 3 * directions + 2 * part + 4 * components * components + 16 * width
     return max(counted, solved, sample * width * itemsize + max(measured, regressed))
 
 
@@ -537,7 +539,7 @@ def _regression(coding: Coding, sample: torch.Tensor) -> torch.Tensor:
     gram = torch.zeros(coding.rank, coding.rank, device=device, dtype=torch.float32)
     product = torch.zeros(coding.rank, sample.shape[1], device=device, dtype=torch.float32)
     offsets = torch.from_numpy(coding.offsets).to(device)
-    for part in sample.split(PART):
+    for part in sample.split(PART // 2):  # beside three projections
         values = coding.unpacked(coding.encode(part)).t().float() + offsets
         gram.addmm_(values.t(), values)
         product.addmm_(values.t(), _less(part, coding.mean))

@@ -300,9 +300,9 @@ class CodedKeys(CompactKeys):
         nbytes, cpu = min(nbytes, most_bytes(width)), torch.device("cpu")
         codes = TokenRows((rows, nbytes * unit_size, 0), 2, torch.uint8, cpu, run, unit_size)
         codes.rehearse(run, tokens)
-        run.keeps("adapters", Coding.most_own_bytes(width))
+        run.keeps("adapters", Coding.most_own_bytes(width, nbytes))
         most = max(scored_at_once(tokens), wanted * unit_size)
-        scores = most * (most_components(width) + 4 * heads) + 4 * heads * -(-tokens // unit_size)
+        scores = most * (most_components(width, nbytes) + 4 * heads) + 4 * heads * -(-tokens // unit_size)
         run.passes("scores", decode=scores)
 
     def append(self, keys: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...core.budget import counts_for_fidelity, on_curve
+from ...core.budget import FEW_LOST, counts_for_fidelity, on_curve
 from ...history.records import RecordFormat
 from ...memory.fit import LEAST_SELECTED, LOST_BY, SHORT_TAIL, STREAM_SHARES, Search
 from ...model.geometry import Geometry
@@ -211,7 +211,8 @@ class _Coded:
         self.wanted = default_summary_bytes(self._width) if given is None else given
 
     def filled(self, chosen: dict[str, Any]) -> dict[str, Any]:
-        """`chosen`, which fits, with the rest of the budget spent on codes and slots by their `worth`.
+        """`chosen`, which fits, with the rest of the budget spent on codes and slots by their `worth`. No slots are
+        bought with the bytes that keep nearly all needles.
 
         Ties go to the smaller queue, then to the longer code. Choices are tried in the order of their worth with
         slots for all tokens, an upper bound.
@@ -225,7 +226,8 @@ class _Coded:
         ]
 
         def value(halved: int, amount: int, slots: int) -> tuple[float, int, int]:
-            return worth(amount, width, slots, selected) - halved * QUEUE_HALVED, halved, amount
+            loses = on_curve(amount * _reach(selected) / width, LOST) > FEW_LOST
+            return worth(amount, width, slots, selected) - halved * QUEUE_HALVED - loses, halved, amount
 
         def most(choice: tuple[int, int, int]) -> tuple[float, int, int]:
             return value(choice[0], choice[1], search.max_context)

@@ -210,14 +210,14 @@ class FittedKeys:
         most = most_kept(wanted, units, self._at_once(heads)) if estimates else min(CANDIDATES * wanted, units)
         width, sizes = form.key_width, (context, rows, heads, form.group_size, most)
         if rules.dtype is None:
-            CodedKeys.rehearse(run, width, rules.summary_bytes or default_summary_bytes(width), *sizes)
+            CodedKeys.rehearse(run, width, self._code_bytes, *sizes)
             run.passes("fitting", prefill=coding_bytes(width, form.dtype.itemsize, rows, context))
         else:
             rank = rules.rank or (default_rank(width) if self.adapter is None else self.adapter.shape[1])
             LowRankKeys.rehearse(run, width, min(width, rank), rules.dtype, *sizes)
             run.passes("fitting", prefill=fitting_bytes(width, rows, min(width, rank)))
         if estimates:
-            rank = most_components(width) if rules.dtype is None else min(width, rank)
+            rank = most_components(width, self._code_bytes) if rules.dtype is None else min(width, rank)
             rehearse_maps(run, form, (rows, leading(rank), heads), context, CANDIDATES * wanted)
         if rules.num_sinks:
             SinkKeys(form, rows, rules.num_sinks, torch.device("cpu"), run, np.zeros(rows, dtype=np.int64))
@@ -257,6 +257,11 @@ class FittedKeys:
             self.sinks = SinkKeys.of(keys, sealed.tokens, seen_tokens, *sizes, self._shared.account)
 
     @property
+    def _code_bytes(self) -> int:
+        """Most bytes of a coded compact key."""
+        return self.rules.summary_bytes or default_summary_bytes(self.form.key_width)
+
+    @property
     def _least(self) -> int:
         """Fewest tokens for which compact keys are fitted."""
         rank = self.rules.rank or default_rank(self.form.key_width)
@@ -271,10 +276,9 @@ class FittedKeys:
         shared, form, rules = self._shared, self.form, self.rules
         heads, made_of = form.num_key_heads, (shared.account, shared.workspace)
         if rules.dtype is None:
-            nbytes = rules.summary_bytes or default_summary_bytes(form.key_width)
             room = coding_bytes(form.key_width, form.dtype.itemsize, self.rows, sealed.tokens)
             with shared.account.holding("fitting", room):
-                coding = fit_coding(keys, sealed.tokens, heads, visible, nbytes, seen)
+                coding = fit_coding(keys, sealed.tokens, heads, visible, self._code_bytes, seen)
             self.close()
             self.keys = CodedKeys(coding, heads, self.rows, *made_of, form.group_size)
         else:
@@ -318,7 +322,7 @@ class FittedKeys:
         budget."""
         if self.rules.memory is None:
             return 1 << 62
-        each = self.form.group_size * (most_components(self.form.key_width) + 4 * heads)
+        each = self.form.group_size * (most_components(self.form.key_width, self._code_bytes) + 4 * heads)
         return max(_AT_ONCE // self.form.group_size, self.rules.memory // _SCORES_SHARE // each)
 
     def rank(self, query: Query, wanted: int, keep: bool = False) -> Ranking:
