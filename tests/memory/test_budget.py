@@ -324,9 +324,9 @@ def test_a_goal_chooses_fields_that_fit() -> None:
         fits = {chosen_for(share, goal)[0] for share in range(13, 35)}
         less = {(400, True, 8), (400, True, None), (400, False, 8)}
         assert fits == {(800, True, 8), (700, True, 8), *less}
-    usual, notes = chosen_for(14, "fidelity", 2048)
-    assert usual == (400, False, None) and chosen_for(14, None, 2048) == (usual, []) == chosen_for(14, "speed", 2048)
-    assert notes == ['goal="fidelity" has no room in this memory: raise memory, or lower max_context']
+    usual, (note,) = chosen_for(15, "fidelity", 2048)
+    assert usual == (400, False, 8) and chosen_for(15, None, 2048) == (usual, []) == chosen_for(15, "speed", 2048)
+    assert note.startswith('goal="fidelity" has room for num_selected=400, remainder=False, entry_bits=8 only, where')
     fewer, (note,) = chosen_for(22, "fidelity")
     assert fewer == (700, True, 8) and note.startswith('goal="fidelity" has room for num_selected=700, remainder=True')
     assert "where more memory gets num_selected=800, remainder=True" in note
@@ -377,7 +377,7 @@ def test_a_small_budget_has_no_memory_for_candidates() -> None:
     both = (DiskSwapConfig.load(chosen, {"max_candidates": most}) for most in (1, 32))
     one, many = (sum(DiskSwapCache.plan(SMOL, config, 4096, 1).decode[owner] for owner in ("selection", "staging"))
                  for config in both)  # fmt: skip
-    assert 1.4 * one < many < 1.7 * one  # twice the view, and the area of a read
+    assert 1.6 * one < many < 1.8 * one  # twice the view, and the area of a read
     for most, words in ((0, "at least 1"), (33, "at most 32"), (2.5, "whole number")):
         with pytest.raises(ConfigError, match=f"max_candidates must be .*{words}"):
             DiskSwapConfig(max_candidates=most)  # type: ignore[arg-type]
