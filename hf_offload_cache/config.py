@@ -29,8 +29,6 @@ def parse_size(text: str | int, name: str = "size") -> int:
     return math.floor(Fraction(match[1].replace(",", "")) * _UNITS[match[2].upper()])
 
 
-MOST_CANDIDATES = 32
-"""Candidates that a step may verify by a selection: more would select most of a context."""
 GOALS = ("fidelity", "speed")
 """Goals that a cache can be planned for."""
 MOST_JSON_BYTES = 4 * 2**20
@@ -101,8 +99,7 @@ class OffloadConfig:
     stored_format: ClassVar[tuple[str, ...]] = ("group_size",)
     """Fields that the stored format fixes: a context cannot be opened with another value."""
     of_a_run: ClassVar[tuple[str, ...]] = (
-        "memory", "max_context", "max_batch", "max_candidates", "trace", "engine", "verify", "io_timeout",
-        "encryption_key",
+        "memory", "max_context", "max_batch", "candidates", "trace", "engine", "verify", "io_timeout", "encryption_key",
     )  # fmt: skip
     """Fields of a machine or a run, which a context does not store. Those that are in `stored_format` too are stored in
     the layers' states, and cannot be given when a context is opened."""
@@ -134,10 +131,9 @@ class OffloadConfig:
     """Maximum tokens per sequence; a step that would exceed it raises `BudgetError`. None: no limit."""
     max_batch: int | None = None
     """Maximum sequences; a step that would exceed it raises `BudgetError`. None: no limit."""
-    max_candidates: int = MOST_CANDIDATES
-    """Maximum candidates, of an assistant or a prompt lookup, that a step verifies by a selection; a step of more
-    attends to everything. A budget reserves memory for them. 1: none are taken, and `BudgetError` says so before the
-    prompt."""
+    candidates: bool = True
+    """Reserve memory of a budget for steps that verify the candidates of an assistant or a prompt lookup. False: such a
+    step raises `BudgetError` before it adds tokens."""
     verify: bool = True
     """Check every record read from the disk against what was written. False: trust the disk; encrypted records are
     checked anyway."""
@@ -171,8 +167,7 @@ class OffloadConfig:
         for name in ("max_context", "max_batch"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
-        self._at_least("max_candidates", 1)
-        self._at_most("max_candidates", MOST_CANDIDATES)
+        self._one_of("candidates", (True, False))
         self._one_of("verify", (True, False))
         timeout, key = self.io_timeout, self.encryption_key
         if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0 and timeout == timeout):

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.key is not None:
         fields["encryption_key"] = str(arguments.key)
     offloading = arguments.cache or named_cache.default_for(arguments.context)
-    named_cache.check_fields(offloading, fields, arguments.path, arguments.memory)
+    named_cache.check_fields(offloading, fields, arguments.path, arguments.memory, arguments.goal)
     saved = None if arguments.context is None else _saved_ids(arguments)
     if arguments.key is not None:
         load_key(arguments.key)

@@ -200,7 +200,7 @@ def make_cache(
     `goal` what its fields are chosen for: see `OffloadCache.for_budget`. Raises `ConfigError` for an unknown name or
     field, and `BudgetError` if no configuration fits `memory`.
     """
-    check_fields(name, fields or {}, path, memory)
+    check_fields(name, fields or {}, path, memory, goal)
     if name == DYNAMIC:
         from transformers import DynamicCache
 

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.compare:
         name = arguments.cache or named_cache.default_for(None)
         named_cache.offloading_class(name)
-        named_cache.check_fields(name, fields, arguments.path, arguments.memory)
+        named_cache.check_fields(name, fields, arguments.path, arguments.memory, arguments.goal)
     elif arguments.cache is not None:
         raise ConfigError(f"--cache {arguments.cache} and --compare: all caches are compared, leave one of both out")
     else:

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     name, module = arguments.cache or named_cache.default_for(None), arguments.module
     fields = dict(arguments.fields)
     named_cache.offloading_class(name)
-    named_cache.check_fields(name, fields, arguments.path, arguments.memory)
+    named_cache.check_fields(name, fields, arguments.path, arguments.memory, arguments.goal)
     place = arguments.program if module else _find_program(arguments.program)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_as_main(place, arguments.rest, module=module))

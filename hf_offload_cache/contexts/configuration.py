@@ -110,9 +110,12 @@ def opened_config(
     batch = fields.get("max_batch") or manifest.batch
     limit = parse_memory(memory, geometry.full_kv_bytes(context, batch))
     limits = {"memory": limit, "max_context": context, "max_batch": batch}
-    config = config_class.load(None, {**saved, **fields, **limits})
-    plan, given = cls.plan(geometry, config, context, batch), {**saved, **fields}
-    if plan.peak_bytes > limit:
+    for usual in ({}, {"candidates": False}):  # that a small budget has none is not stored
+        config = config_class.load(None, {**saved, **usual, **fields, **limits})
+        plan, given = cls.plan(geometry, config, context, batch), {**saved, **fields}
+        if plan.peak_bytes <= limit:
+            break
+    else:
         given = {**cls.stored_fields(config_class.load(None, saved), geometry), **fields}
         config = cls.fit(geometry, limit, context, batch, dict(given))
         plan = cls.plan(geometry, config, context, batch)

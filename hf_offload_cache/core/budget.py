@@ -225,8 +225,6 @@ def on_curve(place: float, curve: Curve) -> float:
     return float(np.interp(place, places, values))
 
 
-_NO_CANDIDATES = {"max_candidates": 1}
-"""Leaves more memory to every step."""
 _NEEDLES, FEW_LOST = 0.02, 0.04
 """Difference of `Goals.lost` that counts, and a share that never counts."""
 
@@ -287,28 +285,29 @@ def fit_goal(
     *others, least = goals.quick
     refused: list[BudgetError] = []
 
-    def fitted(own: Mapping[str, Any]) -> OffloadConfig | None:
-        try:
-            return _fit(cls, geometry, limits, fields, own)
-        except BudgetError as error:
-            refused.append(error)
-            return None
-
     def lacks(config: OffloadConfig) -> set[str]:
         return set(cls.shortfalls(config, geometry, fields))
 
-    def falls_short(config: OffloadConfig) -> tuple[bool, int, int]:
-        return goals.lost(config, geometry) > most, len(lacks(config)), -(getattr(config, "num_selected", 0) or 0)
+    def fitted(own: Mapping[str, Any]) -> OffloadConfig | None:
+        """With memory for candidates, or without if a step then lacks less."""
+        found = list[OffloadConfig]()
+        for narrow in ({},) if "candidates" in fields else ({}, {"candidates": False}):
+            try:
+                found.append(_fit(cls, geometry, limits, fields, {**own, **narrow}))
+            except BudgetError as error:
+                refused.append(error)
+            else:
+                if goals.lost(found[-1], geometry) <= FEW_LOST and not lacks(found[-1]):
+                    break
+        few = _few([goals.lost(one, geometry) for one in found])
+        return min(found, key=lambda one: (goals.lost(one, geometry) > few, len(lacks(one))), default=None)
 
-    tried = _left_of(cls, [least], fields) or [dict(least)]  # wrong fields raise
-    lasts = [one for own in tried if (one := fitted(own)) is not None]
-    most = max(FEW_LOST, min((goals.lost(one, geometry) for one in lasts), default=0.0) + _NEEDLES)
-    last = min(lasts, key=falls_short, default=None)
+    last = fitted(least)
     if last is None:  # entries in 8 bits may still fit
-        quick, allowed = others, set[str]()
+        quick, allowed, most = others, set[str](), 1.0
     else:
-        quick, allowed = others if goal == "speed" and not goals.quickest(last) else [], lacks(last)
-        most = max(FEW_LOST, goals.lost(last, geometry) + _NEEDLES)
+        quick = others if goal == "speed" and not goals.quickest(last) else []
+        allowed, most = lacks(last), _few([goals.lost(last, geometry)])
     faithful = () if goal == "speed" else goals.faithful(limits[1])
     for own in _left_of(cls, (*faithful, *quick), fields):
         if goal is None and 2 * own.get("num_selected", 0) > limits[1]:
@@ -325,6 +324,11 @@ def fit_goal(
     finally:
         refused.clear()  # an error that this frame holds would hold the frame, and its callers
     return last
+
+
+def _few(lost: Iterable[float]) -> float:
+    """The largest share of needles that counts as no more than the least of `lost`."""
+    return max(FEW_LOST, min(lost, default=0.0) + _NEEDLES)
 
 
 def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[str, Any]) -> list[str]:
@@ -348,10 +352,10 @@ def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[
 
 
 def _left_of(cls: Any, choices: Iterable[Mapping[str, Any]], fields: dict[str, Any]) -> list[dict[str, Any]]:
-    """The fields of each choice for a goal that the user's `fields` leave open, and the same without memory for
-    candidates. A choice that contradicts the user's, or repeats another, is dropped."""
+    """The fields of each choice for a goal that the user's `fields` leave open. A choice that contradicts these, or
+    repeats another, is dropped."""
     found: list[dict[str, Any]] = []
-    for choice in [{**one, **narrow} for one in choices for narrow in ({}, _NO_CANDIDATES)]:
+    for choice in choices:
         own = {name: value for name, value in choice.items() if name not in fields}
         try:
             cls.config_class.load(None, {**own, **fields})

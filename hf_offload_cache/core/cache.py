@@ -338,7 +338,7 @@ class OffloadCache(Cache):
     # --- changes -----------------------------------------------------------------------------------------------
 
     def activate_past_recording(self) -> None:
-        """Announce candidates, which steps of several queries may verify. `max_candidates=1` raises `BudgetError`."""
+        """Announce candidates, which steps of several queries may verify. `BudgetError` with `candidates=False`."""
         self.contents.activate_past_recording()
         super().activate_past_recording()
 

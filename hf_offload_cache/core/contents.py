@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
-from ..config import MOST_CANDIDATES, OffloadConfig
+from ..config import OffloadConfig
 from ..contexts.open import select_kept_rows
 from ..errors import BudgetError, SeamLostError, StoreError, UnsupportedModelError
 from ..memory.account import RECORDS, storage_bytes
@@ -17,7 +17,7 @@ from .layer import OffloadLayer
 from .layers import check_recorded, kept_state, settle
 from .read_only import Layers
 from .shared import SEAM_LOST, Shared
-from .step import Step, begin, check_planned, kept_logits, repeats
+from .step import MOST_CANDIDATES, NO_CANDIDATES, Step, begin, check_planned, kept_logits, repeats
 from .token_log import TokenLog
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Contents:
         from the tokens that a forward added, and the slice keeps all of them in memory. While candidates are verified,
         the tokens that a crop may remove stay."""
         for layer in layers or self.kept:
-            settle(layer, self._most_cropped, self.config.max_candidates)
+            settle(layer, self._most_cropped)
 
     def account_live(self) -> None:
         """Book what others allocate: transformers' own layers, and records that stores keep in memory."""
@@ -114,11 +114,8 @@ class Contents:
 
     def activate_past_recording(self) -> None:
         """See `OffloadCache.activate_past_recording`."""
-        if self.config.max_candidates == 1:
-            raise BudgetError(
-                "max_candidates is 1: this cache has no memory for the candidates of an assistant or a prompt lookup. "
-                f"Give max_candidates={MOST_CANDIDATES}, or generate without candidates; no token was added"
-            )
+        if not self.config.candidates and not self.held():  # with tokens, `generate` may only want to take one back
+            raise BudgetError(NO_CANDIDATES)
         self.recording, self._activated, self._announced = True, True, None
 
     def announce(self, *, first: bool) -> None:
@@ -182,7 +179,7 @@ class Contents:
         )  # fmt: skip
         self._most_cropped = None
         if step is not None:
-            if announced and self.config.memory is not None and step.tokens > self.config.max_candidates:
+            if announced and self.config.memory is not None and step.tokens > MOST_CANDIDATES:
                 self._most_cropped = kept_logits(kwargs)
             self.shared.step, self._resumed = step, False
         return step

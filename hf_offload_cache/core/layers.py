@@ -21,6 +21,7 @@ from ..memory.account import without_views
 from ..stores.base import FreezableStore
 from .layer import OffloadLayer
 from .shared import Shared
+from .step import MOST_CANDIDATES
 
 # The memory of layers that are not offloaded: sliding windows, linear states, indexers' keys
 
@@ -32,20 +33,19 @@ def kept_state(layer: Any) -> dict[str, Any]:
     return capture_kept(layer, _LINEAR if isinstance(layer, OffloadLayer) else None)
 
 
-def settle(layer: Any, most_cropped: int | None, candidates: int) -> None:
+def settle(layer: Any, most_cropped: int | None = None) -> None:
     """Copy the state of `layer` to its own memory, so that it does not keep the tensors alive that it was sliced from.
     State with at most one extra token is not copied: that is what a token added to a full window leaves.
 
     While the layer records its past, which a `crop` may partly remove, it keeps everything that it recorded. If the
     crop removes at most `most_cropped` tokens, it keeps that many beyond its needs. Candidates stay as they are,
-    because copying a window at each verification would free only memory that the plan already counts, for so many
-    `candidates`.
+    because copying a window at each verification would free only memory that the plan already counts.
     """
     recording = getattr(layer, "record_past", False)
     if recording and most_cropped is not None:
         _forget_past(layer, most_cropped)
     state = kept_state(layer)
-    for name, value in without_views(state, candidates if recording else 1).items():
+    for name, value in without_views(state, MOST_CANDIDATES if recording else 1).items():
         if value is not state[name]:
             setattr(layer, name, value)
 

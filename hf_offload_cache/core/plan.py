@@ -18,6 +18,7 @@ from ..model.geometry import Geometry, LayerShape
 from ..report.trace import Trace
 from ..stores.engines import planned_ring
 from ..stores.uring.ring import IO_RING
+from .step import MOST_CANDIDATES
 from .token_log import TokenLog
 
 
@@ -107,11 +108,12 @@ def plan_cache(
     narrow = decoding_queue(queue, units) if selects else queue
     largest = max(units, default=0)
     ids = TokenLog.planned(context, batch)
+    added = MOST_CANDIDATES if config.candidates else 2  # a token, and what a guess or a stopped `generate` takes back
     held = Planned.always(
         {
             "token ids": ids,
             "timeline": 0 if config.trace is None else Trace.HELD_BYTES,
-            "layers not offloaded": geometry.kept_bytes(context, batch, added=config.max_candidates),
+            "layers not offloaded": geometry.kept_bytes(context, batch, added=added),
             IO_RING: planned_ring(config.engine),
         }
     )

@@ -31,7 +31,7 @@ from .layer import OffloadLayer, Output
 from .plan import LayerKind
 from .selecting import Selecting
 from .shared import Shared
-from .step import Step
+from .step import MOST_CANDIDATES, Step
 
 # The mask of a step's gathered entries, taken column by column from the model's own
 
@@ -186,7 +186,7 @@ class SelectiveLayer(OffloadLayer):
         run.decoding()
         run.keeps("tables", self.predictor.tables_nbytes)
         self.rehearse_slots(run)
-        twice = self.config.max_candidates > 1 or self.widens(context)
+        twice = self.config.candidates or self.widens(context)
         self.rehearse_gather(run, kind, context, wanted, wanted * (1 + twice))
 
     def widens(self, context: int) -> bool:
@@ -209,7 +209,7 @@ class SelectiveLayer(OffloadLayer):
         waiting = 0 if history.extra_entries is None else history.extra_entries[0].shape[1]
         behind = history.recent.shape[1] + waiting
         estimates = kind.num_heads * kind.batch // (kind.rows * form.num_key_heads) if self.estimates else 0
-        rest = estimates, config.max_candidates * estimates
+        rest = estimates, (MOST_CANDIDATES if config.candidates else 1) * estimates
         latest, last = (-(-(behind + more) // form.group_size) for more in rest)
         payload = rows * form.view_width(rows) * form.dtype.itemsize
         view, widest = (min(records, soon) + latest) * payload, (min(max(records, verified), soon) + last) * payload

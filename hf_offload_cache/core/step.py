@@ -23,6 +23,14 @@ class ForwardEnded(BaseException):
     """Raised and caught only by `Filling`: a model's `except Exception` does not catch it."""
 
 
+MOST_CANDIDATES = 32
+"""Maximum queries of a candidate verification (assisted decoding, prompt lookup) that selects."""
+NO_CANDIDATES = (
+    "candidates is False: this cache has no memory for the candidates of an assistant or a prompt lookup. Make it with "
+    "candidates=True, or generate without them; nothing was added"
+)
+
+
 def kept_logits(kwargs: dict[str, Any]) -> int | None:
     """Number of latest tokens for which a forward with these arguments returns logits; None: all, or unknown.
     `generate` removes fewer tokens than these."""
@@ -308,12 +316,14 @@ def begin(
             check_positions(positions, mask, history)
     if config.max_context is not None or config.max_batch is not None:
         check_planned(config, sequences, history + count)
+    if candidates and history and count > 1 and not config.candidates:
+        raise BudgetError(NO_CANDIDATES)
     known = ids is not None and ids.ndim == 2 and rows_of_ids == 1  # otherwise several codes stand for a token
     padding = None
     ours = not isinstance(mask, torch.Tensor) or len(mask) != sequences * rows_of_ids or rows_of_ids == 1
     if ours and (mask is not None or tokens.padded):
         padding = padding_of(tokens, mask, history, history + count, compare=compare or count > 1)
-    several = candidates and not config.exact and count <= min(config.max_candidates, config.num_recent)
+    several = candidates and not config.exact and count <= min(MOST_CANDIDATES, config.num_recent)
     selects = history > 0 and (count == 1 or several)
     return Step(
         sequences,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import MOST_CANDIDATES, parse_memory, parse_size
+from ..config import parse_memory, parse_size
 from ..core.budget import check_limits
 from ..core.cache import OffloadCache
 from ..errors import BudgetError, CacheUnusedError, ConfigError, UnsupportedModelError
@@ -277,7 +277,7 @@ class _Way:
     @contextlib.contextmanager
     def cache(self, model: Any, request: Request) -> Iterator[OffloadCache | None]:
         """A cache for this request, closed and counted at its end; None if `DynamicCache` is better."""
-        fields = {"max_candidates": MOST_CANDIDATES, **self.fields} if request.candidates else self.fields
+        fields = {"candidates": True, **self.fields} if request.candidates else self.fields
         cache = request_cache(
             self.cls, model, request.tokens, request.rows,
             memory=self.memory, goal=self.goal, floor=self.floor, strict=self.strict, path=self.path, **fields,

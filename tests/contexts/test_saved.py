@@ -45,6 +45,7 @@ from hf_offload_cache.errors import (
     PromptError,
     StoreError,
 )
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.stores import Store
 from hf_offload_cache.testing import FaultyStore
 
@@ -569,6 +570,27 @@ def test_a_budget_leaves_what_fits_as_it_was(tmp_path: Path) -> None:
         assert cache.config.num_sinks == 8 and cache.config.rank in (None, stored)
         generate(model, cache, ids_of(model), max_new_tokens=40)
         assert cache.report().peak_memory_bytes <= cache.report().memory_budget
+
+
+def test_a_budget_without_room_for_candidates_leaves_the_rest_as_it_was(tmp_path: Path) -> None:
+    model, context = long_model(), tmp_path / "context"
+    fields = {**SPARSE, "num_selected": 300, "look_ahead": False, "write_queue": "64KiB"}
+    with _prefilled(model, **fields) as cache:
+        cache.save(context)
+        saved = dataclasses.asdict(cache.config)
+    limits = {"max_context": 700, "max_batch": 1, "engine": "direct"}
+    least, more = (
+        DiskSwapCache.plan(
+            Geometry.of(model), DiskSwapConfig.load(None, {**saved, **limits, "candidates": some}), 700, 1
+        ).peak_bytes
+        for some in (False, True)
+    )
+    assert least < more
+    for memory, some in ((least, False), (more - 1, False), (more, True)):
+        with DiskSwapCache.open(context, model, memory=memory, max_context=700, engine="direct") as cache:
+            assert cache.config.candidates is some
+            own = dataclasses.asdict(cache.config)
+            assert {name for name in own if own[name] != saved[name]} <= {*limits, "memory", "candidates"}
 
 
 def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

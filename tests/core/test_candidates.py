@@ -21,6 +21,7 @@ from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache, DiskSwapConfig
 from hf_offload_cache.core import SelectiveLayer, selective_layer
+from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.fetch import Choice, Fetched
 from hf_offload_cache.methods.disk_swap import LowRankPredictor
 from hf_offload_cache.model import AttentionCall, Geometry
@@ -118,14 +119,22 @@ def test_candidates_see_what_is_not_behind_them(checked_gathers: Gathers) -> Non
     assert max(units for units, count in zip(seen.units, seen.queries, strict=True) if count > 1) > BUDGET
 
 
-def test_more_candidates_than_the_cache_takes_attend_to_everything(checked_gathers: Gathers) -> None:
-    model = long_tiny("llama")
-    fields = {**FIELDS, "max_candidates": 3}
-    with widths_of(model.model.embed_tokens) as forwards, combined() as seen, sparse(model, **fields) as cache:
-        generate(model, cache, repetitive(model), max_new_tokens=NEW, prompt_lookup_num_tokens=5)
-    steps = forwards[1:]
-    assert max(steps) == 6 and min(steps) < 4
-    assert seen.queries == [count for count in steps if count <= 3 for _ in range(3)]
+def test_a_cache_without_candidates(checked_gathers: Gathers) -> None:
+    """They raise before the prompt, and before a step if they were not announced; the cache goes on without them."""
+    model, ids = long_tiny("llama"), repetitive(long_tiny("llama"))
+    with sparse(model, **FIELDS, candidates=False) as cache, torch.no_grad():
+        with pytest.raises(BudgetError, match=r"candidates is False: .* nothing was added"):
+            generate(model, cache, ids, max_new_tokens=NEW, prompt_lookup_num_tokens=5)
+        assert cache.get_seq_length() == 0
+        out = generate(model, cache, ids, max_new_tokens=2)
+        cache.activate_past_recording()  # as `generate` does on some devices, to take its last token back
+        model(out.tokens[:, -1:], past_key_values=cache)
+        cache.crop(-1)
+        with pytest.raises(BudgetError, match="nothing was added"):
+            model(out.tokens[:, -3:], past_key_values=cache)
+        assert cache.get_seq_length() == LENGTH + 1
+        model(out.tokens[:, -1:], past_key_values=cache)
+        assert cache.get_seq_length() == LENGTH + 2
 
 
 def test_a_union_that_is_cut(monkeypatch: pytest.MonkeyPatch, checked_gathers: Gathers) -> None:

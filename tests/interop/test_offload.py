@@ -110,12 +110,12 @@ def test_a_request_with_candidates_has_memory_for_them(tmp_path: Path) -> None:
     """Without them, such a budget has none, and a cache for it takes none."""
     own, ids, memory = long_model(), prompt(long_model(), 1, 1500), 480_000
     with DiskSwapCache.for_budget(own, memory, 1500 + NEW + 1, path=tmp_path) as cache:
-        assert cache.config.max_candidates == 1
+        assert not cache.config.candidates
     with offload(own, memory=memory, path=tmp_path) as done:
         assert generated(own, ids, prompt_lookup_num_tokens=3).shape[1] == 1500 + NEW
         assert done.report is not None and done.report.peak_memory_bytes <= memory
-    none = offload(own, memory=memory, max_candidates=1, path=tmp_path)
-    with none, pytest.raises(BudgetError, match="max_candidates is 1"):
+    none = offload(own, memory=memory, candidates=False, path=tmp_path)
+    with none, pytest.raises(BudgetError, match="candidates is False"):
         generated(own, ids, prompt_lookup_num_tokens=3)
 
 

@@ -363,24 +363,23 @@ def test_a_default_selects_at_most_half_of_a_context(tokens: int, selected: int)
 
 
 def test_a_small_budget_has_no_memory_for_candidates() -> None:
-    """Rather than fewer tokens or shorter compact keys. Where these stay as they are it has, and where the user says
-    so. A step's view is then for one query."""
-    for tokens, part, most in ((8192, 13, 32), (4096, 20, 1), (4096, 29, 1)):
-        memory = SMOL.full_kv_bytes(tokens, 1) // part
-        config = DiskSwapCache.fit(SMOL, memory, tokens, 1, {})
-        asked = DiskSwapCache.fit(SMOL, SMOL.full_kv_bytes(tokens, 1) // 4, tokens, 1, {"max_candidates": 7})
-        assert (config.max_candidates, asked.max_candidates) == (most, 7)
+    """Rather than fewer tokens or shorter compact keys, for any goal. Where these stay as they are it has, and where
+    the user says so. A step's view is then for one query."""
+    for tokens, part, goal in ((8192, 13, None), (8192, 13, "speed"), (4096, 20, None), (4096, 16, "speed")):
+        memory, some = SMOL.full_kv_bytes(tokens, 1) // part, part == 13
+        config = DiskSwapCache.fit(SMOL, memory, tokens, 1, {}, goal)
+        asked = DiskSwapCache.fit(SMOL, memory, tokens, 1, {"candidates": not some}, goal)
+        assert (config.candidates, asked.candidates) == (some, not some)
+        assert isinstance(config, DiskSwapConfig) and isinstance(asked, DiskSwapConfig)
+        assert needles_lost(config, SMOL) <= needles_lost(asked, SMOL) + (0.02 if some else -0.02)
     memory = SMOL.full_kv_bytes(4096, 1) // 20
-    chosen, asked = (DiskSwapCache.fit(SMOL, memory, 4096, 1, fields) for fields in ({}, {"max_candidates": 32}))
+    chosen, asked = (DiskSwapCache.fit(SMOL, memory, 4096, 1, fields) for fields in ({}, {"candidates": True}))
     assert isinstance(chosen, DiskSwapConfig) and isinstance(asked, DiskSwapConfig)
     assert needles_lost(chosen, SMOL) < needles_lost(asked, SMOL) - 0.1
-    both = (DiskSwapConfig.load(chosen, {"max_candidates": most}) for most in (1, 32))
+    both = (DiskSwapConfig.load(chosen, {"candidates": some}) for some in (False, True))
     one, many = (sum(DiskSwapCache.plan(SMOL, config, 4096, 1).decode[owner] for owner in ("selection", "staging"))
                  for config in both)  # fmt: skip
     assert 1.6 * one < many < 1.8 * one  # twice the view, and the area of a read
-    for most, words in ((0, "at least 1"), (33, "at most 32"), (2.5, "whole number")):
-        with pytest.raises(ConfigError, match=f"max_candidates must be .*{words}"):
-            DiskSwapConfig(max_candidates=most)  # type: ignore[arg-type]
 
 
 def test_a_budget_for_entries_in_8_bits_only() -> None:
@@ -841,7 +840,7 @@ def test_slots_make_room_for_what_is_learned_late(group_size: int) -> None:
 def test_slots_get_what_a_longer_context_will_need(cache_class: Any, memory: str) -> None:
     """A short context has more slots than configured, and a second row takes some back. Choices stay the same, and no
     step has to free slots."""
-    model, fields = tiny("llama"), {"num_selected": 64, "group_size": 4, "max_candidates": 32}
+    model, fields = tiny("llama"), {"num_selected": 64, "group_size": 4, "candidates": True}
     ids, lent = padded_ids(CONTEXT)[0][:1], []
     with (
         cache_class.for_budget(model, memory, CONTEXT, BATCH, **fields) as cache,

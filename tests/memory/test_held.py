@@ -170,15 +170,16 @@ def window_bytes(cache: Any) -> int:
     return bytes_of(storages_of([(layer.keys, layer.values) for layer in layers]))
 
 
-@pytest.mark.parametrize("piece", [2048, 512])
+@pytest.mark.parametrize(("piece", "candidates"), [(2048, True), (512, False)])
 @pytest.mark.parametrize("name", registry.CACHES)
-def test_a_budget_is_kept_with_windows(name: str, piece: int) -> None:
-    """Windows hold 127 tokens of a prompt of 2,048, whatever its pieces, and the budget counts them."""
+def test_a_budget_is_kept_with_windows(name: str, piece: int, candidates: bool) -> None:
+    """Windows hold 127 tokens of a prompt of 2,048, whatever its pieces, and the budget counts them, and what steps add
+    with or without candidates."""
     if (missing := registry.cache_class(name).missing()) is not None:
         pytest.skip(missing)
     model, cls = windowed(), registry.cache_class(name)
     ids = torch.randint(1, 128, (1, 2060), generator=torch.Generator().manual_seed(0))
-    with quiet(), cls.for_budget(model, "1/1", max_context=2100) as cache, torch.no_grad():
+    with quiet(), cls.for_budget(model, "1/1", 2100, candidates=candidates) as cache, torch.no_grad():
         for part in ids[:, :2048].split(piece, 1):
             model(input_ids=part, past_key_values=cache, logits_to_keep=1)
             assert window_bytes(cache) == 6 * 2 * 127 * 512
@@ -188,6 +189,8 @@ def test_a_budget_is_kept_with_windows(name: str, piece: int) -> None:
         assert window_bytes(cache) == report.memory_by_owner["layers not offloaded"]
         assert window_bytes(cache) == 6 * 2 * (129 if name == "spec" else 128) * 512  # a guess comes beside a token
         assert report.peak_memory_bytes <= report.memory_budget
+        plan = cache.plan(Geometry.of(model), cache.config, 2100, 1)
+        assert window_bytes(cache) <= plan.decode["layers not offloaded"]
         with cache.fork() as twin:
             model(input_ids=ids[:, :1], past_key_values=twin)
             alone = storages_of([layer.keys for layer in twin.layers if getattr(layer, "is_sliding", False)])
@@ -229,13 +232,13 @@ def test_windows_without_candidates() -> None:
     """Nothing is planned for candidates, none are taken, and the cache serves a call without them."""
     model, ids = windowed(), torch.arange(1, 128).repeat(8)[None]
     windows, geometry = 6 * 2 * 127 * 512, Geometry.of(windowed())
-    configs = [DiskSwapConfig(exact=True, max_candidates=most) for most in (1, 32)]
+    configs = [DiskSwapConfig(exact=True, candidates=some) for some in (False, True)]
     less, more = (DiskSwapCache.plan(geometry, one, 1600, 1).decode["layers not offloaded"] for one in configs)
-    assert more - less == 31 * windows // 127
+    assert more - less == 30 * windows // 127
     arguments: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **arguments)
-    with quiet(), DiskSwapCache.for_budget(model, "9/10", 1600, exact=True, max_candidates=1) as cache:
-        with pytest.raises(BudgetError, match=r"max_candidates is 1: .* Give max_candidates=32, .* no token was"):
+    with quiet(), DiskSwapCache.for_budget(model, "9/10", 1600, exact=True, candidates=False) as cache:
+        with pytest.raises(BudgetError, match=r"candidates is False: .* Make it with candidates=True, .* nothing was"):
             model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=6, **arguments)
         assert cache.get_seq_length() == 0
         assert torch.equal(model.generate(ids, past_key_values=cache, **arguments), expected)

@@ -139,7 +139,7 @@ def _fitted(task: Task, batch: int, context: int, limits: Limits) -> dict[int, d
     """For each group size that fits: the user's fields and those that the solver does not decide, with queues and
     buffers as large as the budget allows. Raises `BudgetError` if none fits."""
     fitting, refusals = {}, []
-    names = ("write_queue", "block_tokens", "num_recent", "summary_dtype")
+    names = ("write_queue", "block_tokens", "num_recent", "summary_dtype", "candidates")
     for size in limits.group_sizes:
         fixed = {"num_selected": limits.num_selected, "group_size": size}
         given = {"look_ahead": None, "remainder": False, **task.fields, **fixed}
