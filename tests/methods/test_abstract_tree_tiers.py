@@ -373,7 +373,7 @@ def test_what_a_budget_costs_is_told() -> None:
         return AbstractTreeCache.shortfalls(config, geometry, fields)
 
     assert told(4) == told(13) == []
-    (looks,) = told(26)
+    (looks,) = told(32)
     assert "examines" in looks and "for 400; examining 1600" in looks
     assert any("a step selects" in line for line in told(40))
     assert told(26, num_opened=500) == []

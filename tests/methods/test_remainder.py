@@ -22,8 +22,9 @@ from hf_offload_cache.memory import DryRun, MemoryAccount, Workspace
 from hf_offload_cache.methods.disk_swap import CANDIDATES, LowRankPredictor, LowRankShared, Rules
 from hf_offload_cache.predictors import Query
 
-KV, HEADS, DIM, GROUP, UNITS, BUDGET = 2, 4, 16, 4, 300, 12
-FORM = RecordFormat.of_sizes((KV, DIM, KV, DIM), torch.float32, GROUP)
+KV, HEADS, DIM, VALUE, GROUP, UNITS, BUDGET = 2, 4, 16, 20, 4, 300, 12
+FORM = RecordFormat.of_sizes((KV, DIM, KV, VALUE), torch.float32, GROUP)
+"""Values are wider than keys."""
 KINDS = {
     "coded": Rules(None, 4, summary_bytes=12, remainder=True),
     "int8": Rules(torch.int8, 4, 16, remainder=True),
@@ -38,7 +39,7 @@ def some(*shape: int, seed: int) -> torch.Tensor:
 def keys_and_values(rows: int, units: int = UNITS) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys of few directions, and values that follow from them but for a little noise, as a model's partly do."""
     keys = some(rows, KV, units * GROUP, 8, seed=0) @ some(8, DIM, seed=1)
-    values = keys @ some(DIM, DIM, seed=2) / 8 + 0.1 * some(rows, KV, units * GROUP, DIM, seed=3)
+    values = keys @ some(DIM, VALUE, seed=2) / 8 + 0.1 * some(rows, KV, units * GROUP, VALUE, seed=3)
     return keys, values
 
 
@@ -358,10 +359,14 @@ def test_steps_in_16_bits_attend_to_it(dtype: torch.dtype, bits: int | None, out
 def test_off_and_everything_selected_estimate_nothing(outputs: list[Any]) -> None:
     model = long_tiny("llama")
     ids = harness.prompt(model, 1, LENGTH)
-    for fields in ({"remainder": False}, {"num_selected": 2 * LENGTH}):
+    everything = {"num_selected": 2 * LENGTH}
+    logits = []
+    for fields in ({"remainder": False}, everything, {**everything, "remainder": False}):
         with DiskSwapCache(model, **{**FIELDS, **fields}) as cache:
-            harness.generate(model, cache, ids, max_new_tokens=4)
+            logits.append(harness.generate(model, cache, ids, max_new_tokens=4).logits)
     assert not outputs
+    assert all(map(torch.equal, logits[1], logits[2]))
+    assert not all(map(torch.equal, logits[0], logits[1]))
 
 
 def test_a_second_turn_fits_again_and_a_saved_context_has_it(tmp_path: Path, outputs: list[Any]) -> None:
