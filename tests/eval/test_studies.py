@@ -51,7 +51,7 @@ def studies() -> list[Any]:
 
 @pytest.mark.parametrize("name", studies())
 def test_a_study_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --quick, on a tiny model; its rows are on disk, and are not measured again."""
+    """With --quick, on a tiny model; its rows are on disk and are not measured again. Its plots are drawn of them."""
     monkeypatch.setattr(loader, "LEAST_TOKENS", 128)
     given = SMALL[name]
     name, *question = name.split()
@@ -62,8 +62,11 @@ def test_a_study_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found["rows"] and found["summary"]
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["summary"] == json.loads(json.dumps(found["summary"])) and written["study"] == name
-    again = common.main(study, [*words, "--resume"], loaded)
+    drawn = {option: tmp_path / f"{option}.png" for option in study.plots or () if find_spec("matplotlib")}
+    plots = [word for option, path in drawn.items() for word in (f"--{option}", str(path))]
+    again = common.main(study, [*words, "--resume", *plots], loaded)
     assert again["rows"] == written["rows"]
+    assert all(path.stat().st_size > 1000 for path in drawn.values())
 
 
 def counting(arguments: argparse.Namespace, rows: common.Rows, loaded: Any = None) -> dict[str, Any]:
