@@ -72,7 +72,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
 
 
 def assignment(text: str) -> tuple[str, Any]:
-    """FIELD=VALUE, with a `field_value`."""
+    """Name and value of FIELD=VALUE; see `field_value`."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"must be FIELD=VALUE, such as num_selected=400, got {text!r}")
@@ -80,7 +80,7 @@ def assignment(text: str) -> tuple[str, Any]:
 
 
 def field_value(text: str) -> Any:
-    """JSON, a Python literal, or else plain text, so that engine=mapped needs no quotes."""
+    """The value of JSON, or of a Python literal, or else the text itself: engine=mapped needs no quotes."""
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)

@@ -30,7 +30,7 @@ class Request(NamedTuple):
     """Tokens per sequence: the prompt, an adapter's virtual tokens, a picture's, the generated ones, and candidates
     that may be dropped."""
     candidates: bool = False
-    """Some may be dropped."""
+    """It verifies candidates."""
 
 
 USE_CACHE_IS_FALSE = (
@@ -212,8 +212,8 @@ def _request(
     new, most = asked("max_new_tokens"), asked("max_length")
     end = prompt + new if new is not None else max(prompt + 20, most or 0)  # 20 is the default of transformers
     looked_up = asked("prompt_lookup_num_tokens") or 0
-    assisted = kwargs.get("assistant_model") is not None or asked("assistant_early_exit") is not None
-    assisted = assisted or bool(asked("use_mtp"))
+    early_exit = asked("assistant_early_exit") is not None
+    assisted = kwargs.get("assistant_model") is not None or early_exit or asked("use_mtp")
     ahead = max(looked_up, (asked("num_assistant_tokens") or 20) if assisted or looked_up else 0)
     adapter = prompt_adapter(model, model)
     virtual = 0 if adapter is None else adapter.num_virtual_tokens

@@ -363,8 +363,8 @@ def test_a_default_selects_at_most_half_of_a_context(tokens: int, selected: int)
 
 
 def test_a_small_budget_has_no_memory_for_candidates() -> None:
-    """Rather than fewer tokens or shorter compact keys, for any goal. Where these stay as they are it has, and where
-    the user says so. A step's view is then for one query."""
+    """The planner gives up that memory before it selects fewer tokens or shortens compact keys, for any goal. It keeps
+    the memory if neither gets worse, or if the user asks for it. Without it, a step's view has room for one query."""
     for tokens, part, goal in ((8192, 13, None), (8192, 13, "speed"), (4096, 20, None), (4096, 16, "speed")):
         memory, some = SMOL.full_kv_bytes(tokens, 1) // part, part == 13
         config = DiskSwapCache.fit(SMOL, memory, tokens, 1, {}, goal)

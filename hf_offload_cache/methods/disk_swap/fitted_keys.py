@@ -236,7 +236,8 @@ class FittedKeys:
 
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         """As `Predictor.learn`. Add the new units' compact keys. If nothing is fitted yet or the history has grown
-        much, fit to all keys and make all compact, in three passes. While fitting is postponed, a later call does that.
+        much, fit to all keys and make all compact, in two passes, or three for codes. While fitting is postponed, a
+        later call does that.
         """
         piece, longest = queries.shape[2], self.longest_piece
         self.longest_piece = max(piece, longest)
