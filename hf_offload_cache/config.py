@@ -191,6 +191,11 @@ class OffloadConfig:
         return None
 
     @property
+    def heads_apart(self) -> bool:
+        """Whether each key head has its own rows and records; otherwise a sequence's heads lie together."""
+        return False
+
+    @property
     def records_apart(self) -> bool:
         """Whether records are in host memory, outside the budget."""
         return False

@@ -120,7 +120,7 @@ def of_plan(planned: Any, model: PreTrainedModel) -> Fields:
     """The fields of a planned cache of `model`, without its limits: a float32 model has wider temporary tensors. Its
     records would hold fewer tokens too."""
     limits = {"memory", "max_context", "max_batch"}
-    kinds = layer_kinds(Geometry.of(model), planned.config, 1, type(planned).layer_class.heads_apart)
+    kinds = layer_kinds(Geometry.of(model), planned.config, 1)
     fields = {name: value for name, value in asdict(planned.config).items() if name not in limits}
     return fields | {"group_size": max(kind.form.group_size for kind, _ in kinds)}
 

@@ -370,7 +370,7 @@ def _fit(
     cls: Any, geometry: Geometry, limits: tuple[int, int, int], fields: dict[str, Any], of_goal: Mapping[str, Any]
 ) -> OffloadConfig:
     """The fields that `cls` chooses beside the user's `fields` and those `of_goal`."""
-    options = search(cls.config_class, cls.plan, geometry, limits, fields, of_goal, cls.layer_class.heads_apart)
+    options = search(cls.config_class, cls.plan, geometry, limits, fields, of_goal)
     if not geometry.layers:
         return fit_nothing(options)
     config: OffloadConfig = cls.choose_exact(options) if fields.get("exact") else cls.choose_fields(options, geometry)

@@ -425,8 +425,7 @@ class OffloadCache(Cache):
         Raises `AdapterError` for an adapter file that cannot be read."""
         others = cls.plan_outside_layers(geometry, config, max_batch)
         selects = cls.selects and not config.exact
-        layer = cls.layer_class
-        return plan_cache(geometry, config, max_context, max_batch, layer.plan, layer.heads_apart, others, selects)
+        return plan_cache(geometry, config, max_context, max_batch, cls.layer_class.plan, others, selects)
 
     @classmethod
     def plan_outside_layers(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:

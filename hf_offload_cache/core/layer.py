@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,8 +66,6 @@ class OffloadLayer(CacheLayerMixin):
     "full": attention cannot be replaced; `update` returns the complete history, read from the store.
     """
 
-    heads_apart: ClassVar[bool] = False
-    """Each key head has its own rows and records; otherwise a sequence's heads lie together."""
     is_sliding = False
     is_croppable = True
     offloaded = True
@@ -341,7 +339,7 @@ class OffloadLayer(CacheLayerMixin):
         return PositionHistory.restore(self.shared.storage, tree, parts, device, self.config, self.name)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.rows = Rows(key_states.shape[1] if self.heads_apart else 1)
+        self.rows = Rows(key_states.shape[1] if self.config.heads_apart else 1)
         keys, values = self.rows.fold(key_states), self.rows.fold(value_states)
         form = RecordFormat.of(keys, values, self.config.group_size, self.config.stored_bits)
         self._hold(self.make_history(form, keys.shape[0], keys.device))
@@ -510,7 +508,7 @@ class OffloadLayer(CacheLayerMixin):
         """Keys and values (B, Hkv, t, D) before token `stop`, in blocks, and their positions, (B, Hkv, t) or (B, t)."""
         for block in self.history.blocks(stop):
             places = None if block.positions is None else torch.from_numpy(block.positions).to(self.history.device)
-            if places is not None and self.heads_apart:
+            if places is not None and self.config.heads_apart:
                 places = places.unflatten(0, (-1, self.rows.heads))
             yield self.rows.unfold(block.keys), self.rows.unfold(block.values), places
 
@@ -538,7 +536,7 @@ class OffloadLayer(CacheLayerMixin):
         until the next change."""
         state = "unknown" if self.config.exact == "bitwise" else self.state
         tree = {"state": state, "history": self.history.capture() if self.is_filled else None}
-        return {**tree, "heads": self.rows.heads} if self.heads_apart else tree
+        return {**tree, "heads": self.rows.heads} if self.config.heads_apart else tree
 
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         """Take over a captured `tree`, over its frozen stores. Reads and computes nothing.
@@ -549,7 +547,7 @@ class OffloadLayer(CacheLayerMixin):
             what = f"its state is {tree['state']!r}, expected one of {STATES}, with {len(parts)} files of records"
             raise not_whole(self.name, what)
         if tree["history"] is not None:
-            heads = tree["heads"] if self.heads_apart else 1
+            heads = tree["heads"] if self.config.heads_apart else 1
             rows = tree["history"]["tail"].shape[0]
             if type(heads) is not int or heads < 1 or rows % heads:
                 raise not_whole(self.name, f"it has {rows} rows, for {heads!r} heads each")

@@ -38,19 +38,15 @@ class LayerKind:
     """Number of offloaded layers, of this kind and others."""
 
     @classmethod
-    def of(
-        cls, shape: LayerShape, geometry: Geometry, config: OffloadConfig, batch: int, heads_apart: bool
-    ) -> LayerKind:
+    def of(cls, shape: LayerShape, geometry: Geometry, config: OffloadConfig, batch: int) -> LayerKind:
         """`config`: the layer's."""
-        heads = shape.num_key_heads if heads_apart else 1
+        heads = shape.num_key_heads if config.heads_apart else 1
         sizes = (shape.num_key_heads // heads, shape.key_dim, shape.num_value_heads // heads, shape.value_dim)
         form = RecordFormat.of_sizes(sizes, geometry.dtype, config.group_size, config.stored_bits)
         return cls(form, shape.num_heads, batch * heads, batch, geometry.device, len(geometry.layers))
 
 
-def layer_kinds(
-    geometry: Geometry, config: OffloadConfig, batch: int, heads_apart: bool
-) -> list[tuple[LayerKind, OffloadConfig]]:
+def layer_kinds(geometry: Geometry, config: OffloadConfig, batch: int) -> list[tuple[LayerKind, OffloadConfig]]:
     """Each offloaded layer's kind and its part of `config`, in order; equal pairs are the same objects."""
     config = config.for_layers(len(geometry.layers))
     known: dict[LayerShape, list[tuple[LayerKind, OffloadConfig]]] = {}
@@ -59,7 +55,7 @@ def layer_kinds(
         layer_config = config.of_layer(place)
         same = [(kind, other) for kind, other in known.get(shape, []) if other is layer_config or other == layer_config]
         if not same:
-            same = [(LayerKind.of(shape, geometry, layer_config, batch, heads_apart), layer_config)]
+            same = [(LayerKind.of(shape, geometry, layer_config, batch), layer_config)]
             known.setdefault(shape, []).extend(same)
         kinds += same
     return kinds
@@ -91,7 +87,6 @@ def plan_cache(
     context: int,
     batch: int,
     layer_plan: Callable[[LayerKind, OffloadConfig, int], LayerPlan],
-    heads_apart: bool,
     outside_layers: Planned,
     selects: bool = False,
 ) -> MemoryPlan:
@@ -100,7 +95,7 @@ def plan_cache(
 
     `engine="auto"` counts as a file on disk that is read past the page cache.
     """
-    layers = layer_kinds(geometry, config, batch, heads_apart)
+    layers = layer_kinds(geometry, config, batch)
     counts = Counter((kind, id(part)) for kind, part in layers)
     config_of = {id(part): part for _, part in layers}
     units = [kind.rows * kind.form.record_bytes for kind, _ in layers]
@@ -139,12 +134,11 @@ def search(
     limits: tuple[int, int, int],
     fields: dict[str, Any],
     of_goal: Mapping[str, Any],
-    heads_apart: bool,
 ) -> Search:
     """The search for fields within a budget (see `Search`); `plan`: the cache class's; `limits`: memory, context and
     batch."""
     settings = config_class.load(None, {**of_goal, **fields})  # reports wrong fields before budgets
-    forms = {kind.form for kind, _ in layer_kinds(geometry, settings, 1, heads_apart)}
+    forms = {kind.form for kind, _ in layer_kinds(geometry, settings, 1)}
     records = [(form.record_bytes, form.group_size) for form in forms]
     full = geometry.full_kv_bytes(*limits[1:])
 

@@ -167,6 +167,10 @@ class AbstractTreeConfig(SelectedShareConfig):
             raise ConfigError(f"{name} must be a power of two from 2 to 1024, got {size!r}: use {name}={nearest}")
 
     @property
+    def heads_apart(self) -> bool:
+        return True
+
+    @property
     def keeps_pages(self) -> bool:
         """True if abstracts are on disk. An exact cache has none."""
         return self.abstracts == "disk" and not self.exact

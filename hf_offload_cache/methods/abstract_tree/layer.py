@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ _FEW = 16
 class AbstractTreeLayer(SelectiveLayer):
     """A layer that selects chunks by their abstracts, and tokens within them; each KV head has its own chunks."""
 
-    heads_apart: ClassVar[bool] = True
     config: AbstractTreeConfig
 
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:

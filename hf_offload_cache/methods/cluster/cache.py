@@ -91,7 +91,6 @@ class ClusterAligned(MostUsed):
 class ClusterLayer(SelectiveLayer):
     """A layer whose history is clustered, separately for each KV head."""
 
-    heads_apart: ClassVar[bool] = True
     history_class: ClassVar[type[ClusterHistory]] = ClusterHistory
     config: ClusterConfig
     history: ClusterHistory

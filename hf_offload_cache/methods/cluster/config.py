@@ -115,6 +115,10 @@ class ClusterConfig(SelectedShareConfig):
             raise ConfigError(f"split_threshold must be a number above 0, got {threshold!r}: use 1.25")
 
     @property
+    def heads_apart(self) -> bool:
+        return True
+
+    @property
     def leave_together(self) -> int:
         return max(1, self.join_every)
 

@@ -124,7 +124,7 @@ class DiskSwapCache(SelectiveCache):
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
         settings = search.config({**search.streams(10), "look_ahead": False})
         shapes, context = dict.fromkeys(geometry.layers), search.max_context
-        kinds = [LayerKind.of(shape, geometry, settings, search.max_batch, False) for shape in shapes]
+        kinds = [LayerKind.of(shape, geometry, settings, search.max_batch) for shape in shapes]
         plans = (DiskSwapLayer.plan(kind, settings, context) for kind in kinds)
         forms: list[RecordFormat] = list(dict.fromkeys(kind.form for kind in kinds))
         return fit_disk_swap(search, forms, max((plan.shared.decode["staging"] for plan in plans), default=0))
