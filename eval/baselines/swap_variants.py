@@ -37,7 +37,7 @@ class RandomPredictor(LowRankPredictor):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._generator = np.random.default_rng(given[-1])  # the layer's index
+        self._generator = np.random.default_rng(given[-2])  # the layer's index
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
         drawn = self._generator.random((self.rows, self.fitted.units), dtype=np.float32)
@@ -89,14 +89,15 @@ class PaperPredictor(LowRankPredictor):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        form, rows, rules, shared, _, adapter, _ = given
-        self.fitted = PaperKeys(form, rows, rules, shared, adapter)
+        form, rows, rules, shared, _, adapter, _, heads = given
+        self.fitted = PaperKeys(form, rows, rules, shared, adapter, heads)
 
     def select(self, query: Query, budget: int, guess: bool) -> Choice:
         keys, group, seen = self.fitted.keys, self.form.group_size, self.fitted.seen(query)
         assert keys is not None
-        low = keys.low_rank_query(query.states).sum(1, keepdims=True)
-        best = np.concatenate([keys.best_of_units(low[row], row, group, seen) for row in range(self.rows)])
+        low = keys.low_rank_query(query.states)
+        low = low.reshape(len(low), self.heads, -1, low.shape[2]).sum(2)
+        best = np.concatenate([keys.best_of_units(own, row, group, seen) for row, own in enumerate(low)])
         return _best(with_sinks(best, self.rules.num_sinks, group, seen), budget)
 
 

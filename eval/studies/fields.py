@@ -29,6 +29,7 @@ OWN: dict[str, Values] = {
         "rank": (16, 96),
         "adapter": ("calibrated",),
         "entry_bits": (8,),
+        "heads_apart": (True,),
         "remainder": (False,),
     },
     "abstract-tree": {

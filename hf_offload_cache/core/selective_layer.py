@@ -282,7 +282,7 @@ class SelectiveLayer(OffloadLayer):
     def learn_keys(self, sealed: Sealed) -> None:
         if self.predictor is not None:
             form, device = self.history.form, self.history.device
-            shape = self.history.rows, form.num_key_heads, 0, form.key_dim
+            shape = self.batch, self.rows.heads * form.num_key_heads, 0, form.key_dim
             self.predictor.learn(sealed, torch.empty(shape, dtype=form.dtype, device=device), None)
 
     # --- selecting ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -104,6 +104,12 @@ class RecordFormat:
             while group_size < 16 and 2 * group_size * entry <= TARGET_RECORD_BYTES:
                 group_size *= 2
         return cls(*sizes, dtype, group_size, bits)
+
+    def joined(self, heads: int) -> RecordFormat:
+        """The format of `heads` rows side by side, the key heads of a sequence."""
+        if heads == 1:
+            return self
+        return replace(self, num_key_heads=heads * self.num_key_heads, num_value_heads=heads * self.num_value_heads)
 
     @cached_property
     def key_width(self) -> int:

@@ -76,9 +76,12 @@ class ValueMaps:
         logarithm: np.ndarray = np.log(self.ratio.numpy())
         return logarithm
 
-    def values(self, row: int, components: np.ndarray) -> np.ndarray:
-        """Values (H, Dv) float32 for mean components (H, r) float32 of query heads of a row."""
+    def values(self, row: int, components: np.ndarray, head: int | None = None) -> np.ndarray:
+        """Values (h, Dv) float32 for mean components (h, r) float32 of a row's query heads: all, or those of the key
+        head `head`."""
         maps, scale = self.maps[row].numpy(), self.scale[row].numpy()
+        if head is not None:
+            maps = maps[:, head : head + 1]
         count, rank = maps.shape[1], components.shape[1]
         inputs, wide = components * scale[:rank], maps.astype(np.float32).transpose(1, 0, 2)  # (Hv, r + 1, Dv)
         by_head = np.matmul(inputs.reshape(count, -1, rank), wide[:, :rank])
@@ -120,11 +123,10 @@ def asked(queries: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
 
 
 def placed(
-    mass: np.ndarray, log_ratio: np.ndarray, values: np.ndarray, form: RecordFormat, device: torch.device
+    mass: np.ndarray, log_ratio: np.ndarray, values: np.ndarray, form: RecordFormat, batch: int, device: torch.device
 ) -> Estimates:
-    """Entries with `values` (rows, H, q, Dv) float32 for each query and head of a row, of logarithmic `mass` (rows, H,
-    q), to which `log_ratio` (rows, H) is added. Heads of other rows, if a sequence has several, come in the bias as if
-    they were sequences."""
+    """Entries with `values` (rows, h, q, Dv) float32 for each query and head of a row, of logarithmic `mass` (rows, h,
+    q), to which `log_ratio` (rows, h) is added. `batch` sequences have the rows together."""
     rows, heads, count = mass.shape
     shared = heads // form.num_key_heads
     by_head = values.reshape(rows, form.num_key_heads, shared, count, -1).transpose(0, 3, 2, 1, 4)
@@ -135,7 +137,7 @@ def placed(
     bias[:, lines, own] = (mass + log_ratio[:, :, None]).reshape(rows, -1)
     return Estimates(
         torch.from_numpy(entries).to(device, form.dtype),
-        torch.from_numpy(bias.reshape(rows, heads, count, -1)).to(device),
+        torch.from_numpy(bias.reshape(batch, -1, count, count * shared)).to(device),
     )
 
 

@@ -247,8 +247,8 @@ def test_a_question_that_is_fed_by_hand_after_candidates_is_exact(checked_gather
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"reuse_capacity": 40}, {"group_size": 4}, {"remainder": True, "entry_bits": 8}],
-    ids=["none", "slots", "small", "default"],
+    [{}, {"reuse_capacity": 40}, {"group_size": 4}, {"remainder": True, "entry_bits": 8}, {"heads_apart": True}],
+    ids=["none", "slots", "small", "default", "apart"],
 )
 def test_a_budget_is_kept_by_verifications_too(fields: dict[str, Any]) -> None:
     """Steps of one query and of many stay within the plan; a union beyond a staging area is read in parts."""

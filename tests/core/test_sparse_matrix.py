@@ -43,6 +43,7 @@ def linear(cache: DiskSwapCache) -> bool:
 
 REUSE = {"none": {"reuse_capacity": 0}, "some": {"reuse_capacity": 40}, "default": {}}
 REUSE |= {"8 bits": {"reuse_capacity": 40, "entry_bits": 8}}
+REUSE |= {"heads apart": {"reuse_capacity": 40, "heads_apart": True, "rank": None}}
 
 
 def assert_sparse(model_name: str, cache: DiskSwapCache, seen: Gathers, steps: int) -> None:

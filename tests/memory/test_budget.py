@@ -577,6 +577,7 @@ chosen_fields = st.fixed_dictionaries(
         "engine": st.sampled_from(["direct", "mapped", "memory"]),
         "exact": st.booleans(),
         "entry_bits": st.sampled_from([None, 8]),
+        "heads_apart": st.booleans(),
     },
 ).filter(lambda fields: not (fields.get("exact") and fields.get("entry_bits")))
 
@@ -720,6 +721,7 @@ PARTS: list[tuple[Any, str, dict[str, Any]]] = [
 ]
 PARTS += [(AbstractTreeCache, part, {}) for part in ("1/1", "3/5")]  # of less, two chunks are more than a tenth
 PARTS += [(DiskSwapCache, part, {"entry_bits": 8}) for part in ("3/5", "2/5")]
+PARTS += [(DiskSwapCache, part, {"heads_apart": True}) for part in ("3/5", "2/5")]
 
 
 @pytest.mark.parametrize(

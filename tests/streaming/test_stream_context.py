@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from pathlib import Path
@@ -57,14 +58,18 @@ def test_it_is_as_if_it_was_prefilled(cls: Any, first: Any, tmp_path: Path, monk
             torch.testing.assert_close(answers(twin), answers(opened), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("apart", [False, True])
 def test_state_fitted_to_the_prompt_comes_along(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`DiskSwapCache` fits its compact keys to queries, which a streamed prompt does not have."""
+    """`DiskSwapCache` fits its compact keys to queries, which a streamed prompt does not have. A cache of another
+    format fits its own."""
+    place, made = tmp_path / "published", functools.partial(DiskSwapCache, heads_apart=apart)
+    published(place, tmp_path, made)
     stream_first(monkeypatch)
-    with stream_context(place, long_model(), ids(), path=tmp_path) as cache:
+    with stream_context(place, long_model(), ids(), path=tmp_path, heads_apart=apart) as cache:
         fitted = [layer.predictor.fitted for layer in cache.layers]
-        with DiskSwapCache(long_model(), path=tmp_path) as own:
+        with made(long_model(), path=tmp_path) as own:
             with torch.no_grad():
                 for part in ids()[:, :CONTEXT].split(SIZE, 1):
                     long_model()(part, past_key_values=own)
@@ -72,7 +77,9 @@ def test_state_fitted_to_the_prompt_comes_along(
                 theirs = layer.predictor.fitted
                 assert found.keys.tokens == theirs.keys.tokens > 0 and found.fitted_at == theirs.fitted_at
                 assert torch.equal(found.keys.coding.queries, theirs.keys.coding.queries)
-    with stream_context(place, long_model(), ids(), path=tmp_path, summary_dtype="int8") as other:
+        is_right(cache)
+    other_format = {"summary_dtype": "int8", "heads_apart": not apart}
+    with stream_context(place, long_model(), ids(), path=tmp_path, **other_format) as other:
         assert all(not hasattr(layer.predictor.fitted.keys, "coding") for layer in other.layers)
         is_right(other)
 

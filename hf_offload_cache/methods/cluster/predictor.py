@@ -4,7 +4,6 @@ clusters)."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -111,11 +110,10 @@ class ClusterPredictor(Predictor):
         if maps is None or maps.ratio.shape[1] != batch * heads // rows:
             return None
         states = [(one.states.float() * one.scaling).reshape(rows, -1, one.states.shape[2]) for one in queries]
-        found = estimates(
+        return estimates(
             maps, clustered.form, clustered.partition.centroids.astype(np.float32, copy=False), clustered.stored,
-            [own.numpy(force=True) for own in states], units, queries[0].states.device,
+            [own.numpy(force=True) for own in states], units, batch, queries[0].states.device,
         )  # fmt: skip
-        return replace(found, bias=found.bias.reshape(batch, heads, *found.bias.shape[2:]))
 
     def _choice(self, query: Query, budget: int, estimates_others: bool) -> Choice:
         clustered = self.clustered

@@ -117,9 +117,10 @@ def _add_rest(
 
 def estimates(
     maps: ValueMaps, form: RecordFormat, centroids: np.ndarray, sizes: np.ndarray, states: list[np.ndarray],
-    units: list[np.ndarray], device: torch.device,
+    units: list[np.ndarray], batch: int, device: torch.device,
 ) -> Estimates:  # fmt: skip
-    """Estimated entries for each query's clusters `units` (rows, n; -1: none): one for each query and head.
+    """Estimated entries for each query's clusters `units` (rows, n; -1: none): one for each query and head. `batch`
+    sequences have the rows.
 
     `centroids` (rows, clusters, D) float32; `sizes` (rows, clusters), their entries; `states`: scaled queries (rows, H,
     D) float32."""
@@ -138,4 +139,4 @@ def estimates(
             total = weights.sum(1, keepdims=True)
             mass[row, :, at] = (top + np.log(total))[:, 0]
             values[row, :, at] = maps.values(row, weights @ means / total)
-    return placed(mass, maps.log_ratio, values, form, device)
+    return placed(mass, maps.log_ratio, values, form, batch, device)

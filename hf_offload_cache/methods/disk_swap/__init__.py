@@ -27,6 +27,7 @@ Beyond the paper:
 * keys in mixed bits, fitted to the prompt in the metric of its queries: `CodedKeys`, `fit_coding`, `scaled_directions`
 * exact scores of sinks and latest tokens, and a softmax of each head before heads are summed: `rank_units`
 * steps that rank only candidates: `rank_among`, `LowRankPredictor`
+* a choice for each key head: `DiskSwapConfig.heads_apart`
 * fields for a budget without a profile: `fit_disk_swap`
 """
 

@@ -66,12 +66,14 @@ class DiskSwapLayer(SelectiveLayer):
             lambda tokens: selecting.units(settings, form.group_size, tokens),
         )  # fmt: skip
         rules = rules_of(settings)
-        return self.predictor_class(form, rows, rules, shared, self.name, self.adapter, self.layer_idx)
+        own = self.adapter, self.layer_idx, self.rows.heads
+        return self.predictor_class(form, rows, rules, shared, self.name, *own)
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         if isinstance(self.config, DiskSwapConfig) and self.config.adapter is not None:
             rank = adapter_rank(self.config.adapter)
-            self.adapter = torch.empty(kind.form.key_width, rank, dtype=torch.float32, device="meta")
+            width = kind.form.joined(kind.rows // kind.batch).key_width
+            self.adapter = torch.empty(width, rank, dtype=torch.float32, device="meta")
         super().rehearse(run, kind, context)
 
     @property
@@ -126,7 +128,7 @@ class DiskSwapCache(SelectiveCache):
         shapes, context = dict.fromkeys(geometry.layers), search.max_context
         kinds = [LayerKind.of(shape, geometry, settings, search.max_batch) for shape in shapes]
         plans = (DiskSwapLayer.plan(kind, settings, context) for kind in kinds)
-        forms: list[RecordFormat] = list(dict.fromkeys(kind.form for kind in kinds))
+        forms: list[RecordFormat] = list(dict.fromkeys(kind.form.joined(kind.rows // kind.batch) for kind in kinds))
         return fit_disk_swap(search, forms, max((plan.shared.decode["staging"] for plan in plans), default=0))
 
     @classmethod

@@ -29,9 +29,15 @@ class Asked(NamedTuple):
     queries: torch.Tensor
     """(h, components), in 8 bits for integer products."""
     factor: np.ndarray
-    """(h, 1) float32: products times `factor`, plus `constant`, are scores."""
+    """(h, 1) float32, or (1, 1): products times `factor`, plus `constant`, are scores."""
     constant: np.ndarray
     """(h, 1) float32, or (1, 1)."""
+
+    def of(self, heads: slice) -> Asked:
+        """The same of some query heads."""
+        shape = len(self.queries), 1
+        factor, constant = (np.broadcast_to(part, shape)[heads] for part in (self.factor, self.constant))
+        return Asked(self.queries[heads], factor, constant)
 
 
 class Scored(NamedTuple):
@@ -73,8 +79,11 @@ class Scored(NamedTuple):
         parted = tokens.reshape(self.shape)
         return parted.swapaxes(1, 2) if self.together else parted
 
-    def of_units(self, units: np.ndarray) -> Scored:
-        """The same of some units (n,): a copy."""
+    def of_units(self, units: np.ndarray, heads: slice | None = None) -> Scored:
+        """The same of some units (n,), and of some query heads (None: all): a copy."""
+        if heads is not None:
+            shape = (heads.stop - heads.start, *self.shape[1:])
+            return self._replace(products=self.products[heads], asked=self.asked.of(heads), shape=shape).of_units(units)
         axis = 1 if self.together else 2
 
         def some(values: torch.Tensor) -> torch.Tensor:

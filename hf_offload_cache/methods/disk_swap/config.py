@@ -15,12 +15,12 @@ class DiskSwapConfig(SelectiveConfig):
     """The fields of KVSwap (sections 3.2 to 3.4), in addition to those of every selective cache."""
 
     stored_format: ClassVar[tuple[str, ...]] = (
-        *SelectiveConfig.stored_format, "entry_bits", "summary_bytes", "rank", "summary_dtype",
+        *SelectiveConfig.stored_format, "entry_bits", "heads_apart", "summary_bytes", "rank", "summary_dtype",
         "adapter",
     )  # fmt: skip
     of_a_run: ClassVar[tuple[str, ...]] = (*SelectiveConfig.of_a_run, "adapter")
     kept_on_open: ClassVar[tuple[str, ...]] = (
-        *SelectiveConfig.kept_on_open, "entry_bits", "summary_bytes", "rank", "summary_dtype",
+        *SelectiveConfig.kept_on_open, "entry_bits", "heads_apart", "summary_bytes", "rank", "summary_dtype",
     )  # fmt: skip
     not_with_exact: ClassVar[tuple[str, ...]] = ("adapter",)
     sets_memory: ClassVar[tuple[str, ...]] = (*SelectiveConfig.sets_memory, "adapter")
@@ -28,6 +28,9 @@ class DiskSwapConfig(SelectiveConfig):
     entry_bits: int | None = None
     """8: keys and values are stored in 8 bits, with a scale for each token and head, on the disk and in slots; latest
     tokens are not. None: in the model's own type."""
+    heads_apart: bool = False
+    """Each key head has its own records, and attends to its own choice of groups. A step makes as many times more reads
+    as the model has key heads, each of 4 KiB or more. False: one choice serves all heads, as in the paper."""
     summary_bytes: int | None = None
     """Bytes of a coded compact key, for each token and layer. None: a sixteenth of a key in 16 bits, from 8 to 128."""
     rank: int | None = None
@@ -45,6 +48,7 @@ class DiskSwapConfig(SelectiveConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._one_of("entry_bits", (None, 8))
+        self._one_of("heads_apart", (True, False))
         self._one_of("remainder", (True, False))
         if self.rank is not None:
             self._at_least("rank", 1)

@@ -170,10 +170,15 @@ class LowRankShared(NamedTuple):
 
 
 class FittedKeys:
-    """Compact keys of rows that are sequences, in units of `form.group_size` consecutive tokens, and the keys of the
-    sinks. Sinks and the latest tokens get exact scores.
+    """Compact keys of sequences, in units of `form.group_size` consecutive tokens, and the keys of the sinks. Sinks and
+    the latest tokens get exact scores.
+
+    One compact key of a token is for all its key heads. If these choose apart, rankings and estimates have a row for
+    each key head of each sequence.
 
     Args:
+        form, rows: of the history. The attributes of these names are those of sequences.
+        heads: rows of a sequence, the key heads that choose apart; 1: one choice serves all.
         adapter: calibrated projection (Hk D, r) float32 of this layer. None: it is fitted to the prompt's keys, in the
             metric of the prompt's queries.
     """
@@ -186,9 +191,11 @@ class FittedKeys:
     )
 
     def __init__(
-        self, form: RecordFormat, rows: int, rules: Rules, shared: LowRankShared, adapter: torch.Tensor | None
-    ) -> None:
-        self.form, self.rows, self.rules, self.adapter = form, rows, rules, adapter
+        self, form: RecordFormat, rows: int, rules: Rules, shared: LowRankShared, adapter: torch.Tensor | None,
+        heads: int = 1,
+    ) -> None:  # fmt: skip
+        self.form, self.rows, self._form_of_rows = form.joined(heads), rows // heads, form
+        self.rules, self.adapter, self.heads = rules, adapter, heads
         self.keys: CompactKeys | None = None
         self.sinks: SinkKeys | None = None
         self.maps: ValueMaps | None = None
@@ -207,7 +214,7 @@ class FittedKeys:
         form, rules, rows = self.form, self.rules, self.rows
         estimates = rules.remainder and context >= LEAST_TOKENS
         units = context // form.group_size
-        most = most_kept(wanted, units, self._at_once(heads)) if estimates else min(CANDIDATES * wanted, units)
+        most = most_kept(wanted, units, self._at_once(heads) if estimates else 0, self.heads)
         width, sizes = form.key_width, (context, rows, heads, form.group_size, most)
         if rules.dtype is None:
             CodedKeys.rehearse(run, width, self._code_bytes, *sizes)
@@ -308,7 +315,8 @@ class FittedKeys:
         wanted, sizes = shared.wanted(sealed.tokens), (self.rows, keys.leading, queries.shape[1])
         with shared.account.holding("fitting", fit_bytes(form, *sizes, sealed.tokens)):
             chosen = wanted, CANDIDATES * wanted
-            self.maps = fit_maps(keys, stored, form, queries, self.scaling, chosen, visible, shared.account)
+            made_of = keys, stored, form, queries, self.scaling, chosen, visible
+            self.maps = fit_maps(*made_of, shared.account, self.heads)
         if self.maps is not None and count < LEAST_QUERIES and ratio is not None:
             self.maps.ratio.copy_(ratio)
 
@@ -334,53 +342,57 @@ class FittedKeys:
         exact, apart = self._exact_scores(query, seen), None if self.sinks is None else self.sinks.units
         sizes, keep = (self.form.group_size, wanted), keep and self.maps is not None
         at_once = 1 << 62 if self.rules.memory is None else self._at_once(query.states.shape[1])
-        ranking = rank_units(keys, query.states, query.scaling, *sizes, seen, exact, apart, keep, at_once)
+        asked = query.states, query.scaling, *sizes, seen, exact, apart, keep, at_once, self.heads
+        ranking = rank_units(keys, *asked)
         self._scored = None if ranking.candidates is None else (query, ranking.candidates)
         return ranking
 
     def rank_among(
         self, query: Query, candidates: np.ndarray, beyond: np.ndarray | None = None, keep: bool = False
     ) -> np.ndarray:
-        """Rank only `candidates` (B, n), ascending. See `ranking.rank_among`. `keep`: the scores are for `estimates`,
-        which follows."""
+        """Rank only `candidates` (rows, n), ascending. See `ranking.rank_among`. `keep`: the scores are for
+        `estimates`, which follows."""
         keys, seen = self.keys, self.seen(query)
         assert keys is not None
         exact, apart = self._exact_scores(query, seen), None if self.sinks is None else self.sinks.units
         keep = keep and self.maps is not None
-        importance, kept = rank_among(
-            keys, query.states, query.scaling, self.form.group_size, candidates, seen, exact, apart, beyond, keep
-        )
+        asked = query.states, query.scaling, self.form.group_size, candidates, seen, exact, apart, beyond, keep
+        importance, kept = rank_among(keys, *asked, self.heads)
         self._scored = None if kept is None else (query, kept)
         return importance
 
     def estimates(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
-        """Estimated entries for the attention of each query to `units` (B, n; -1: none) that a step does not read, one
-        for each query head and query."""
+        """Estimated entries for the attention of each query to `units` (rows, n; -1: none) that a step does not read,
+        one for each query head and query."""
         keys, maps, form = self.keys, self.maps, self.form
         latest, self._scored = self._scored, None
         if keys is None or maps is None or maps.ratio.shape[1] != queries[0].states.shape[1]:
             return None
-        (rows, heads), count = queries[0].states.shape[:2], len(queries)
-        mass = np.full((rows, heads, count), -np.inf, dtype=np.float32)
-        values = np.zeros((rows, heads, count, form.value_dim), dtype=np.float32)
-        if latest is not None and latest[0] is queries[0] and count == 1 and units[0].size:
-            groups, scored, top = latest[1]
-            left = units[0][0] if groups is None else groups.searchsorted(units[0][0])
-            mass[0, :, 0], components = mean_components(scored.of_units(left), keys.offsets, top)
-            values[0, :, 0] = maps.values(0, components)
-            return placed(mass, maps.log_ratio, values, form, queries[0].states.device)
+        (batch, query_heads), count = queries[0].states.shape[:2], len(queries)
+        rows, each = batch * self.heads, query_heads // self.heads
+        mass = np.full((rows, each, count), -np.inf, dtype=np.float32)
+        values = np.zeros((rows, each, count, form.value_dim), dtype=np.float32)
+        kept = latest[1] if latest is not None and latest[0] is queries[0] and count == 1 else None
         for at, (query, left) in enumerate(zip(queries, units, strict=True)):
-            low, seen = None, self.seen(query)
-            for row in range(rows):
-                if not (there := left[row][left[row] >= 0]).size:
+            low = None
+            for row, there in enumerate(left):
+                if not (there := there[there >= 0]).size:
                     continue
-                if low is None:
-                    low = keys.low_rank_query(query.states)
-                    low *= np.float32(query.scaling)
-                scored = keys.scored(low[row], row, there, form.group_size, seen)
-                mass[row, :, at], components = mean_components(scored, keys.offsets)
-                values[row, :, at] = maps.values(row, components)
-        return placed(mass, maps.log_ratio, values, form, queries[0].states.device)
+                sequence, head = divmod(row, self.heads)
+                asking = slice(head * each, (head + 1) * each)
+                if kept is not None:
+                    places = there if kept.groups is None else kept.groups.searchsorted(there)
+                    scored = kept.scored.of_units(places, None if self.heads == 1 else asking)
+                    top = kept.top[asking]
+                else:
+                    if low is None:
+                        low, seen = keys.low_rank_query(query.states), self.seen(query)
+                        low *= np.float32(query.scaling)
+                    scored, top = keys.scored(low[sequence, asking], sequence, there, form.group_size, seen), None
+                mass[row, :, at], components = mean_components(scored, keys.offsets, top)
+                values[row, :, at] = maps.values(sequence, components, None if self.heads == 1 else head)
+        device, ratio = queries[0].states.device, maps.log_ratio.reshape(rows, each)
+        return placed(mass, ratio, values, self._form_of_rows, batch, device)
 
     def seen(self, query: Query) -> torch.Tensor | None:
         """(B, tokens) bool: the ranked tokens that are not padding; None: all."""
@@ -389,7 +401,8 @@ class FittedKeys:
 
     def _exact_scores(self, query: Query, seen: torch.Tensor | None) -> np.ndarray:
         """Scaled scores (B, H, t), float32, of the query against the keys of the sinks and the latest tokens."""
-        keys = latest = query.recent()
+        latest = query.recent()
+        keys = latest = latest.view(self.rows, self.form.num_key_heads, *latest.shape[2:])
         if self.sinks is not None:
             keys = torch.cat([self.sinks.keys, keys], 2)
         # numpy finishes products this small before torch's threads wake

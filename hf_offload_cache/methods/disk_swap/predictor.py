@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from ...core.layer import Rows
 from ...errors import not_whole
 from ...fetch.choice import Choice, Estimates
 from ...history.base import Sealed
@@ -21,7 +23,8 @@ from .ranking import CANDIDATES, STEPS
 
 
 class LowRankPredictor(Predictor):
-    """Predictor of one layer whose rows are sequences, with units of `form.group_size` consecutive tokens.
+    """Predictor of one layer, with units of `form.group_size` consecutive tokens. Rows are sequences, or their key
+    heads if these choose apart.
 
     In the paper every step ranks all units. Here, if a step selects few of many units, only every fourth step does. The
     steps in between rank candidates: four times as many units as selected, those with the highest latest importance.
@@ -30,6 +33,7 @@ class LowRankPredictor(Predictor):
     Args:
         adapter: calibrated projection (Hk D, r) float32 of this layer. None: it is fitted to the prompt's keys.
         phase: offset of the steps that rank all units, so that layers do it in different steps.
+        heads: number of rows of a sequence: key heads that choose apart, or 1.
     """
 
     STATE: ClassVar[State] = State(
@@ -48,9 +52,10 @@ class LowRankPredictor(Predictor):
         name: str,
         adapter: torch.Tensor | None = None,
         phase: int = 0,
+        heads: int = 1,
     ) -> None:
-        self.form, self.rows, self.rules = form, rows, rules
-        self.fitted = FittedKeys(form, rows, rules, shared, adapter)
+        self.form, self.rows, self.rules, self.heads = form, rows, rules, heads
+        self.fitted = FittedKeys(form, rows, rules, shared, adapter, heads)
         self._name = name
         self._latest: np.ndarray | None = None  # (rows, units): importance, by the latest query that ranked each
         self._beyond: np.ndarray | None = None  # see `Ranking`; by the latest query that ranked all
@@ -58,7 +63,7 @@ class LowRankPredictor(Predictor):
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Predictor.rehearse`."""
-        self.fitted.rehearse(run, context, heads, wanted)
+        self.fitted.rehearse(run, context, heads * self.heads, wanted)
         self._latest = np.empty((self.rows, context // self.form.group_size), dtype=np.float32)
         self._beyond = np.empty((self.rows, heads), dtype=np.float32)
 
@@ -68,7 +73,18 @@ class LowRankPredictor(Predictor):
         return self.fitted.keys is not None and self.fitted.units == units
 
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
-        self.fitted.learn(sealed, queries, visible)
+        self.fitted.learn(self._of_sequences(sealed), queries, visible)
+
+    def _of_sequences(self, sealed: Sealed) -> Sealed:
+        """Views of sealed units, with a sequence's key heads in one row."""
+        if self.heads == 1:
+            return sealed
+        unfold = Rows(self.heads).unfold
+
+        def joined(parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            return ((unfold(keys), unfold(values)) for keys, values in parts)
+
+        return replace(sealed, parts=list(joined(sealed.parts)), stored=lambda: joined(sealed.stored()))
 
     def prompted(self, scaling: float) -> None:
         """Drop the ranking when a prompt arrives, because the importance before it no longer predicts anything.
@@ -99,9 +115,13 @@ class LowRankPredictor(Predictor):
         candidates = None if ranking.candidates is None else ranking.candidates.groups
         if candidates is None:
             return _best(importance, budget, None if self.fitted.maps is None else CANDIDATES * budget)
-        choice, left = _best(importance, budget), np.ones(importance.shape[1], dtype=bool)
-        left[choice.units[0]] = False
-        return replace(choice, next=candidates[left[candidates]][None])
+        choice, left = _best(importance, budget), np.ones(importance.shape, dtype=bool)
+        left[np.arange(self.rows)[:, None], choice.units] = False
+        if self.heads == 1:
+            return replace(choice, next=candidates[left[0, candidates]][None])
+        others = np.where(left[:, candidates], importance[:, candidates], -np.inf)  # each head's own, of all heads'
+        most = min((CANDIDATES - 1) * budget, len(candidates) - budget)
+        return replace(choice, next=candidates[largest(others, most)])
 
     def estimate(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
         """As `Predictor.estimate`."""
@@ -110,7 +130,7 @@ class LowRankPredictor(Predictor):
     def _may_go_by_latest(self, budget: int, heads: int) -> bool:
         """True if few of many units are selected and all were ranked recently. Newly sealed units become candidates."""
         latest, units = self._latest, self.fitted.units
-        if self._beyond is not None and self._beyond.shape[1] != heads:
+        if self._beyond is not None and self._beyond.shape[1] * self.heads != heads:
             self._beyond = None  # a context's, with another number of heads than this model
         if latest is None or self._beyond is None or self._since >= STEPS - 1 or not self.fitted.in_turns(budget):
             return False
@@ -120,7 +140,8 @@ class LowRankPredictor(Predictor):
         return True
 
     def _among_latest(self, query: Query, budget: int, latest: np.ndarray, guess: bool) -> Choice:
-        """Select among the units of highest `latest` importance (B, units) float32, and update it for them in place."""
+        """Select among the units of highest `latest` importance (rows, units) float32, and update it for them in place.
+        """
         seen, every = self.fitted.seen(query), np.arange(len(latest))[:, None]  # faster than take_along_axis
         candidates = largest(latest, min(CANDIDATES * budget, latest.shape[1]))
         candidates.sort(1)
@@ -141,7 +162,7 @@ class LowRankPredictor(Predictor):
     def select_rows(self, rows: torch.Tensor) -> None:
         self.STATE.select_rows(self, rows)
         self.rows = len(rows)
-        self.fitted.select_rows(rows)
+        self.fitted.select_rows(rows[:: self.heads] // self.heads)
 
     @property
     def tables_nbytes(self) -> int:

@@ -47,15 +47,17 @@ class Candidates(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranking:
-    """Importance of each group to one query a row. Arrays on the host, owned by the caller."""
+    """Importance of each group to one query of each sequence. Rows are sequences, or their key heads if these choose
+    apart. Arrays on the host, owned by the caller."""
 
     importance: np.ndarray
-    """(B, groups) float32, comparable within a row: the softmax weight of the group's best token, summed over heads."""
+    """(rows, groups) float32, comparable within a row: the softmax weight of the group's best token, summed over the
+    row's query heads."""
     beyond: np.ndarray | None = None
-    """(B, H) float32: each head's softmax sum over all groups and exact tokens, divided by the sum over only candidates
-    and exact tokens. None: the next step ranks all groups, too."""
+    """(rows, h) float32: each query head's softmax sum over all groups and exact tokens, divided by the sum over only
+    candidates and exact tokens. None: the next step ranks all groups, too."""
     candidates: Candidates | None = None
-    """The groups that were scored with all components, if `rank_units` was to keep them and there is one row."""
+    """The groups that were scored with all components, if `rank_units` was to keep them and there is one sequence."""
 
 
 def few_of_many(wanted: int, groups: int) -> bool:
@@ -63,9 +65,10 @@ def few_of_many(wanted: int, groups: int) -> bool:
     return _FEW * CANDIDATES * wanted <= groups
 
 
-def most_kept(wanted: int, groups: int, at_once: int) -> int:
-    """Upper bound on the groups whose scores `rank_units` keeps at a time, of up to `groups`; `at_once`: as there."""
-    return min(groups, max(CANDIDATES * wanted, min(_ALL * wanted, at_once)))
+def most_kept(wanted: int, groups: int, at_once: int, heads: int) -> int:
+    """Upper bound on the groups whose scores `rank_units` keeps at a time, of up to `groups`; `at_once` and `heads`: as
+    there."""
+    return min(groups, max(heads * CANDIDATES * wanted, min(_ALL * wanted, at_once)))
 
 
 def rank_units(
@@ -79,8 +82,10 @@ def rank_units(
     apart: np.ndarray | None = None,
     keep: bool = False,
     at_once: int = 1 << 62,
+    heads: int = 1,
 ) -> Ranking:
-    """Rank all groups for query (B, H, D) by the compact `keys` of B rows. The order of the `wanted` best is right.
+    """Rank all groups for query (B, H, D) by the compact `keys` of B sequences. The order of the `wanted` best is
+    right.
 
     A group's best token represents it, as in KVSwap, section 3.3. The paper sums each token's raw scores over heads and
     then takes the group's maximum. Here each head takes its own maximum, then a softmax over all groups and the exact
@@ -98,8 +103,10 @@ def rank_units(
         exact: (B, H, t) float32, scaled exact scores of the sinks and the tail, which share the softmax but are not
             ranked.
         apart: (B, n), groups that contain sinks: they rank below all others, and their other tokens do not count.
-        keep: return the scores of a single row, for an estimate of what is not selected.
+        keep: return the scores of a single sequence, for an estimate of what is not selected.
         at_once: the most groups of which all scores fit the memory.
+        heads: number of parts of the query heads that each have their own importance of groups: all key heads, or 1.
+            The rough pass finds candidates for each part; all heads are scored with the union.
     """
     low = keys.low_rank_query(query)
     low *= np.float32(scaling)
@@ -108,7 +115,7 @@ def rank_units(
     few, keep = few_of_many(wanted, groups), keep and rows == 1
     every, candidates = keep and groups <= min(_ALL * wanted, at_once), None
     rough = keys.has_rough_form and (few or (keep and not every))
-    importance = np.empty((rows, groups), dtype=np.float32)
+    importance = np.empty((rows, heads, groups), dtype=np.float32)
     beyond = np.empty((rows, low.shape[1]), dtype=np.float32) if rough and few else None
     for row in range(rows):
         if every and not rough:
@@ -119,18 +126,20 @@ def rank_units(
         if excluded is not None:
             best[:, excluded] = _NOTHING
         if rough:
-            chosen = largest(_shares(*_weights(best, last), excluded)[None], count)[0]
+            chosen = largest(_shares(*_weights(best, last), heads, excluded), count)
+            chosen = chosen[0] if heads == 1 else np.unique(chosen)
             if keep:
                 chosen.sort()
                 candidates, best[:, chosen] = Candidates.of(keys, low[row], row, chosen, group_size, visible)
             else:
                 best[:, chosen] = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
         weights, total = _weights(best, last)
-        importance[row] = _shares(weights, total, excluded)
+        importance[row] = _shares(weights, total, heads, excluded)
         if beyond is not None:
             scored = total - _sum(weights) + _sum(weights[:, chosen])
             beyond[row] = (total / np.maximum(scored, 1e-6 * total))[:, 0]
-    return Ranking(importance, beyond, candidates)
+    beyond = None if beyond is None else beyond.reshape(rows * heads, -1)
+    return Ranking(importance.reshape(rows * heads, groups), beyond, candidates)
 
 
 def _weights(best: np.ndarray, last: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -141,13 +150,13 @@ def _weights(best: np.ndarray, last: np.ndarray | None) -> tuple[np.ndarray, np.
     return weights[:, : best.shape[1]], _sum(weights)
 
 
-def _shares(weights: np.ndarray, total: np.ndarray, excluded: np.ndarray | None = None) -> np.ndarray:
-    """Importance (groups,): `weights` (h, groups) over each head's `total` (h, 1), summed over heads; -1 for the groups
-    `excluded`."""
-    shares: np.ndarray = (1 / total[:, 0]) @ weights
+def _shares(weights: np.ndarray, total: np.ndarray, heads: int, excluded: np.ndarray | None = None) -> np.ndarray:
+    """Importance (heads, groups): `weights` (H, groups) over each query head's `total` (H, 1), summed over the query
+    heads of each of `heads` parts; -1 for the groups `excluded`."""
+    shares: np.ndarray = (1 / total).reshape(heads, 1, -1) @ weights.reshape(heads, -1, weights.shape[1])
     if excluded is not None:
-        shares[excluded] = -1
-    return shares
+        shares[..., excluded] = -1
+    return shares[:, 0]
 
 
 def rank_among(
@@ -161,25 +170,31 @@ def rank_among(
     apart: np.ndarray | None = None,
     beyond: np.ndarray | None = None,
     keep: bool = False,
+    heads: int = 1,
 ) -> tuple[np.ndarray, Candidates | None]:
-    """Importance (B, n) float32 of only the groups `candidates` (B, n), on the scale of `rank_units`.
+    """Importance (rows, n) float32 of only the groups `candidates` (rows, n), on the scale of `rank_units`.
 
-    Each head's softmax sum over all groups is estimated as `beyond` (B, H) times the sum over the candidates. This
-    reads a small part of the bytes that `rank_units` reads. With `keep`, also returns the scores of a single row.
+    Each query head's softmax sum over all groups is estimated as `beyond` (rows, h) times the sum over the candidates
+    of its sequence. This reads a small part of the bytes that `rank_units` reads. With `keep`, also returns the scores
+    of a single sequence. `heads`: as in `rank_units`.
     """
     low = keys.low_rank_query(query)
     low *= np.float32(scaling)
-    importance, kept = np.empty(candidates.shape, dtype=np.float32), None
-    for row, chosen in enumerate(candidates):
-        if keep and len(candidates) == 1:
+    rows, kept = len(low), None
+    beyond = None if beyond is None else beyond.reshape(rows, -1, 1)
+    importance = np.empty((rows, heads, candidates.shape[1]), dtype=np.float32)
+    for row, of_heads in enumerate(candidates.reshape(importance.shape)):
+        chosen = of_heads[0] if heads == 1 else np.unique(of_heads)
+        if keep and rows == 1:
             kept, best = Candidates.of(keys, low[row], row, chosen, group_size, visible)
         else:
             best = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
         if apart is not None:
             best[:, (chosen[:, None] == apart[row]).any(1)] = _NOTHING
         weights, total = _weights(best, None if exact is None else exact[row])
-        importance[row] = _shares(weights, total if beyond is None else total * beyond[row][:, None])
-    return importance, kept
+        shares = _shares(weights, total if beyond is None else total * beyond[row], heads)
+        importance[row] = shares if heads == 1 else shares[np.arange(heads)[:, None], chosen.searchsorted(of_heads)]
+    return importance.reshape(candidates.shape), kept
 
 
 _sum = partial(np.add.reduce, axis=-1, keepdims=True)

@@ -96,6 +96,7 @@ def fit_maps(
     chosen: tuple[int, int],
     visible: torch.Tensor | None,
     account: MemoryAccount,
+    heads: int = 1,
 ) -> ValueMaps | None:
     """Fit maps to a sample of the units of `stored()`, whose compact keys are `keys`: weighted least squares of values
     on components. A token's weight is the attention that it gets from the latest of `queries` (B, H, q, D), as a part
@@ -104,6 +105,7 @@ def fit_maps(
     Args:
         chosen: units that a step selects, and the best units, these included, among which the remainder is.
         visible: (·, tokens), excludes padding.
+        heads: key heads that choose apart, each with its own remainder; 1: all have the same.
     """
     rows, group, units = len(queries), form.group_size, keys.tokens // form.group_size
     every = -(-units * group // _TOKENS)
@@ -111,7 +113,7 @@ def fit_maps(
     wanted, candidates = (max(1, round((count - 1) / every)) for count in chosen)
     if wanted >= min(candidates, len(sample)):
         return None
-    latest = _Asked(queries, keys, form, scaling, sample, every)
+    latest = _Asked(queries, keys, form, scaling, sample, every, heads)
     shares = [latest.weigh(row, wanted, candidates, visible) for row in range(rows)]
     sums = [LeastSquares(keys.leading + 1, form, keys.device) for _ in range(rows)]
     tokens = (sample[:, None] * group + np.arange(group)).ravel()
@@ -142,11 +144,12 @@ class _Asked:
     Args:
         sample: units (n,), ascending, without the first.
         every: number of units that one of the sample stands for.
+        heads: as in `fit_maps`.
     """
 
     def __init__(
         self, queries: torch.Tensor, keys: CompactKeys, form: RecordFormat, scaling: float, sample: np.ndarray,
-        every: int,
+        every: int, heads: int,
     ) -> None:  # fmt: skip
         states, behind = asked(queries)
         self._states = states.transpose(1, 2).float()  # (B, q, H, D)
@@ -154,10 +157,10 @@ class _Asked:
         self._hidden = sample >= np.array(ends)[:, None]  # (q, n)
         self._keys, self._group, self._key_heads, self._scaling = keys, form.group_size, form.num_key_heads, scaling
         self._units, self._every = np.concatenate([[0], sample]), every
-        rows, count, heads = self._states.shape[:3]
-        self._rest = np.zeros((rows, count, len(sample)), dtype=bool)
-        self._top, self._total = (np.zeros((rows, count, heads), dtype=np.float32) for _ in range(2))
-        self._estimated, self._true = np.zeros((rows, heads)), np.zeros((rows, heads))
+        rows, count, query_heads = self._states.shape[:3]
+        self._rest = np.zeros((rows, count, heads, len(sample)), dtype=bool)
+        self._top, self._total = (np.zeros((rows, count, query_heads), dtype=np.float32) for _ in range(2))
+        self._estimated, self._true = np.zeros((rows, query_heads)), np.zeros((rows, query_heads))
 
     def weigh(self, row: int, wanted: int, candidates: int, visible: torch.Tensor | None) -> np.ndarray:
         """The attention (Hk, tokens of the sample) float32 of a row's queries to their remainders.
@@ -182,10 +185,12 @@ class _Asked:
             weights[..., 1:] *= ~hidden
             best = weights.max(2)
             share = best[..., 1:] / (best[..., :1] + self._every * best[..., 1:].sum(2, keepdims=True))
-            rest = _next_best(share.sum(1), wanted, candidates) & ~hidden[:, 0, 0]
+            shape = len(share), self._rest.shape[2], units - 1
+            importance = share.reshape(shape[0] * shape[1], -1, shape[2]).sum(1)
+            rest = _next_best(importance, wanted, candidates).reshape(shape) & ~hidden[:, 0]
             total = weights[..., 0].sum(2) + self._every * weights[..., 1:].sum((2, 3))
             left = weights[..., 1:]
-            left *= rest[:, None, None]
+            left *= rest.repeat(heads // shape[1], 1)[:, :, None]
             left /= total[..., None, None]
             shares += left.reshape(len(left), self._key_heads, -1, group, units - 1).sum((0, 2))
             self._rest[row, part] = rest
@@ -197,14 +202,15 @@ class _Asked:
     def compare(self, row: int, places: slice, keys: torch.Tensor) -> None:
         """Add the true remainder's mass among keys (Hk, t, D) of a row, those of the sample's tokens at `places`."""
         units = np.arange(places.start, places.stop) // self._group
-        held = torch.from_numpy(self._rest[row][:, units]).to(keys.device)  # (q, t)
+        held = torch.from_numpy(self._rest[row][:, :, units]).to(keys.device)  # (q, 1 or Hk, t)
         states = self._states[row].transpose(0, 1).unflatten(0, (self._key_heads, -1)).to(keys.device)  # (Hk, R, q, D)
         top, total = (
             torch.from_numpy(part[row].T.copy()).to(keys.device).unflatten(0, (self._key_heads, -1))[..., None]
             for part in (self._top, self._total)
         )
         scores = torch.matmul(states.flatten(1, 2), keys.float().transpose(1, 2)).view(*states.shape[:3], -1)
-        weights = (scores * self._scaling - top).clamp_(-80, 60).exp_() * held / total.clamp_min(1e-30)
+        weights = (scores * self._scaling - top).clamp_(-80, 60).exp_() * held.transpose(0, 1)[:, None]
+        weights /= total.clamp_min(1e-30)
         self._true[row] += weights.sum((2, 3)).flatten().numpy(force=True)
 
     def mass(self, row: int) -> tuple[np.ndarray, np.ndarray]:

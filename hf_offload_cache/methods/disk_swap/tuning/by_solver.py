@@ -45,7 +45,7 @@ def tune_by_solver(
     """
     inner, measured, quick = task.model, task.measured, task.quick
     assert issubclass(measured, DiskSwapCache)
-    refuse(_SOLVED, task.fields)
+    refuse((*_SOLVED, "heads_apart"), task.fields)
     if task.fields.get("look_ahead") is False:
         raise ConfigError("look_ahead=False reads nothing ahead, so there is nothing to hide: leave it out")
     engine, store = choose_engine(settings.engine, task.directory)
