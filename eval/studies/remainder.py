@@ -25,7 +25,7 @@ from hf_offload_cache.model import Geometry
 from hf_offload_cache.tuning import distance, divergence, perplexity_over
 
 from .common import Rows, Study, main
-from .contexts import MODEL, Context, default_model, open_cache, prefill, reference_texts, replay
+from .contexts import MODEL, Context, default_model, open_cache, peak_share, prefill, reference_texts, replay
 from .teacher_forced import Fields, contenders_of
 from .watch import Look, Watch
 
@@ -135,11 +135,11 @@ def answered(model: PreTrainedModel, cache: Cache, turns: Turns) -> Iterator[tor
 
 
 def steps(cache: Any, model: PreTrainedModel, context: Context, turns: Turns, reference: torch.Tensor) -> Fields:
-    """A row's figures. "estimated" and "lost": the attention mass that steps estimated, by their own estimate, and the
-    true mass on what they did not attend to; the others compare these and the KL over steps, by Spearman's rank
-    correlation."""
+    """A row's figures. "estimated" and "dropped": the attention mass that steps estimated, and that they neither
+    attended to nor estimated, both by their own estimate. "lost": the true mass of both. The others compare these and
+    the KL over steps, by Spearman's rank correlation."""
     lost: list[float] = []
-    estimated, true, looked_at = [], [], selective_layer.LOOKED_AT
+    estimated, dropped, true, looked_at = [], [], [], selective_layer.LOOKED_AT
     counters = cache.storage.counters
 
     def told(look: Look) -> None:
@@ -154,7 +154,9 @@ def steps(cache: Any, model: PreTrainedModel, context: Context, turns: Turns, re
                 logits.append(scores)
                 estimated.append(counters.estimated_millionths / 1e6 / max(1, counters.times_estimated))
                 true.append(float(np.mean(lost[-len(cache.offloaded) :])))
+                dropped.append(counters.lost_millionths / 1e6 / max(1, counters.times_lost))
                 counters.estimated_millionths = counters.times_estimated = 0
+                counters.lost_millionths = counters.times_lost = 0
                 lost.clear()
     finally:
         selective_layer.LOOKED_AT = looked_at
@@ -163,10 +165,10 @@ def steps(cache: Any, model: PreTrainedModel, context: Context, turns: Turns, re
     row: Fields = {**distance(reference, found), "most": float(each.max())}
     row |= {f"kl_{place + 1}": float(part.mean()) for place, part in enumerate(each.tensor_split(QUARTERS))}
     row |= {"perplexity": perplexity_of(reference, found, turns), "lost": float(np.mean(true))}
-    row |= {"estimated": float(np.mean(estimated)), "lost_to_kl": spearman(true, each.tolist())}
-    report = cache.report()
-    row["hit_rate"] = report.hit_rate
-    return row | ({"estimated_to_lost": spearman(estimated, true)} if any(estimated) else {})
+    row |= {"estimated": float(np.mean(estimated)), "dropped": float(np.mean(dropped))}
+    row |= {"lost_to_kl": spearman(true, each.tolist()), "hit_rate": cache.report().hit_rate, **peak_share(cache)}
+    own = np.add(estimated, dropped).tolist()
+    return row | ({"estimated_to_lost": spearman(own, true)} if any(own) else {})
 
 
 def perplexity_of(reference: torch.Tensor, found: torch.Tensor, turns: Turns) -> float | None:

@@ -442,8 +442,19 @@ class SelectiveLayer(OffloadLayer):
         queries = call.query.shape[0] * (count - (0 if step is None else step.guessed))
         estimated = 0 if fetched.estimates is None else fetched.estimates.entries.shape[1]
         storage.counters.attend(queries, self.history.length, fetched.entries.shape[1] - estimated)
+        if count == 1 and (storage.counters.decode_steps + layer_idx) % LOOKED_AT == 0:
+            self._count_lost(choice, self.query_of(call.query[:, :, 0], visible), fetched.estimates is not None)
         with timeline.span("attend", layer_idx) if timeline.on else NOTHING:
             return self.combine(call, choice, fetched, visible)
+
+    def _count_lost(self, choice: Choice, query: Query, estimated: bool) -> None:
+        """Count the attention mass of a step that is on nothing that it attends to."""
+        counters, lost = self.shared.storage.counters, None
+        if self.predictor is not None and self.history.records > self.budget:
+            lost = cast(Predictor, self.predictor).lost(query, choice, estimated)
+        if lost is not None:
+            counters.lost_millionths += round(lost * 1e6)
+            counters.times_lost += 1
 
     def combine(
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None

@@ -99,3 +99,8 @@ class Predictor(Learner, Protocol):
         """Entries that stand for what each of `queries` would attend to in `units` (rows, n; -1: none), which the step
         does not read. They come from `Choice.next`. None: nothing is estimated."""
         return None
+
+    def lost(self, query: Query, choice: Choice, estimated: bool) -> float | None:
+        """Share of the attention mass of `query` that is on nothing of `choice`, its latest selection, and, if they
+        are `estimated`, on none of `Choice.next`: mean over rows and heads, by its own estimate. None: not known."""
+        return None

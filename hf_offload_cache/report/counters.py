@@ -30,6 +30,9 @@ class Counters:
     estimated_millionths: int = 0
     """Sum of the shares of attention mass that steps estimated, over `times_estimated` layers and steps."""
     times_estimated: int = 0
+    lost_millionths: int = 0
+    """Sum of the shares of attention mass that steps lost, over `times_lost` layers and steps."""
+    times_lost: int = 0
     stall_seconds: float = 0.0
     decode_steps: int = 0
     decode_seconds: float = 0.0

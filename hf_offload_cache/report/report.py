@@ -160,6 +160,10 @@ class CacheReport:
     """Share of the attention mass that steps estimated instead of reading it, by their own estimate: mean over layers
     and steps, of which a sixteenth is looked at. None: nothing was estimated. It follows the true share, but does not
     predict the distance to full attention."""
+    lost_mass: float | None
+    """As `estimated_mass`, of the attention mass that steps neither attended to nor estimated. None: steps attended to
+    all, or the method does not know. `DiskSwapCache` counts the best token of each group, which is two thirds of the
+    true share where nothing is estimated."""
     compressed_fraction: float | None
     """Share of the records read for selections that were read as 4-bit copies; None: there are no copies."""
     unpack_seconds: float
@@ -205,6 +209,7 @@ class CacheReport:
             prefetch_hit_rate=_ratio(counters.units_ready, counters.units_selected),
             selected_fraction=_ratio(counters.tokens_attended, counters.tokens_visible),
             estimated_mass=_ratio(counters.estimated_millionths / 1e6, counters.times_estimated),
+            lost_mass=_ratio(counters.lost_millionths / 1e6, counters.times_lost),
             compressed_fraction=_ratio(counters.records_compressed, counters.records_read),
             **{name: getattr(counters, name) for name in _COUNTED},
             **figures,
@@ -239,6 +244,7 @@ class CacheReport:
             "hit rate": share_text(self.prefetch_hit_rate),
             "tokens attended to": share_text(self.selected_fraction),
             "attention mass estimated": share_text(self.estimated_mass),
+            "attention mass lost": share_text(self.lost_mass),
             "read as 4-bit copies": share_text(self.compressed_fraction) + copies,
             "decode": decode,
             "I/O wait": wait,

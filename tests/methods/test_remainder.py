@@ -14,8 +14,9 @@ import pytest
 import torch
 from long_models import long_tiny
 
-from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core import Rows, SelectiveLayer
+from eval.studies.watch import attended_columns
+from hf_offload_cache import ClusterCache, DiskSwapCache
+from hf_offload_cache.core import Rows, SelectiveLayer, selective_layer
 from hf_offload_cache.errors import ContextError
 from hf_offload_cache.history import RecordFormat, Sealed
 from hf_offload_cache.memory import DryRun, MemoryAccount, Workspace
@@ -396,6 +397,54 @@ def test_off_and_everything_selected_estimate_nothing(outputs: list[Any]) -> Non
     assert not outputs
     assert all(map(torch.equal, logits[1], logits[2]))
     assert not all(map(torch.equal, logits[0], logits[1]))
+
+
+@pytest.mark.parametrize("way", ["one", "left padding"])
+@pytest.mark.parametrize("remainder", [False, True])
+@pytest.mark.parametrize(
+    ("cache_class", "apart"), [(DiskSwapCache, False), (DiskSwapCache, True), (ClusterCache, True)]
+)
+def test_the_report_has_the_lost_mass(
+    cache_class: Any, apart: bool, remainder: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where groups have one token and compact keys all components, and where each key is its cluster's centroid, it is
+    the true one."""
+    model, true = long_tiny("llama"), []
+    monkeypatch.setattr(selective_layer, "LOOKED_AT", 1)
+    combine = SelectiveLayer.combine
+
+    def watched(layer: Any, call: Any, choice: Any, fetched: Any, visible: Any) -> Any:
+        keys, heads = layer.whole()[0].clone(), call.query.shape[1]
+        if cache_class is ClusterCache:
+            clustered = layer.history.clustered
+            means = clustered.partition.centroids[np.arange(layer.history.rows)[:, None], clustered.labels]
+            keys[:, :, : means.shape[1]] = layer.rows.unfold(torch.from_numpy(means).to(keys.dtype)[:, None])
+        left = torch.ones(layer.history.rows, keys.shape[2])
+        for row, columns in enumerate(attended_columns(layer, choice, fetched)):
+            left[row, columns] = 0
+            if fetched.estimates is not None:
+                others = layer.history.positions(choice.next)[row]
+                left[row, torch.from_numpy(others[others >= 0])] = 0
+        left = left.unflatten(0, (len(keys), -1)).repeat_interleave(heads * len(keys) // len(left), 1)
+        keys = keys.repeat_interleave(heads // keys.shape[1], 1)
+        scores = torch.einsum("bhd,bhtd->bht", call.query[:, :, 0], keys) * call.scaling
+        if visible is not None:
+            scores.masked_fill_(~visible[:, None], -torch.inf)
+        true.append(float((scores.softmax(2) * left).sum(2).mean()))
+        return combine(layer, call, choice, fetched, visible)
+
+    monkeypatch.setattr(SelectiveLayer, "combine", watched)
+    ids, options = harness.prompt(model, 2 if way == "left padding" else 1, LENGTH), {"max_new_tokens": 4}
+    if way == "left padding":
+        options["attention_mask"] = harness.padding(2, LENGTH)
+    width = model.config.num_key_value_heads * model.config.head_dim
+    complete = {"group_size": 1, "rank": width, "summary_dtype": "float32", "heads_apart": apart}
+    own = complete if cache_class is DiskSwapCache else {}
+    with cache_class(model, **{**FIELDS, "remainder": remainder, **own}) as cache:
+        harness.generate(model, cache, ids, **options)
+        lost = cache.report().lost_mass
+    assert len(true) == 3 * 3
+    assert lost == pytest.approx(np.mean(true), rel=1e-3) and lost > 0.01
 
 
 @pytest.mark.parametrize("apart", [False, True])

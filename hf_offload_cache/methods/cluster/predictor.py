@@ -115,6 +115,24 @@ class ClusterPredictor(Predictor):
             [own.numpy(force=True) for own in states], units, batch, queries[0].states.device,
         )  # fmt: skip
 
+    def lost(self, query: Query, choice: Choice, estimated: bool) -> float | None:
+        """As `Predictor.lost`, as if each key were its cluster's centroid."""
+        clustered, every = self.clustered, np.arange(len(choice.units))[:, None]
+        rows, count = clustered.partition.counts.shape
+        heads = query.states.shape[0] * query.states.shape[1] // rows
+        with self._account.holding("scores", _score_bytes(clustered.form, rows, count, heads, self._clusters)):
+            padded, _ = self._first(np.empty((rows, count), dtype=np.float32), query.visible)
+            shares, left = self.shares(query, clustered.partition.counts - padded), clustered.stored - padded
+            begin, last = ((choice.units >= 0) * part[every, choice.units] for part in (padded, clustered.stored))
+            entry = np.arange(clustered.pages.largest * clustered.form.group_size)
+            kept = (entry >= begin[..., None]) & (entry < last[..., None])
+            if choice.keep is not None:
+                kept &= choice.keep
+            np.subtract.at(left, (every, choice.units), kept.sum(2))
+            if estimated and choice.next is not None:
+                left[np.broadcast_to(every, choice.next.shape)[choice.next >= 0], choice.next[choice.next >= 0]] = 0
+            return float((shares * left).sum()) / (rows * heads)
+
     def _choice(self, query: Query, budget: int, estimates_others: bool) -> Choice:
         clustered = self.clustered
         stored, page_counts, group = clustered.stored, clustered.page_counts, clustered.form.group_size

@@ -127,6 +127,16 @@ class LowRankPredictor(Predictor):
         """As `Predictor.estimate`."""
         return self.fitted.estimates(queries, units)
 
+    def lost(self, query: Query, choice: Choice, estimated: bool) -> float | None:
+        """As `Predictor.lost`, by the best token of each group."""
+        if self._latest is None:
+            return None
+        left, every = np.ones(self._latest.shape, dtype=bool), np.arange(self.rows)[:, None]
+        left[every, choice.units] = False
+        if estimated and choice.next is not None:
+            left[every, choice.next] = False
+        return float(self._latest[left].clip(min=0).sum()) / query.states[..., 0].numel()
+
     def _may_go_by_latest(self, budget: int, heads: int) -> bool:
         """True if few of many units are selected and all were ranked recently. Newly sealed units become candidates."""
         latest, units = self._latest, self.fitted.units
