@@ -18,6 +18,7 @@ from .watch import Look, Watch
 
 _SHOWN = 12, 1
 """Layer and key head of which keys are drawn."""
+_SPENT = "bytes_read", "bytes_written", "reads"
 
 
 class LongContender:
@@ -47,7 +48,9 @@ class LongContender:
         if not isinstance(self.cache, SelectiveCache):
             return {}
         self.cache.storage.prefetcher.flush()
-        return self.cache.report().to_dict()
+        counters = self.cache.storage.counters
+        hits = {"selected": counters.units_selected, "resident": counters.units_resident}
+        return {**self.cache.report().to_dict(), **hits}
 
     def feed(self, last: int) -> None:
         """The text up to token `last`."""
@@ -116,6 +119,17 @@ class LongContender:
         plane = torch.pca_lowrank(torch.from_numpy(middle), 2, center=False)[2].numpy()
         return {"at": (middle @ plane).round(3).tolist(), "cluster": labels.tolist()}
 
+    def spent(self) -> dict[str, float]:
+        """Since `restart`: bytes read and written a step, reads a step and the hit rate. "peak_share": the most memory
+        in use so far, over the full KV by now. Nothing for `DynamicCache`."""
+        if not isinstance(self.cache, SelectiveCache):
+            return {}
+        after, before, count = self._report(), self._before, len(self.seconds)
+        found = {f"{name}_a_step": (after[name] - before[name]) / count for name in _SPENT}
+        selected = after["selected"] - before["selected"]
+        found |= {"hit_rate": (after["resident"] - before["resident"]) / selected} if selected else {}
+        return found | {"peak_share": after["peak_memory_bytes"] / after["full_kv_bytes"]}
+
     def row(self) -> dict[str, Any]:
         """By thirds: `mass` captured outside sinks and tail, `oracle`'s, and `ms` a step, the mean. `settling_seconds`;
         of decoding alone bytes, reads and hits a step; `variance` within `clusters`, those of one
@@ -126,10 +140,7 @@ class LongContender:
         row |= {"mass": [one[0] for one in thirds], "oracle": [one[1] for one in thirds]}
         if not isinstance(self.cache, SelectiveCache):
             return row
-        after = self._report()
-        for name in ("bytes_read", "bytes_written", "reads"):
-            row[f"{name}_a_step"] = (after[name] - self._before[name]) / len(self.seconds)
-        row |= {"hit_rate": after["hit_rate"], "peak_share": after["peak_memory_bytes"] / after["full_kv_bytes"]}
+        row |= self.spent()
         if layers := self.clustered:
             row["settling_seconds"] = self.settling
             apart = [clusters_of(layer, each)[2] for layer in layers for each in range(layer.history.rows)]

@@ -119,6 +119,25 @@ def test_a_request_with_candidates_has_memory_for_them(tmp_path: Path) -> None:
         generated(own, ids, prompt_lookup_num_tokens=3)
 
 
+@pytest.mark.parametrize(
+    ("options", "some"),
+    [
+        ({}, False),
+        ({"use_mtp": True}, True),
+        ({"assistant_early_exit": 1}, True),
+        ({"prompt_lookup_num_tokens": 3}, True),
+    ],
+)
+def test_what_makes_candidates_gets_memory_for_them(options: dict[str, Any], some: bool, tmp_path: Path) -> None:
+    def generate(ids: torch.Tensor, past_key_values: Any = None, **_: Any) -> bool:
+        return bool(past_key_values.config.candidates)
+
+    own = copy.deepcopy(long_model())
+    own.generate = generate
+    with offload(own, memory=480_000, path=tmp_path):
+        assert own.generate(prompt(own, 1, 1500), max_new_tokens=NEW, **options) is some
+
+
 def test_a_request_that_fails_leaves_the_next_one_whole(tmp_path: Path) -> None:
     own, ids = model(), prompt(model(), 1, 40)
     expected = generated(own, ids)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import prompt
 from lanes_in_order import compute_first, stream_first
 from long_context import CONTEXT, SIZE, answers, change_manifest, ids, is_right, manifest_at, published
 from long_llama import long_model
@@ -82,6 +83,26 @@ def test_state_fitted_to_the_prompt_comes_along(
     with stream_context(place, long_model(), ids(), path=tmp_path, **other_format) as other:
         assert all(not hasattr(layer.predictor.fitted.keys, "coding") for layer in other.layers)
         is_right(other)
+
+
+def test_the_map_of_the_remainder_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps after a streamed prompt estimate what those after a computed one do."""
+    model, tokens = long_model(), 19 * SIZE
+    text = prompt(model, 1, tokens + 12)
+    published(tmp_path / "published", tmp_path, tokens=text[:, :tokens])
+    stream_first(monkeypatch)
+    own = DiskSwapCache(model, path=tmp_path)
+    with stream_context(tmp_path / "published", model, text, path=tmp_path) as cache, own, torch.no_grad():
+        assert cache.get_seq_length() == tokens and not cache.stream_report.trouble
+        model(text[:, :tokens], past_key_values=own)
+        for layer, other in zip(cache.layers, own.layers, strict=True):
+            maps, theirs = layer.predictor.fitted.maps, other.predictor.fitted.maps
+            assert maps.maps.any() and torch.equal(maps.maps, theirs.maps) and torch.equal(maps.ratio, theirs.ratio)
+        for token in text[:, tokens:].split(1, 1):
+            found, wanted = (model(token, past_key_values=each).logits for each in (cache, own))
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        mass, expected = (each.report().estimated_mass for each in (cache, own))
+        assert mass == pytest.approx(expected, rel=1e-3) and mass > 0.01
 
 
 @pytest.mark.parametrize(("chunk", "layer"), [(0, 2), (4, 1)])
