@@ -60,7 +60,7 @@ def test_a_row_for_every_pair_with_its_share_of_the_budget(tuned: Tuned) -> None
     for row in tuned.rows:
         assert row["memory"] == values["memory"] * row["batch"] // 3
         assert row["planned_bytes"] <= row["memory"]
-        assert row["fields"]["num_selected"] == 64
+        assert row["fields"]["num_selected"] == 64 and row["fields"]["candidates"]
         assert row["record_bytes"] == 4096
         assert row["fields"]["group_size"] == 16  # the largest whose record is one block
         size = "rank" if row["fields"]["summary_dtype"] == "int8" else "summary_bytes"
@@ -107,10 +107,12 @@ def test_a_cache_takes_it_and_keeps_the_budget(tuned: Tuned, tmp_path: Path, bat
 
 @pytest.mark.slow
 def test_fields_are_kept_in_every_row() -> None:
-    found = tune(tiny_llama(), **{**ASKED, "max_batch": 1, "max_context": 4096}, engine="mapped", num_recent=16)
+    found = tune(tiny_llama(), **{**ASKED, "max_batch": 1, "max_context": 4096}, engine="mapped", num_recent=16,
+                 candidates=False)  # fmt: skip
     assert [(row["batch"], row["context"]) for row in found.rows] == [(1, 4096)]
     assert found.rows[0]["fields"]["engine"] == "mapped"
     assert found.rows[0]["fields"]["num_recent"] == 16
+    assert found.rows[0]["fields"]["candidates"] is False
 
 
 @pytest.mark.slow
