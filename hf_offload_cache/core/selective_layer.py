@@ -211,8 +211,8 @@ class SelectiveLayer(OffloadLayer):
         estimates = kind.num_heads * kind.batch // (kind.rows * form.num_key_heads) if self.estimates else 0
         rest = estimates, (MOST_CANDIDATES if config.candidates else 1) * estimates
         latest, last = (-(-(behind + more) // form.group_size) for more in rest)
-        payload = rows * form.view_width(rows) * form.dtype.itemsize
-        view, widest = (min(records, soon) + latest) * payload, (min(max(records, verified), soon) + last) * payload
+        record = rows * form.record_width * form.dtype.itemsize
+        view, widest = (min(records, soon) + latest) * record, (min(max(records, verified), soon) + last) * record
         kept = self.most_kept(context)
         kept = rows * (kept + latest * form.group_size) * form.entry_bytes if kept else 0
         whole = widest if waiting else 0  # complete units are copied too if other entries follow them
@@ -325,10 +325,10 @@ class SelectiveLayer(OffloadLayer):
             asked, fetcher = next(decision), self.fetcher
             while True:
                 if isinstance(asked, Choice):
-                    entries = fetcher.bring(history, asked)
+                    found = fetcher.bring(history, asked)
                 else:
-                    entries = fetcher.look(history, asked, again=guess or again)
-                asked = decision.send(entries)
+                    found = fetcher.look(history, asked, again=guess or again)
+                asked = decision.send(found)
         except StopIteration as end:
             return cast(Choice, end.value)
         finally:

@@ -136,8 +136,8 @@ class View:
     Attributes:
         payloads: all payloads, (n, payload width). Packed ones are void after `unpack`.
         entries: the entries, row by row: (rows, N, entry width). They are in the same memory as the payloads. Packed
-            payloads of several rows lie behind them, and those of a single row in their last part: `unpack` fills the
-            entries from the first on, as many at a time as do not reach the payloads that are left.
+            payloads lie in its last part: `unpack` fills the entries from the first on, as many at a time as do not
+            reach the payloads that are left.
         target: (rows * width) int64, the indices in `payloads` of each row's first `width`.
     """
 
@@ -149,18 +149,18 @@ class View:
             if form.bits is None:
                 payloads = self.entries.view(rows * stride, form.payload_width)
             else:
-                each = form.payload_bytes // form.dtype.itemsize
-                start = size if rows > 1 else size - width * each
-                packed = memory[start : start + rows * width * each].view(form.payload_dtype)
-                payloads, stride = packed.view(rows * width, form.payload_width), width
+                each, count, first = form.payload_bytes // form.dtype.itemsize, rows * width, 0
+                start = size - count * each
+                payloads = memory[start:size].view(form.payload_dtype).view(count, form.payload_width)
                 whole = self.entries[:, : width * form.group_size].unflatten(1, (width, form.group_size))
-                for one, into in zip(payloads.split(width), whole, strict=True) if width else ():
-                    first = 0
-                    while first < width:
-                        last = width if rows > 1 else min(width, (start + first * each) // form.record_width)
-                        assert last > first, "behind the payloads there is no room for a record"
-                        self._packed += form.unpacking(one[first:last], into[first:last])
-                        first = last
+                while first < count:
+                    row, column = divmod(first, width)
+                    last = min(width, (start + first * each) // form.record_width - row * stride)
+                    assert last > column, "behind the payloads there is no room for a record"
+                    part = payloads[first : first + last - column]
+                    self._packed += form.unpacking(part, whole[row, column:last])
+                    first += last - column
+                stride = width
             self.payloads = ByteRows(payloads)
         self.entry_rows: ByteRows | None = None
         """`entries` as rows of one entry each, made when first needed."""
@@ -271,8 +271,8 @@ class Areas:
         parts = rows, width, behind, form, device
         if self._parted is not None and self._parted[0] == parts:
             return self._parted[1]
-        size, memory = rows * (width + behind) * form.view_width(rows), self._view
-        room *= form.view_width(rows)
+        size, memory = rows * (width + behind) * form.record_width, self._view
+        room *= form.record_width
         if memory is None or memory.dtype != form.dtype or memory.device != device or memory.numel() < size:
             memory = None  # the old memory is freed before the new one is allocated
             self._drop_view()

@@ -214,7 +214,7 @@ class Fetcher:
         return Filled(self, choice.units, extents, view, count - places.size, ready), estimates
 
     def look(self, history: Source, extents: Extents, *, again: bool = False) -> torch.Tensor:
-        """The entries (rows, E, entries a record, entry width) of the records of `extents`, for a predictor; -1: zeros.
+        """The payloads (rows, E, payload width) of the records of `extents`, for a predictor; -1: zeros.
 
         Valid until the next call. Tiers and the prefetch stay as they are. With `again`, a look that was begun early is
         kept for the next look. Raises as `gather` does."""

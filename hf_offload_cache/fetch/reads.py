@@ -249,7 +249,7 @@ class AreaReads:
                 area = self._areas.borrow(room * form.record_bytes, history.device)
                 first = self.read(history, wanted[:room], area)
                 self.fill(history, ByteRows(out), places, wanted, each, first)
-        return form.unpacked(out).view(rows, width, form.group_size, form.entry_width)
+        return out.view(rows, width, form.payload_width)
 
 
 # A predictor's probable look, read before it asks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from ..fetch.storage import Storage
 from ..memory.dry_run import DryRun
 from ..stores.base import FreezableStore, Store, aligned_empty, pinned_empty
 from .base import Block, Sealed, equal_parts, frozen, joined
-from .records import RecordFormat, latest_tokens, leaving, packing_bytes, piece_groups, together, unpacking_bytes
+from .records import RecordFormat, latest_tokens, leaving, packing_bytes, piece_groups, together, unpacking
 from .state import DTYPES, Number, State, Table
 from .tail import BlockTable, RollingTail
 
@@ -286,18 +285,13 @@ class PositionHistory:
         ids = [self.table.ids[:, start : min(start + step, groups)].reshape(-1) for start in range(0, groups, step)]
         flat = np.concatenate(ids, dtype=np.int64) if ids else np.empty(0, dtype=np.int64)
         done = 0
-        with self._unpacking(step * self.rows if groups else 0):
+        with unpacking(self._storage.account, self.form, step * self.rows if groups else 0):
             for records in self._storage.stream(self.store, flat, step * self.rows, self.device):
                 entries = self._entries(records)[:, : stop - done]
                 done += entries.shape[1]
                 yield Block(*self.form.split(entries))
         if done < stop:
             yield Block(*self.form.split(self.tail.entries[:, : stop - done]))
-
-    def _unpacking(self, records: int) -> AbstractContextManager[object]:
-        """Books the entries of so many packed records while they are streamed."""
-        nbytes = unpacking_bytes(self.form, records)
-        return self._storage.account.holding("unpacked entries", nbytes) if nbytes else nullcontext()
 
     def _entries(self, records: torch.Tensor) -> torch.Tensor:
         """Entries (rows, n G, entry_width) of raw records, which lie row after row."""
@@ -319,7 +313,7 @@ class PositionHistory:
         keep = self._leaving(length)
         ids = self.table.ids[:, keep : -(-length // group)].reshape(-1).astype(np.int64)
         entries = self.tail.entries[:, :0]
-        with self._storage.audited(), self._unpacking(len(ids)):
+        with self._storage.audited(), unpacking(self._storage.account, self.form, len(ids)):
             for records in self._storage.stream(self.store, ids, max(1, len(ids)), self.device):
                 entries = self._entries(records)[:, : length - keep * group]
         self.tail.replace(entries)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..config import OffloadConfig
+from ..memory.account import MemoryAccount
 from ..stores.base import DEVICE_BLOCK
 
 # `torch.autocast`: the model's own attention runs under it; storing and selecting run without it
@@ -150,12 +151,6 @@ class RecordFormat:
     def payload_bytes(self) -> int:
         """Bytes of one record without padding."""
         return self.payload_width * self.payload_dtype.itemsize
-
-    def view_width(self, rows: int) -> int:
-        """Elements, in `dtype`, that a record of one of `rows` rows takes in memory while a step attends to it: its
-        entries, and its packed payload. A single row's payloads lie where later entries will be (`View`)."""
-        apart = self.bits is not None and rows > 1
-        return self.record_width + (self.payload_bytes // self.dtype.itemsize if apart else 0)
 
     @cached_property
     def record_bytes(self) -> int:
@@ -295,16 +290,25 @@ def packing_bytes(form: RecordFormat, rows: int, latest: int, groups: int) -> in
     """Memory of `append` while it packs `groups` groups a row: entries, their records, and a new tail of `latest`
     tokens."""
     group_bytes = form.record_width * form.dtype.itemsize + form.record_bytes
-    wide = 0
-    if form.bits is not None:
-        at_once = min(max(PACKED_AT_ONCE, form.record_width), rows * groups * form.record_width)
-        wide = at_once * max(4, form.dtype.itemsize)
-    return rows * (groups * group_bytes + latest * form.entry_bytes) + wide
+    return rows * (groups * group_bytes + latest * form.entry_bytes) + rounding_bytes(form, rows * groups)
+
+
+def rounding_bytes(form: RecordFormat, records: int) -> int:
+    """Memory of `RecordFormat.pack` for so many records; 0 if it packs nothing."""
+    if form.bits is None:
+        return 0
+    return min(max(PACKED_AT_ONCE, form.record_width), records * form.record_width) * max(4, form.dtype.itemsize)
 
 
 def unpacking_bytes(form: RecordFormat, records: int) -> int:
     """Memory of the entries of `records` packed records that were streamed; 0 if they are not packed."""
     return 0 if form.bits is None else records * form.record_width * form.dtype.itemsize
+
+
+def unpacking(account: MemoryAccount, form: RecordFormat, records: int) -> AbstractContextManager[object]:
+    """Book the entries of at most `records` packed records while they are streamed."""
+    nbytes = unpacking_bytes(form, records)
+    return account.holding("unpacked entries", nbytes) if nbytes else nullcontext()
 
 
 def sealed_groups(form: RecordFormat, config: OffloadConfig, context: int) -> int:

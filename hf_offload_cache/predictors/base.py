@@ -14,10 +14,10 @@ from ..history.base import Sealed
 from ..memory.dry_run import DryRun
 
 Decision = Choice | Generator[Extents | Choice, torch.Tensor, Choice]
-"""A choice, or a generator that looks at stored entries first. The generator yields a request, is sent its entries
-(rows, E, entries a record, entry width; -1: zeros), and returns the choice. A request that is a `Choice` of units is
-fetched and kept like selected units; a returned choice of the same units, with a mask in `keep`, is gathered from them.
-`Extents` are read only for the look."""
+"""A choice, or a generator that looks at stored records first. The generator yields a request, is sent its records (-1:
+zeros), and returns the choice. For a `Choice` of units it is sent entries (rows, E, entries a record, entry width).
+They are fetched and kept like selected units; a returned choice of the same units, with a mask in `keep`, is gathered
+from them. For `Extents`, which are read only for the look, it is sent payloads (rows, E, payload width)."""
 
 
 @dataclass(frozen=True)

@@ -94,13 +94,16 @@ class PredictorTests:
         return units
 
     def _looked(self, decision: Generator[Extents | Choice, torch.Tensor, Choice]) -> Choice:
-        """Its choice after it has read the extents that it asks for, here zeros."""
+        """Its choice after it has read what it asks for, here zeros."""
         try:
             asked = next(decision)
             while True:
-                records = asked.units if isinstance(asked, Choice) else asked.records
-                shape = (*records.shape, self.form.group_size, self.form.entry_width)
-                asked = decision.send(torch.zeros(shape, dtype=self.form.dtype))
+                form = self.form
+                if isinstance(asked, Choice):
+                    sent = torch.zeros(*asked.units.shape, form.group_size, form.entry_width, dtype=form.dtype)
+                else:
+                    sent = torch.zeros(*asked.records.shape, form.payload_width, dtype=form.payload_dtype)
+                asked = decision.send(sent)
         except StopIteration as end:
             return cast(Choice, end.value)
 

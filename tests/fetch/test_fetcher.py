@@ -46,6 +46,11 @@ def content(record: int) -> torch.Tensor:
     return record * 100.0 + torch.arange(GROUP * WIDTH, dtype=torch.float32).view(GROUP, WIDTH)
 
 
+def looked(seen: Fetcher, source: Any, extents: Extents) -> torch.Tensor:
+    """The entries (rows, E, G, width) in the payloads that a look shows."""
+    return seen.look(source, extents).unflatten(2, (GROUP, WIDTH))
+
+
 class ReadsSeen(WrapperStore):
     """Keeps the ids of every read."""
 
@@ -364,7 +369,7 @@ def test_what_is_looked_at_is_not_kept(storage: Storage) -> None:
     source, seen = Source(store, np.arange(20).reshape(2, 10)), fetcher(storage, 8)
     guess = Choice(units([8], [9]))
     seen.ahead(source, guess)
-    got = seen.look(source, Extents(units([5, -1, 6], [6, 5, 5])))
+    got = looked(seen, source, Extents(units([5, -1, 6], [6, 5, 5])))
     assert got.shape == (2, 3, GROUP, WIDTH)
     assert torch.equal(got[0], torch.stack([content(5), torch.zeros(GROUP, WIDTH), content(6)]))
     assert torch.equal(got[1], torch.stack([content(6), content(5), content(5)]))
@@ -372,7 +377,7 @@ def test_what_is_looked_at_is_not_kept(storage: Storage) -> None:
     assert (seen.tiers[0].locate(np.array([5, 6])) == -1).all()
     assert_holds(source, guess, seen.gather(source, guess))
     assert sorted(store.taken()) == [5, 6, 8, 19]
-    assert torch.equal(seen.look(source, Extents(units([-1], [-1]))), torch.zeros(2, 1, GROUP, WIDTH))
+    assert torch.equal(looked(seen, source, Extents(units([-1], [-1]))), torch.zeros(2, 1, GROUP, WIDTH))
     assert_areas_are_back(seen._areas)
 
 
@@ -386,12 +391,12 @@ def test_a_look_that_was_begun_reads_nothing_more(storage: Storage) -> None:
     )
     extents = Extents(units([5, -1, 6], [6, 5, 3]))
     seen.begin_look(source, extents)
-    got = seen.look(source, extents)
+    got = looked(seen, source, extents)
     assert sorted(store.taken()) == [3, 5, 6]
     assert torch.equal(got[0], torch.stack([content(5), torch.zeros(GROUP, WIDTH), content(6)]))
     assert torch.equal(got[1], torch.stack([content(6), content(5), content(3)]))
     assert_areas_are_back(looks)
-    assert torch.equal(seen.look(source, extents), got) and sorted(store.taken()) == [3, 5, 6]
+    assert torch.equal(looked(seen, source, extents), got) and sorted(store.taken()) == [3, 5, 6]
 
 
 def test_a_look_at_something_else_drops_what_was_begun(storage: Storage) -> None:
@@ -401,7 +406,7 @@ def test_a_look_at_something_else_drops_what_was_begun(storage: Storage) -> None
     for drop in (lambda: None, seen.drop_reads, seen.rows_changed, again):
         seen.begin_look(source, Extents(units([1, 2])))
         drop()
-        assert torch.equal(seen.look(source, Extents(units([2, 4])))[0], torch.stack([content(2), content(4)]))
+        assert torch.equal(looked(seen, source, Extents(units([2, 4])))[0], torch.stack([content(2), content(4)]))
         assert_areas_are_back(looks)
         assert store.taken()[-2:] == [2, 4]
     seen.close()
@@ -415,7 +420,7 @@ def test_an_early_look_that_failed_is_made_anew(storage: Storage) -> None:
     store = FaultyStore(filled(storage), "read", 1)
     source, seen = Source(store, np.arange(10)[None]), Fetcher(storage, Areas(storage.account), [], 8, looks=looks)
     seen.begin_look(source, Extents(units([1, 2])))
-    assert torch.equal(seen.look(source, Extents(units([1, 2])))[0], torch.stack([content(1), content(2)]))
+    assert torch.equal(looked(seen, source, Extents(units([1, 2])))[0], torch.stack([content(1), content(2)]))
     assert store.calls == 2
     assert_areas_are_back(looks)
 
@@ -423,11 +428,11 @@ def test_an_early_look_that_failed_is_made_anew(storage: Storage) -> None:
 def test_without_room_no_look_is_begun(storage: Storage) -> None:
     store, looks = ReadsSeen(filled(storage)), Areas(storage.account)
     source, seen = Source(store, np.arange(10)[None]), Fetcher(storage, Areas(storage.account), [], 8, looks=looks)
-    seen.look(source, Extents(units([0])))
+    looked(seen, source, Extents(units([0])))
     storage.account.limit = storage.account.current
     seen.begin_look(source, Extents(units([1, 2])))
     assert_areas_are_back(looks)
-    assert torch.equal(seen.look(source, Extents(units([1])))[0, 0], content(1))
+    assert torch.equal(looked(seen, source, Extents(units([1])))[0, 0], content(1))
     assert fetcher(storage, 0, areas=seen._areas).begin_look(source, Extents(units([1]))) is None
 
 
@@ -473,7 +478,7 @@ def test_a_gather_that_fails_changes_nothing(storage: Storage) -> None:
     assert_areas_are_back(seen._areas)
     assert_holds(source, second, seen.gather(source, second))
     with pytest.raises(StoreError):
-        seen.look(Source(FaultyStore(store, "read", 1), source.table), Extents(units([4])))
+        looked(seen, Source(FaultyStore(store, "read", 1), source.table), Extents(units([4])))
     assert_areas_are_back(seen._areas)
 
 
@@ -510,12 +515,12 @@ def test_more_than_an_area_holds_comes_in_parts(storage: Storage) -> None:
         choice = Choice(first + np.arange(count)[None])
         assert_holds(source, choice, seen.gather(source, choice))
         most = max(most, storage.account.by_owner["staging"])
-    looked = seen.look(source, Extents(np.array([[5, -1, 9, 5, *range(10, 29)]])))
-    assert looked.shape[1] == 23 and torch.equal(looked[0, 0], looked[0, 3]) and not looked[0, 1].any()
+    found = looked(seen, source, Extents(np.array([[5, -1, 9, 5, *range(10, 29)]])))
+    assert found.shape[1] == 23 and torch.equal(found[0, 0], found[0, 3]) and not found[0, 1].any()
     small = Choice(units([5, 9, 10]))
     assert torch.equal(
         seen.gather(source, small).entries[0, : 3 * FORM.group_size].reshape(3, -1),
-        looked[0][[0, 2, 4]].reshape(3, -1),
+        found[0][[0, 2, 4]].reshape(3, -1),
     )
     assert most == 2 * 4 * FORM.record_bytes, "an area for a gather and one ahead, of one choice each"
     assert_areas_are_back(seen._areas)
@@ -536,7 +541,7 @@ def test_a_read_that_does_not_begin(storage: Storage, monkeypatch: pytest.Monkey
                 ask(source, choice)
             assert_areas_are_back(seen._areas)
         with pytest.raises(StoreError):
-            seen.look(source, Extents(units([1])))
+            looked(seen, source, Extents(units([1])))
         assert_areas_are_back(seen._areas)
     assert_holds(source, choice, seen.gather(source, choice))
 

@@ -99,9 +99,9 @@ class AbstractPages:
         return Extents(self.table.ids.astype(np.int64))
 
     def joined(self, pages: torch.Tensor) -> torch.Tensor:
-        """All abstracts, (rows, units, width): those of pages (rows, P, G, entry width), as `extents` names them, and
+        """All abstracts, (rows, units, width): those of pages (rows, P, payload width), as `extents` names them, and
         those in memory."""
-        packed = pages.flatten(2)[:, :, : self.each * self.width]
+        packed = pages.view(self.form.dtype)[:, :, : self.each * self.width]
         stored = packed.reshape(self.rows, pages.shape[1] * self.each, self.width)
         return torch.cat([stored, self._open[:, : self._count]], 1)
 
@@ -119,7 +119,7 @@ class AbstractPages:
             ids = self.table.ids[:, full].astype(np.int64)
             with self._storage.audited():
                 for page in self._storage.stream(self._store, ids, self.rows, self.device):
-                    packed = self.form.payload(page)[:, : self.each * self.width]
+                    packed = page.view(self.form.dtype)[:, : self.each * self.width]
                     self._open.copy_(packed.reshape(self.rows, self.each, self.width))
         self._count = partial
         return self.table.truncate(full)
@@ -158,7 +158,7 @@ class AbstractPages:
 
 def page_size(form: RecordFormat) -> int:
     """Abstracts that fit a record."""
-    return max(1, form.payload_width // (2 * form.key_width))
+    return max(1, form.payload_bytes // (2 * form.key_width * form.dtype.itemsize))
 
 
 class ChunkHistory(PositionHistory):

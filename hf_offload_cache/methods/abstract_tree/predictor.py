@@ -366,4 +366,4 @@ class StoredAbstractsPredictor(AbstractTreePredictor):
 
 def _looked_bytes(form: RecordFormat, rows: int, chunks: int) -> int:
     """Bytes of all abstracts as they are read and as they are joined."""
-    return 2 * rows * (chunks * 2 * form.key_width + form.payload_width) * form.dtype.itemsize
+    return 2 * rows * (chunks * 2 * form.key_width * form.dtype.itemsize + form.payload_bytes)
