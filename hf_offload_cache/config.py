@@ -190,6 +190,11 @@ class OffloadConfig:
         """Bits of a stored element, if they are fewer than the model's type has; None: it is stored in that type."""
         return None
 
+    def kept_values(self) -> dict[str, Any]:
+        """The values of `kept_on_open`, without fields that are None."""
+        values = {name: getattr(self, name) for name in self.kept_on_open}
+        return {name: value for name, value in values.items() if value is not None}
+
     @property
     def heads_apart(self) -> bool:
         """Whether each key head has its own rows and records; otherwise a sequence's heads lie together."""
@@ -302,7 +307,35 @@ class SelectiveConfig(OffloadConfig):
 
 
 @dataclass(frozen=True)
-class SelectedShareConfig(SelectiveConfig):
+class EntryBitsConfig(SelectiveConfig):
+    """Fields of a cache that may store keys and values in 8 bits."""
+
+    stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "entry_bits")
+    kept_on_open: ClassVar[tuple[str, ...]] = (*SelectiveConfig.kept_on_open, "entry_bits")
+
+    entry_bits: int | None = None
+    """8: keys and values are stored in 8 bits, with a scale for each token and head, on the disk and in slots; latest
+    tokens are not. None: in the model's own type."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("entry_bits", (None, 8))
+        if self.exact and self.entry_bits is not None:
+            raise ConfigError(
+                f"exact={self.exact!r} attends to the model's own keys and values, which entry_bits={self.entry_bits} "
+                "does not keep: leave out one of the two"
+            )
+
+    @property
+    def stored_bits(self) -> int | None:
+        return self.entry_bits
+
+    def kept_values(self) -> dict[str, Any]:
+        return {**super().kept_values(), "entry_bits": self.entry_bits}  # None is a format too
+
+
+@dataclass(frozen=True)
+class SelectedShareConfig(EntryBitsConfig):
     """Fields of a cache that may attend to a share of its tokens."""
 
     num_selected: int | None = 400  # type: ignore[assignment]

@@ -119,6 +119,7 @@ def checked(cls: type[Any]) -> type[Any]:
             came = self.rows.fold(self.came)
             stored = came if history.form.bits is None else as_stored(history.form, came)
             recent = np.arange(self.length - history.recent.shape[1], self.length)
+            waiting = np.zeros((history.rows, 0)) if history.extra_entries is None else history.extra_entries[1]
             if choice.keep is not None:
                 named = named_tokens(history, units, choice.keep)
                 assert all(np.array_equal(places[row][valid[row]], named[row]) for row in range(history.rows))
@@ -126,9 +127,9 @@ def checked(cls: type[Any]) -> type[Any]:
                 there = np.concatenate([valid[row], np.ones(len(recent), dtype=bool)])
                 where = torch.from_numpy(np.concatenate([places[row], recent])[there])
                 both = torch.cat([keys[row], values[row]], -1)[:, torch.from_numpy(there)]
-                count = int(valid[row].sum())
-                assert torch.equal(both[:, :count], stored[row][:, where[:count]])
-                latest, where = both[:, count:], where[count:]  # a crop reads some back
+                in_records = torch.from_numpy(~np.isin(where, [*recent, *waiting[row]]))
+                assert torch.equal(both[:, in_records], stored[row][:, where[in_records]])
+                latest, where = both[:, ~in_records], where[~in_records]  # a crop reads some back
                 same = (latest == came[row][:, where]).all(2) | (latest == stored[row][:, where]).all(2)
                 assert same.all()
             gathers.append((self.layer_idx, units))

@@ -44,6 +44,7 @@ OWN: dict[str, Values] = {
         "resident_layers": (0,),
         "compress": (0.5, 1.0),
         "host_memory": ("8MiB", "32MiB"),
+        "entry_bits": (8,),
     },
     "cluster": {
         "cluster_size": (8, 32),
@@ -52,6 +53,7 @@ OWN: dict[str, Values] = {
         "selected_share": (0.1, 0.2),
         "centroids": ("disk",),
         "remainder": (True,),
+        "entry_bits": (8,),
     },
     "spec": {"bits": (1, 4), "quant_group": (32,), "speculative": (False,), "top_up": ("always",)},
 }

@@ -456,10 +456,10 @@ class OffloadCache(Cache):
 
     @classmethod
     def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
-        """The values of `config.kept_on_open` for `fit`. Defaults that depend on the model's shape are replaced by the
-        stored layers' values; other fields that are None are left out."""
-        values = {name: getattr(config, name) for name in config.kept_on_open}
-        return {name: value for name, value in values.items() if value is not None}
+        """The `kept_values` of a saved `config`, for `fit`. Defaults that depend on the model's shape are replaced by
+        the stored layers' values."""
+        values: dict[str, Any] = config.kept_values()
+        return values
 
     # --- contexts ----------------------------------------------------------------------------------------------
 

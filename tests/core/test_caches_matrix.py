@@ -33,6 +33,17 @@ REWRITING = ("padded_beams", "prompt_lookup", "second_turn")
 EACH = pytest.mark.parametrize("method", METHODS)
 
 
+def in_bits(bits: int | None) -> dict[str, Any]:
+    """The field that stores entries in so many bits; None: in the model's type."""
+    return {} if bits is None else {"entry_bits": bits}
+
+
+FORMS = [(method, bits) for method in METHODS for bits in (None, 8)
+         if bits is None or hasattr(cache_class(method).config_class, "entry_bits")]  # fmt: skip
+"""Each method, with every format of its entries."""
+EACH_FORM = pytest.mark.parametrize(("method", "bits"), FORMS)
+
+
 @pytest.mark.parametrize(
     ("method", "case"), combinations(ORDERS, CASES.keys(), always=lambda method, case: case == "padded_beams")
 )
@@ -70,11 +81,11 @@ def padded(rows: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return prompt(long_model(), rows, LENGTH).masked_fill(mask == 0, PAD), {"attention_mask": mask}
 
 
-@EACH
-def test_every_sparse_gather_is_right(method: str) -> None:
+@EACH_FORM
+def test_every_sparse_gather_is_right(method: str, bits: int | None) -> None:
     """Padded beams, a second turn, candidates that are verified, and a crop into what was sealed; sinks always in."""
     cls, model = checked(cache_class(method)), long_model()
-    fields = {**some(method), "dense_layers": 2} if method == "abstract-tree" else some(method)  # layers of both kinds
+    fields = {**some(method), **in_bits(bits)} | ({"dense_layers": 2} if method == "abstract-tree" else {})
     with harness.unchanged(model), cls(model, **fields) as cache:
         ids, mask = padded(2)
         generate(model, cache, ids, num_beams=3, max_new_tokens=6, **mask)
@@ -99,11 +110,11 @@ def test_every_sparse_gather_is_right(method: str) -> None:
     assert all((units[:, 0] <= 53 // 4 + 1).all() for units in chosen)  # the sinks' unit, of padded rows too
 
 
-@EACH
-def test_a_budget_is_kept(method: str) -> None:
+@EACH_FORM
+def test_a_budget_is_kept(method: str, bits: int | None) -> None:
     """`for_budget` finds fields whose plan fits; what is held never exceeds what was planned."""
     cls, model = cache_class(method), long_model()
-    with cls.for_budget(model, memory="3/5", max_context=2 * LENGTH, max_batch=2) as cache:
+    with cls.for_budget(model, memory="3/5", max_context=2 * LENGTH, max_batch=2, **in_bits(bits)) as cache:
         plan = cls.plan(Geometry.of(model), cache.config, 2 * LENGTH, 2)
         generate(model, cache, prompt(model, 2, 2 * LENGTH - 8), max_new_tokens=8)
         report = cache.report()
@@ -129,18 +140,19 @@ from test_caches_matrix import answer, long_model
 for method, folder in zip(sys.argv[1::2], sys.argv[2::2]):
     try:
         with cache_class(method).open(folder, long_model()) as cache:
-            print(method, answer(cache))
+            print(folder, answer(cache))
     except Exception as error:
-        print(method, repr(error))
+        print(folder, repr(error))
 """
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By method, what one new process says that a context answers, or why it does not."""
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | None], str]:
+    """By method and bits, what one new process says that a context answers, or why it does not."""
     folder, arguments = tmp_path_factory.mktemp("contexts"), []
-    for number, method in enumerate(METHODS):
-        with cache_class(method)(long_model(), path=folder, **{**some(method), "engine": "auto"}) as cache:
+    for number, (method, bits) in enumerate(FORMS):
+        fields = {**some(method), **in_bits(bits), "engine": "auto"}
+        with cache_class(method)(long_model(), path=folder, **fields) as cache:
             generate(long_model(), cache, prompt(long_model(), 1, LENGTH), max_new_tokens=4)
             with contextlib.suppress(Exception):  # its own test says so
                 cache.save(folder / str(number))
@@ -149,14 +161,17 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     command = f"import sys\nsys.path[:0] = {paths}\n{_OPEN}"
     done = subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    return dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    answers = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    return {form: answers[path] for form, path in zip(FORMS, arguments[1::2], strict=True)}
 
 
-@EACH
-def test_saved_opened_and_forked(method: str, elsewhere: dict[str, str], tmp_path: Path) -> None:
+@EACH_FORM
+def test_saved_opened_and_forked(
+    method: str, bits: int | None, elsewhere: dict[tuple[str, int | None], str], tmp_path: Path
+) -> None:
     """A fork and the saved context, opened here and in a new process, answer to the bit as the cache does."""
     cls, model = cache_class(method), long_model()
-    with cls(model, path=tmp_path, **{**some(method), "engine": "auto"}) as cache:
+    with cls(model, path=tmp_path, **{**some(method), **in_bits(bits), "engine": "auto"}) as cache:
         generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
         cache.save(tmp_path / "context")
         with cache.fork() as twin:
@@ -166,7 +181,7 @@ def test_saved_opened_and_forked(method: str, elsewhere: dict[str, str], tmp_pat
             assert answer(opened) == forked
             assert opened.report().selected_fraction < 1
         assert answer(cache) == forked
-    assert elsewhere.get(method) == forked, elsewhere
+    assert elsewhere[method, bits] == forked, elsewhere
 
 
 @EACH

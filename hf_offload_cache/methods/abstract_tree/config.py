@@ -106,6 +106,11 @@ class AbstractTreeConfig(SelectedShareConfig):
             isinstance(share, bool | str) or not isinstance(share, int | float) or not 0 <= share <= 1
         ):
             raise ConfigError(f"compress must be a share from 0 to 1, 'auto' or None, got {share!r}: use 'auto'")
+        if share is not None and self.entry_bits is not None:
+            raise ConfigError(
+                f"compress={share!r} reads 4-bit replicas of entries in the model's own type, which entry_bits="
+                f"{self.entry_bits} does not keep: leave out one of the two"
+            )
         self._check_chunk_sizes()
         if self.abstracts is None:
             object.__setattr__(self, "abstracts", "memory")

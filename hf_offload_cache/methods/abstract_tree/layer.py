@@ -94,9 +94,9 @@ class AbstractTreeLayer(SelectiveLayer):
         memory, and on a CPU in its slots (LeoAM, section 4.3)."""
         form, device, account = self.history.form, self.history.device, self.shared.storage.account
         near = capacity if device.type == "cpu" else self._near_slots
-        tiers: list[Tier] = [SlotTier(near, form.payload_width, form.dtype, device, account, policy=MostUsed)]
+        tiers: list[Tier] = [SlotTier(near, form.payload_width, form.payload_dtype, device, account, policy=MostUsed)]
         if near < capacity:
-            host, far = torch.device("cpu"), (capacity - near, form.payload_width, form.dtype)
+            host, far = torch.device("cpu"), (capacity - near, form.payload_width, form.payload_dtype)
             try:
                 tiers.append(SlotTier(*far, host, account, "host slots", MostUsed))
             except BaseException:
@@ -183,7 +183,7 @@ def _host_slots(
     """Slots in host memory besides `near` ones on the device, for one of `layers` layers. Host slots do not duplicate
     these."""
     most = rows * most_slots(config, form.group_size, units)
-    room = config.host_bytes_of(layers) // (form.payload_width * form.dtype.itemsize)
+    room = config.host_bytes_of(layers) // form.payload_bytes
     return max(0, min(room, most - near))
 
 

@@ -137,7 +137,7 @@ class ClusterLayer(SelectiveLayer):
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         form, device = self.history.form, self.history.device
         account, policy = self.shared.storage.account, self.policy_of(self.history.clustered.sizes)
-        return [SlotTier(capacity, form.payload_width, form.dtype, device, account, policy=policy)]
+        return [SlotTier(capacity, form.payload_width, form.payload_dtype, device, account, policy=policy)]
 
     # --- memory ------------------------------------------------------------------------------------------------
 

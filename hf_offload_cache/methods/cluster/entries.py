@@ -350,7 +350,7 @@ class ClusteredEntries:
         with self._storage.audited():
             streamed = self._storage.stream(self.store, ids, self.pages.largest, out.device)
             for piece, records in zip(out.split(self.pages.largest), streamed, strict=False):
-                piece.copy_(form.payload(records).view_as(piece))
+                piece.copy_(form.unpacked(form.payload(records)))
         return out
 
     def settle(self, pages: PagesOf, rows: np.ndarray, clusters: np.ndarray) -> None:

@@ -17,7 +17,7 @@ from ...fetch.choice import Extents
 from ...fetch.storage import Storage
 from ...history.base import Block, Sealed, equal_parts, frozen, joined
 from ...history.position_history import check_captured
-from ...history.records import RecordFormat, leaving, places_within, sealed_groups, together
+from ...history.records import RecordFormat, leaving, places_within, sealed_groups, together, unpacking
 from ...history.state import Number, State
 from ...history.tail import RollingTail
 from ...memory.dry_run import DryRun
@@ -99,7 +99,7 @@ def cluster_blocks(
         tokens = members(clustered, *(table[part.reshape(-1)] for table in pages)).reshape(*part.shape, -1)
         tokens[columns[at : at + step] >= each[:, None]] = -1
         tokens[tokens >= stop] = -1
-        entries = form.payload(records).reshape(rows, -1, form.entry_width)
+        entries = form.unpacked(form.payload(records)).reshape(rows, -1, form.entry_width)
         entries, tokens = _filled(entries, tokens.reshape(rows, -1))
         if tokens.size:
             yield Block(*form.split(entries), tokens)
@@ -275,7 +275,9 @@ class ClusterHistory:
         stop, clustered = self.length if stop is None else stop, self.clustered
         if clustered.page_counts.any():
             block = self._step * self.form.group_size * self.rows
-            with clustered.holding(streaming(self.form, int(clustered.page_counts.sum()), block, clustered.sealed)):
+            packing = streaming(self.form, int(clustered.page_counts.sum()), block, clustered.sealed)
+            unpacked = unpacking(self._storage.account, self.form, self._step * self.rows)
+            with clustered.holding(packing), unpacked:
                 yield from cluster_blocks(clustered, self._storage, self.device, stop, self._step)
         entries, tokens = self.extra_entries
         if (tokens >= 0).any():

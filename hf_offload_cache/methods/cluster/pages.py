@@ -54,10 +54,10 @@ class PageWriter:
         which = np.repeat(np.arange(len(counts)), each)
         index = places_within(each)
         begins = np.repeat((np.cumsum(each) - each) * group - (np.cumsum(counts) - counts), counts)
-        pages = entries.new_zeros(which.size, form.record_bytes // form.dtype.itemsize)
+        pages = torch.zeros(which.size, form.record_bytes, dtype=torch.uint8, device=entries.device)
         rows = entries.new_zeros(which.size * group, form.entry_width)
         rows[torch.from_numpy(begins + np.arange(len(entries))).to(entries.device)] = entries
-        pages[:, : form.payload_width] = rows.view(which.size, form.payload_width)
+        form.pack(rows.view(which.size, group, form.entry_width), form.payload(pages))
         self._ids.append(first[which] + step[which] * index)
         self._pages.append(pages)
         self._bytes += pages.nbytes
@@ -71,7 +71,7 @@ class PageWriter:
         ids, target = self.ids[order], torch.from_numpy(np.argsort(order))
         records = aligned_empty(len(ids), self._form.record_bytes)
         for pages, targets in zip(self._pages, target.split([len(pages) for pages in self._pages]), strict=True):
-            records.index_copy_(0, targets, pages.view(torch.uint8).cpu())
+            records.index_copy_(0, targets, pages.cpu())
         self._ids, self._pages, self._bytes = [], [], 0
         self._storage.prefetcher.write(self._store, ids, records)
         return ids, self._form.payload(records)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...history.records import RecordFormat
+from ...history.records import RecordFormat, rounding_bytes
 from ...memory.fit import LEAST_RECENT, SHORT_TAIL, STREAM_SHARES, Search
 from .config import USUAL_SIZE, ClusterConfig, ClusterForm
 from .new_clusters import ORDERED
@@ -29,8 +29,9 @@ def clustering(form: RecordFormat, tokens: int) -> int:
 def writing(form: RecordFormat, tokens: int, clusters: int, write_queue: int) -> int:
     """Bytes to order and write so many tokens in `clusters` new clusters: three co-retrieval tables of the clusters
     that are ordered at a time; then pages and their entries."""
-    pages = 4 * min(piece_bytes(write_queue), (tokens // form.group_size + clusters) * form.record_bytes)
-    return max(pages, 3 * 4 * min(clusters, ORDERED) ** 2)
+    pages = min(-(-piece_bytes(write_queue) // form.record_bytes), tokens // form.group_size + clusters)
+    each = 2 * form.record_bytes + 2 * max(form.record_bytes, form.group_size * form.entry_bytes)
+    return max(pages * each + rounding_bytes(form, pages), 3 * 4 * min(clusters, ORDERED) ** 2)
 
 
 def most_settled(form: RecordFormat, joining: int, write_queue: int) -> int:
@@ -42,8 +43,9 @@ def most_settled(form: RecordFormat, joining: int, write_queue: int) -> int:
 
 def settling(form: RecordFormat, pages: int) -> int:
     """Bytes to rewrite so many pages, of clusters that grow or are split: entries as read and as assembled, and their
-    keys in 32 bits, twice; then the pages, and their packed records."""
-    return pages * (2 * form.record_bytes + form.group_size * (2 * form.entry_bytes + 2 * 4 * form.key_width))
+    keys in 32 bits, twice; then the pages, and their packed records. Entries in 8 bits are also rounded."""
+    each = 2 * form.record_bytes + form.group_size * (2 * form.entry_bytes + 2 * 4 * form.key_width)
+    return pages * each + rounding_bytes(form, pages)
 
 
 def streaming(form: RecordFormat, pages: int, entries: int, tokens: int) -> int:

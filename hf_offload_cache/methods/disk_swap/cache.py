@@ -139,7 +139,7 @@ class DiskSwapCache(SelectiveCache):
 
     @classmethod
     def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
-        fields = {**super().stored_fields(config, geometry), "entry_bits": config.entry_bits}
+        fields = super().stored_fields(config, geometry)
         forms = geometry.forms(config.group_size)
         if not config.exact and forms:
             width = max(form.key_width for form in forms)

@@ -6,28 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from ...config import SelectiveConfig
+from ...config import EntryBitsConfig
 from ...errors import ConfigError
 
 
 @dataclass(frozen=True)
-class DiskSwapConfig(SelectiveConfig):
+class DiskSwapConfig(EntryBitsConfig):
     """The fields of KVSwap (sections 3.2 to 3.4), in addition to those of every selective cache."""
 
     stored_format: ClassVar[tuple[str, ...]] = (
-        *SelectiveConfig.stored_format, "entry_bits", "heads_apart", "summary_bytes", "rank", "summary_dtype",
-        "adapter",
+        *EntryBitsConfig.stored_format, "heads_apart", "summary_bytes", "rank", "summary_dtype", "adapter",
     )  # fmt: skip
-    of_a_run: ClassVar[tuple[str, ...]] = (*SelectiveConfig.of_a_run, "adapter")
+    of_a_run: ClassVar[tuple[str, ...]] = (*EntryBitsConfig.of_a_run, "adapter")
     kept_on_open: ClassVar[tuple[str, ...]] = (
-        *SelectiveConfig.kept_on_open, "entry_bits", "heads_apart", "summary_bytes", "rank", "summary_dtype",
+        *EntryBitsConfig.kept_on_open, "heads_apart", "summary_bytes", "rank", "summary_dtype",
     )  # fmt: skip
     not_with_exact: ClassVar[tuple[str, ...]] = ("adapter",)
-    sets_memory: ClassVar[tuple[str, ...]] = (*SelectiveConfig.sets_memory, "adapter")
+    sets_memory: ClassVar[tuple[str, ...]] = (*EntryBitsConfig.sets_memory, "adapter")
 
-    entry_bits: int | None = None
-    """8: keys and values are stored in 8 bits, with a scale for each token and head, on the disk and in slots; latest
-    tokens are not. None: in the model's own type."""
     heads_apart: bool = False
     """Each key head has its own records, and attends to its own choice of groups. A step makes as many times more reads
     as the model has key heads, each of 4 KiB or more. False: one choice serves all heads, as in the paper."""
@@ -47,7 +43,6 @@ class DiskSwapConfig(SelectiveConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._one_of("entry_bits", (None, 8))
         self._one_of("heads_apart", (True, False))
         self._one_of("remainder", (True, False))
         if self.rank is not None:
@@ -67,20 +62,11 @@ class DiskSwapConfig(SelectiveConfig):
             )
         if self.adapter is not None and not isinstance(self.adapter, str | Path):
             raise ConfigError(f"adapter must be a path or None, got {type(self.adapter).__name__}")
-        if self.exact and self.entry_bits is not None:
-            raise ConfigError(
-                f"exact={self.exact!r} attends to the model's own keys and values, which entry_bits={self.entry_bits} "
-                "does not keep: leave out one of the two"
-            )
         if self.exact and self.adapter is not None:
             raise ConfigError(
                 f"exact={self.exact!r} attends to all tokens, so adapter has no effect: leave it out, or use "
                 "exact=False"
             )
-
-    @property
-    def stored_bits(self) -> int | None:
-        return self.entry_bits
 
     @property
     def summaries(self) -> str:
