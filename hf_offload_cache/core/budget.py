@@ -259,6 +259,13 @@ def counts_for_fidelity(context: int) -> list[int]:
     return [*counts, *(_FEWER if counts else _FEWER[1:])]
 
 
+def choices_for_fidelity(context: int, **fields: Any) -> tuple[dict[str, Any], ...]:
+    """`Goals.faithful` with these `fields`: for each of `counts_for_fidelity`, entries in 16 bits, or in 8 if 16 leave
+    no room for so many."""
+    counts = counts_for_fidelity(context)
+    return tuple({"num_selected": count, **fields, "entry_bits": bits} for count in counts for bits in (None, 8))
+
+
 def check_goal(cls: Any, goal: str | None, fields: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a goal that a cache class does not have."""
     if goal is not None and goal not in GOALS:

@@ -393,6 +393,28 @@ def test_a_budget_for_entries_in_8_bits_only() -> None:
             DiskSwapCache.fit(wide, memory, 8192, 1, {"entry_bits": None}, goal)
 
 
+@pytest.mark.parametrize(
+    ("cls", "layers", "tokens", "part", "selected", "in_16_bits"),
+    [(ClusterCache, 28, 4096, 13, 560, 400), (AbstractTreeCache, 32, 32768, 34, 2400, 1800)],
+)
+def test_8_bits_where_16_select_fewer(
+    cls: Any, layers: int, tokens: int, part: int, selected: int, in_16_bits: int
+) -> None:
+    """Only there, and not for speed, nor against the user's word."""
+    geometry = Geometry.uniform(layers, 32, 8, 128)
+
+    def chosen(part: int, goal: str | None = None, **fields: Any) -> tuple[int, int | None]:
+        memory = geometry.full_kv_bytes(tokens, 1) // part
+        config = cls.fit(geometry, memory, tokens, 1, fields, goal)
+        assert cls.plan(geometry, config, tokens, 1).peak_bytes <= memory
+        return config.num_selected, config.entry_bits
+
+    assert chosen(part) == chosen(part, "fidelity") == (selected, 8)
+    assert chosen(part, entry_bits=None) == (in_16_bits, None)
+    assert chosen(part, "speed")[1] is None and chosen(4)[1] is None
+    assert chosen(4, entry_bits=8) == (chosen(4)[0], 8)
+
+
 @pytest.mark.parametrize("part", [13, 20])
 @pytest.mark.parametrize("cls", [DiskSwapCache, AbstractTreeCache, ClusterCache])
 def test_what_a_prefill_leaves_of_a_budget_goes_to_its_streams(cls: Any, part: int) -> None:
@@ -722,6 +744,7 @@ PARTS: list[tuple[Any, str, dict[str, Any]]] = [
 PARTS += [(AbstractTreeCache, part, {}) for part in ("1/1", "3/5")]  # of less, two chunks are more than a tenth
 PARTS += [(DiskSwapCache, part, {"entry_bits": 8}) for part in ("3/5", "2/5")]
 PARTS += [(DiskSwapCache, part, {"heads_apart": True}) for part in ("3/5", "2/5")]
+PARTS += [(AbstractTreeCache, "3/5", {"entry_bits": 8}), (ClusterCache, "4/5", {"entry_bits": 8})]
 
 
 @pytest.mark.parametrize(

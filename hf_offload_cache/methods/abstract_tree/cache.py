@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ...config import OffloadConfig
-from ...core.budget import Goals, counts_for_fidelity, on_curve
+from ...core.budget import Goals, choices_for_fidelity, on_curve
 from ...core.layer import OffloadLayer
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
@@ -109,8 +109,8 @@ _LOST_UP_TO = 8192
 
 
 def faithful(context: int) -> tuple[dict[str, Any], ...]:
-    """`Goals.faithful`: `counts_for_fidelity` are selected, of four times as many examined tokens."""
-    return tuple({"num_selected": count, "num_opened": None} for count in counts_for_fidelity(context))
+    """`Goals.faithful`: see `choices_for_fidelity`. A step examines four times as many tokens as it selects."""
+    return choices_for_fidelity(context, num_opened=None)
 
 
 def needles_lost(config: AbstractTreeConfig, geometry: Geometry) -> float:

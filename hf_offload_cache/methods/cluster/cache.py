@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...config import OffloadConfig, SelectiveConfig
-from ...core.budget import Goals, counts_for_fidelity, on_curve
+from ...core.budget import Goals, choices_for_fidelity, on_curve
 from ...core.layer import OffloadLayer, Output
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
@@ -239,8 +239,8 @@ class ClusterLayer(SelectiveLayer):
 
 
 def faithful(context: int) -> tuple[dict[str, Any], ...]:
-    """`Goals.faithful`: `counts_for_fidelity` are selected, and the other clusters estimated."""
-    return tuple({"num_selected": count, "remainder": True} for count in counts_for_fidelity(context))
+    """`Goals.faithful`: see `choices_for_fidelity`. The other clusters are estimated."""
+    return choices_for_fidelity(context, remainder=True)
 
 
 _LOST = ((4096, 0.04), (7168, 0.23))
