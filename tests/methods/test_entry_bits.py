@@ -106,7 +106,7 @@ def test_tokens_in_records_are_rounded_once(cls: type[Any]) -> None:
                 assert torch.equal(found[~stored], came[~stored])
                 torch.testing.assert_close(found[stored], rounded(came)[stored], rtol=1e-5, atol=1e-6)
                 assert (found[stored] != came[stored]).any(1).float().mean() > 0.99
-    assert len(set(clusters)) > 20  # units were added, or clusters split
+    assert len(set(clusters)) > 10  # units were added, or clusters split
 
 
 @pytest.mark.parametrize("cls", CACHES)
