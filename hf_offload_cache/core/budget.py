@@ -347,13 +347,13 @@ def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[
     if not own:
         return []
     met = [all(getattr(config, name) == value for name, value in chosen.items()) for chosen in own]
-    if met[0]:
-        return []
     if not any(met):
         return ['goal="fidelity" has no room in this memory: raise memory, or lower max_context']
+    found, best = own[met.index(True)], own[0]
+    if {**found, "entry_bits": None} == {**best, "entry_bits": None}:  # 8 bits are as close as 16
+        return []
     has, wants = (
-        ", ".join(f"{name}={value}" for name, value in chosen.items() if value is not None)
-        for chosen in (own[met.index(True)], own[0])
+        ", ".join(f"{name}={value}" for name, value in chosen.items() if value is not None) for chosen in (found, best)
     )
     return [f'goal="fidelity" has room for {has} only, where more memory gets {wants}: raise memory']
 

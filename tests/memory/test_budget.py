@@ -400,7 +400,7 @@ def test_a_budget_for_entries_in_8_bits_only() -> None:
 def test_8_bits_where_16_select_fewer(
     cls: Any, layers: int, tokens: int, part: int, selected: int, in_16_bits: int
 ) -> None:
-    """Only there, and not for speed, nor against the user's word."""
+    """Only there, and not for speed, nor against the user's word. A plan that selects all in 8 bits lacks nothing."""
     geometry = Geometry.uniform(layers, 32, 8, 128)
 
     def chosen(part: int, goal: str | None = None, **fields: Any) -> tuple[int, int | None]:
@@ -413,6 +413,9 @@ def test_8_bits_where_16_select_fewer(
     assert chosen(part, entry_bits=None) == (in_16_bits, None)
     assert chosen(part, "speed")[1] is None and chosen(4)[1] is None
     assert chosen(4, entry_bits=8) == (chosen(4)[0], 8)
+    config = cls.fit(geometry, geometry.full_kv_bytes(tokens, 1) // part, tokens, 1, {}, "fidelity")
+    missed = missed_goal(cls, "fidelity", config, {})
+    assert [note[:38] for note in missed] == ([] if selected == 560 else ['goal="fidelity" has room for num_selec'])
 
 
 @pytest.mark.parametrize("part", [13, 20])
