@@ -155,14 +155,14 @@ def not_measured(fields: dict[str, Any], usual: OffloadConfig) -> dict[str, Any]
 
 
 def _in_bytes(name: str, value: Any) -> Any:
-    return parse_size(value) if name == "write_queue" else value
+    return parse_size(value) if name in ("write_queue", "host_memory") and value is not None else value
 
 
 def check_fields(stored: Any, path: str | Path, fields: dict[str, Any]) -> None:
     """Raise `ConfigError` if the table at `path` was measured with other fields than these, except the engine, which
     belongs to a machine."""
     both = stored or {}, written(fields)
-    then, now = ({name: value for name, value in each.items() if name != "engine"} for each in both)
+    then, now = ({name: _in_bytes(name, value) for name, value in each.items() if name != "engine"} for each in both)
     if then != now:
         raise ConfigError(
             f"measured: {str(path)!r} was measured with the fields {then}, and these are {now}: give the same ones, or "

@@ -19,6 +19,7 @@ from hf_offload_cache.methods.cluster import cache as cluster
 from hf_offload_cache.model import Geometry, Seam
 from hf_offload_cache.tuning import TURN, compare_plans, identity_of, measured_caches, shape_of, together, without_seams
 from hf_offload_cache.tuning import measure_caches as measuring
+from hf_offload_cache.tuning.which_cache import check_fields
 
 CONTEXT, STEPS = 1200, 12
 FULL = CONTEXT * 3 * 2 * 2 * 16 * 4
@@ -163,6 +164,13 @@ def test_chosen_by_what_was_measured(table: Path, model: Any, tmp_path: Path) ->
     with offload_cache(model, MEMORY, CONTEXT, goal="speed", **asked) as cache:
         assert registry.name_of(type(cache).__name__) == fastest
     assert list(tmp_path.iterdir()) == [table]
+
+
+def test_sizes_are_compared_in_bytes(table: Path) -> None:
+    sizes = {"write_queue": 1 << 20, "host_memory": 2 << 20}
+    check_fields({"write_queue": "1MiB", "host_memory": "2MiB"}, table, sizes)
+    with pytest.raises(ConfigError, match=r"'write_queue': 1048576}, and these are {'write_queue': 2097152}"):
+        check_fields({"write_queue": "1MiB"}, table, {"write_queue": "2MiB"})
 
 
 def test_a_table_of_other_fields_is_refused(table: Path, model: Any, tmp_path: Path) -> None:
