@@ -103,6 +103,8 @@ class OffloadConfig:
     )  # fmt: skip
     """Fields of a machine or a run, which a context does not store. Those that are in `stored_format` too are stored in
     the layers' states, and cannot be given when a context is opened."""
+    added_later: ClassVar[tuple[str, ...]] = ()
+    """Fields that contexts of earlier versions do not have. Their defaults mean what those versions did."""
     kept_on_open: ClassVar[tuple[str, ...]] = ("group_size", "exact", "num_sinks")
     """Fields that keep their saved values when a context is opened with a budget that its configuration does not
     fit."""
@@ -311,6 +313,7 @@ class EntryBitsConfig(SelectiveConfig):
     """Fields of a cache that may store keys and values in 8 bits."""
 
     stored_format: ClassVar[tuple[str, ...]] = (*SelectiveConfig.stored_format, "entry_bits")
+    added_later: ClassVar[tuple[str, ...]] = (*SelectiveConfig.added_later, "entry_bits")
     kept_on_open: ClassVar[tuple[str, ...]] = (*SelectiveConfig.kept_on_open, "entry_bits")
 
     entry_bits: int | None = None
@@ -323,7 +326,7 @@ class EntryBitsConfig(SelectiveConfig):
         if self.exact and self.entry_bits is not None:
             raise ConfigError(
                 f"exact={self.exact!r} attends to the model's own keys and values, which entry_bits={self.entry_bits} "
-                "does not keep: leave out one of the two"
+                "does not keep: leave out one of the two (a saved context keeps its entry_bits)"
             )
 
     @property

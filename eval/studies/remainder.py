@@ -135,9 +135,9 @@ def answered(model: PreTrainedModel, cache: Cache, turns: Turns) -> Iterator[tor
 
 
 def steps(cache: Any, model: PreTrainedModel, context: Context, turns: Turns, reference: torch.Tensor) -> Fields:
-    """A row's figures. "estimated" and "dropped": the attention mass that steps estimated, and that they neither
-    attended to nor estimated, both by their own estimate. "lost": the true mass of both. The others compare these and
-    the KL over steps, by Spearman's rank correlation."""
+    """A row's figures. "dropped": the attention mass that steps neither attended to nor estimated, by their own
+    estimate, and "estimated": of the other mass, what they estimated. "lost": the true mass of both. The others compare
+    these and the KL over steps, by Spearman's rank correlation."""
     lost: list[float] = []
     estimated, dropped, true, looked_at = [], [], [], selective_layer.LOOKED_AT
     counters = cache.storage.counters
@@ -167,7 +167,7 @@ def steps(cache: Any, model: PreTrainedModel, context: Context, turns: Turns, re
     row |= {"perplexity": perplexity_of(reference, found, turns), "lost": float(np.mean(true))}
     row |= {"estimated": float(np.mean(estimated)), "dropped": float(np.mean(dropped))}
     row |= {"lost_to_kl": spearman(true, each.tolist()), "hit_rate": cache.report().hit_rate, **peak_share(cache)}
-    own = np.add(estimated, dropped).tolist()
+    own = (1 - (1 - np.array(estimated)) * (1 - np.array(dropped))).tolist()  # estimated of what was not dropped
     return row | ({"estimated_to_lost": spearman(own, true)} if any(own) else {})
 
 

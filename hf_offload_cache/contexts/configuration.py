@@ -123,9 +123,10 @@ def opened_config(
 
 
 def _checked(config_class: type[OffloadConfig], manifest: Manifest) -> dict[str, Any]:
-    """The saved fields. Raises `ContextError` unless `saved_fields` could have returned them."""
+    """The saved fields, with the defaults of those that were added later. Raises `ContextError` unless `saved_fields`
+    could have returned them."""
     names = {field.name for field in dataclasses.fields(config_class)} - set(config_class.of_a_run)
-    saved = dict(manifest.config)
+    saved = {**{name: getattr(config_class, name) for name in config_class.added_later}, **manifest.config}
     try:
         if unknown := sorted(saved.keys() - names):
             raise ConfigError(f"it has the field {shown(repr(unknown[0]))}")

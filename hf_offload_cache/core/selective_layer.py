@@ -450,9 +450,9 @@ class SelectiveLayer(OffloadLayer):
     def _count_lost(self, choice: Choice, query: Query, estimated: bool) -> None:
         """Count the attention mass of a step that is on nothing that it attends to."""
         counters, lost = self.shared.storage.counters, None
-        if self.predictor is not None and self.history.records > self.budget:
+        if self.history.records > self.budget and hasattr(self.predictor, "lost"):  # a learner has no such method
             lost = cast(Predictor, self.predictor).lost(query, choice, estimated)
-        if lost is not None:
+        if lost is not None and math.isfinite(lost):
             counters.lost_millionths += round(lost * 1e6)
             counters.times_lost += 1
 

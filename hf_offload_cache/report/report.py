@@ -197,6 +197,8 @@ class CacheReport:
     @classmethod
     def of(cls, *, account: Any, counters: Counters, stores: Sequence[Any], **figures: Any) -> CacheReport:
         """A report of a memory account, counters, the totals of stores, and `figures`, which are other fields."""
+        estimated = _ratio(counters.estimated_millionths / 1e6, counters.times_estimated)
+        lost = _ratio(counters.lost_millionths / 1e6, counters.times_lost)
         return cls(
             host_bytes=account.apart,
             peak_memory_bytes=account.peak,
@@ -208,8 +210,8 @@ class CacheReport:
             hit_rate=_ratio(counters.units_resident, counters.units_selected),
             prefetch_hit_rate=_ratio(counters.units_ready, counters.units_selected),
             selected_fraction=_ratio(counters.tokens_attended, counters.tokens_visible),
-            estimated_mass=_ratio(counters.estimated_millionths / 1e6, counters.times_estimated),
-            lost_mass=_ratio(counters.lost_millionths / 1e6, counters.times_lost),
+            estimated_mass=None if estimated is None else estimated * (1 - (lost or 0)),
+            lost_mass=lost,
             compressed_fraction=_ratio(counters.records_compressed, counters.records_read),
             **{name: getattr(counters, name) for name in _COUNTED},
             **figures,

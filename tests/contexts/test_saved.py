@@ -29,10 +29,19 @@ from harness import (
     tiny,
 )
 from pairwise import combinations
+from saved_contexts import rewrite_values
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from hf_offload_cache import DiskSwapCache, DiskSwapConfig, OffloadCache, calibrate, verify
+from hf_offload_cache import (
+    AbstractTreeCache,
+    ClusterCache,
+    DiskSwapCache,
+    DiskSwapConfig,
+    OffloadCache,
+    calibrate,
+    verify,
+)
 from hf_offload_cache.contexts import read_manifest
 from hf_offload_cache.errors import (
     BudgetError,
@@ -555,6 +564,34 @@ def test_the_manifest_decides_nothing_that_is_the_users(field: str, value: Any, 
     with pytest.raises(ContextError, match=field):
         DiskSwapCache.open(tmp_path / "context", model)
     assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("cls", [DiskSwapCache, ClusterCache, AbstractTreeCache])
+def test_a_context_from_before_a_field_was_added(cls: Any, tmp_path: Path) -> None:
+    """It answers as it did, also for a budget; a field that no version was without is missed."""
+    model, folder = tiny("llama"), tmp_path / "context"
+    with cls(model) as cache, torch.no_grad():
+        model(ids_of(model), past_key_values=cache)
+        cache.save(folder)
+        expected = model(ids_of(model)[:, :1], past_key_values=cache).logits
+    assert "entry_bits" in cls.config_class.added_later
+
+    def without(*names: str) -> None:
+        def drop(values: dict[str, Any]) -> None:
+            for name in names:
+                del values["config"][name]
+
+        rewrite_values(folder, drop)
+
+    without(*cls.config_class.added_later)
+    for fields in ({}, {"memory": "100MiB"}):
+        with cls.open(folder, model, **fields) as cache, torch.no_grad():
+            assert cache.config.entry_bits is None
+            found = model(ids_of(model)[:, :1], past_key_values=cache).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # the order of sums in float32
+    without("num_sinks")
+    with pytest.raises(ContextError, match="it has no field 'num_sinks'"):
+        cls.open(folder, model)
 
 
 def test_a_budget_leaves_what_fits_as_it_was(tmp_path: Path) -> None:

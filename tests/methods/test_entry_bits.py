@@ -223,6 +223,21 @@ def test_other_caches_have_no_such_field() -> None:
         SpecCache(long_tiny("llama"), entry_bits=8)
 
 
+def test_a_record_smaller_than_an_abstract_is_refused() -> None:
+    """Before anything is added; with the chunk size that it names, and with abstracts in memory, it works."""
+    model = long_tiny("llama")
+    fields: dict[str, Any] = {"entry_bits": 8, "dense_layers": 0, "engine": "memory", "num_selected": 32}
+    said = r"abstracts of \d+ bytes in records, and a chunk of 2 tokens has \d+: use chunk_size=4, or abstracts='memory"
+    with AbstractTreeCache(model, chunk_size=2, abstracts="disk", **fields) as cache:
+        with pytest.raises(ConfigError, match=said):
+            prefilled(cache, model)
+        assert not cache.get_seq_length()
+    for works in ({"chunk_size": 4, "abstracts": "disk"}, {"chunk_size": 2, "abstracts": "memory"}):
+        with AbstractTreeCache(model, **works, **fields) as cache:
+            prefilled(cache, model)
+            assert cache.get_seq_length() == LENGTH
+
+
 @pytest.mark.parametrize("abstracts", ["memory", "disk"])
 def test_abstracts_are_of_keys_as_given(abstracts: str) -> None:
     """Those on the disk lie in records of 8-bit entries, but are not rounded."""

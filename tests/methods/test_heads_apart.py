@@ -16,7 +16,7 @@ from long_models import LENGTH, dynamic, follow, long_fresh, long_tiny, singles,
 
 from hf_offload_cache import DiskSwapCache, DiskSwapConfig, tune
 from hf_offload_cache.contexts import read_manifest
-from hf_offload_cache.core import Rows
+from hf_offload_cache.core import Rows, SelectiveLayer
 from hf_offload_cache.errors import ConfigError
 from hf_offload_cache.history import RecordFormat, Sealed
 from hf_offload_cache.memory import MemoryAccount, Workspace
@@ -160,6 +160,30 @@ def test_heads_attend_to_choices_of_their_own(checked_gathers: Gathers) -> None:
         assert len(checked_gathers) == 4 * len(cache.selective)
     assert all(len(units) == 2 for _, units in checked_gathers.calls)
     assert any(not np.array_equal(*units) for _, units in checked_gathers.calls)
+
+
+@pytest.mark.parametrize("selected", [8, 16])
+def test_no_group_is_selected_and_estimated(selected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sequence that is nearly all padding, so that a head has fewer other groups than it may estimate."""
+    model, tokens, seen = long_fresh("llama"), 1600, []
+    combine = SelectiveLayer.combine
+
+    def watched(layer: Any, call: Any, choice: Any, fetched: Any, visible: Any) -> Any:
+        assert fetched.estimates is not None
+        for units, others in zip(choice.units, choice.next, strict=True):
+            others = others[others >= 0]
+            assert len(set(others)) == len(others) and not set(others) & set(units)
+            seen.append(len(others))
+        return combine(layer, call, choice, fetched, visible)
+
+    monkeypatch.setattr(SelectiveLayer, "combine", watched)
+    mask = torch.ones(1, tokens, dtype=torch.long)
+    mask[0, : tokens - 40] = 0
+    fields = {**APART, "group_size": 1, "summary_bytes": 16, "num_recent": 4, "num_selected": selected, "num_sinks": 2}
+    with sparse(model, **fields, remainder=True) as cache:
+        harness.generate(model, cache, harness.prompt(model, 1, tokens), attention_mask=mask, max_new_tokens=6)
+        lost = cache.report().lost_mass
+    assert min(seen) < max(seen) == (CANDIDATES - 1) * (selected + 2) and (lost is None or 0 <= lost < 1)
 
 
 @pytest.mark.parametrize("look_ahead", [False, True])

@@ -21,7 +21,7 @@ from hf_offload_cache.errors import ContextError
 from hf_offload_cache.history import RecordFormat, Sealed
 from hf_offload_cache.memory import DryRun, MemoryAccount, Workspace
 from hf_offload_cache.methods.disk_swap import CANDIDATES, LowRankPredictor, LowRankShared, Rules
-from hf_offload_cache.predictors import Query
+from hf_offload_cache.predictors import Predictor, Query
 
 KV, HEADS, DIM, VALUE, GROUP, UNITS, BUDGET = 2, 4, 16, 20, 4, 300, 12
 FORMS = {heads: RecordFormat.of_sizes((heads, DIM, heads, VALUE), torch.float32, GROUP) for heads in (1, KV)}
@@ -445,6 +445,21 @@ def test_the_report_has_the_lost_mass(
         lost = cache.report().lost_mass
     assert len(true) == 3 * 3
     assert lost == pytest.approx(np.mean(true), rel=1e-3) and lost > 0.01
+
+
+@pytest.mark.parametrize("lost", [np.nan, np.inf, None, "no method"])
+def test_a_lost_mass_that_is_not_known_is_not_counted(lost: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selective_layer, "LOOKED_AT", 1)
+    if lost == "no method":  # a predictor of one's own may be any object with the other methods
+        monkeypatch.delattr(LowRankPredictor, "lost")
+        monkeypatch.delattr(Predictor, "lost")
+    else:
+        monkeypatch.setattr(LowRankPredictor, "lost", lambda *given: lost)
+    model = long_tiny("llama")
+    with DiskSwapCache(model, **FIELDS) as cache:
+        harness.generate(model, cache, harness.prompt(model, 1, LENGTH), max_new_tokens=4)
+        report = cache.report()
+    assert report.lost_mass is None and report.estimated_mass and "attention mass lost" in str(report)
 
 
 @pytest.mark.parametrize("apart", [False, True])

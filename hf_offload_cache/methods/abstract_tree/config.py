@@ -109,7 +109,7 @@ class AbstractTreeConfig(SelectedShareConfig):
         if share is not None and self.entry_bits is not None:
             raise ConfigError(
                 f"compress={share!r} reads 4-bit replicas of entries in the model's own type, which entry_bits="
-                f"{self.entry_bits} does not keep: leave out one of the two"
+                f"{self.entry_bits} does not keep: leave out one of the two (a saved context keeps its entry_bits)"
             )
         self._check_chunk_sizes()
         if self.abstracts is None:

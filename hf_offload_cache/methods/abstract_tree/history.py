@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...errors import StoreError
+from ...errors import ConfigError, StoreError
 from ...fetch.choice import Extents
 from ...fetch.storage import Storage
 from ...history.base import Sealed
@@ -157,8 +157,15 @@ class AbstractPages:
 
 
 def page_size(form: RecordFormat) -> int:
-    """Abstracts that fit a record."""
-    return max(1, form.payload_bytes // (2 * form.key_width * form.dtype.itemsize))
+    """Abstracts that fit a record. Raises `ConfigError` if none does."""
+    each = 2 * form.key_width * form.dtype.itemsize
+    if each > form.payload_bytes:
+        tokens = -(-each * form.group_size // form.payload_bytes)
+        raise ConfigError(
+            f"abstracts='disk' stores abstracts of {each:,} bytes in records, and a chunk of {form.group_size} tokens "
+            f"has {form.payload_bytes:,}: use chunk_size={1 << (tokens - 1).bit_length()}, or abstracts='memory'"
+        )
+    return form.payload_bytes // each
 
 
 class ChunkHistory(PositionHistory):

@@ -131,7 +131,7 @@ class ClusterPredictor(Predictor):
             np.subtract.at(left, (every, choice.units), kept.sum(2))
             if estimated and choice.next is not None:
                 left[np.broadcast_to(every, choice.next.shape)[choice.next >= 0], choice.next[choice.next >= 0]] = 0
-            return float((shares * left).sum()) / (rows * heads)
+            return float((shares[left > 0] * left[left > 0]).sum()) / (rows * heads)
 
     def _choice(self, query: Query, budget: int, estimates_others: bool) -> Choice:
         clustered = self.clustered

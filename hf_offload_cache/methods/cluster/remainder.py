@@ -107,7 +107,7 @@ def _add_rest(
     order = shares.sum(0).masked_fill(held == 0, -1).argsort(1, descending=True)
     ordered = held[order]
     rest = torch.zeros_like(ordered).scatter_(1, order, (ordered.cumsum(1) - ordered >= wanted).float())
-    attention = (scores - total).exp_() * (there * rest.gather(1, cluster.expand(count, -1)))
+    attention = (scores - total).clamp_(-80, 60).exp_() * (there * rest.gather(1, cluster.expand(count, -1)))
     sizes = torch.zeros(count, clusters, dtype=torch.float32, device=scores.device)
     sizes.scatter_add_(1, cluster.expand(count, -1), there.float())
     weights += attention.sum((0, 1))

@@ -17,6 +17,7 @@ class DiskSwapConfig(EntryBitsConfig):
     stored_format: ClassVar[tuple[str, ...]] = (
         *EntryBitsConfig.stored_format, "heads_apart", "summary_bytes", "rank", "summary_dtype", "adapter",
     )  # fmt: skip
+    added_later: ClassVar[tuple[str, ...]] = (*EntryBitsConfig.added_later, "heads_apart")
     of_a_run: ClassVar[tuple[str, ...]] = (*EntryBitsConfig.of_a_run, "adapter")
     kept_on_open: ClassVar[tuple[str, ...]] = (
         *EntryBitsConfig.kept_on_open, "heads_apart", "summary_bytes", "rank", "summary_dtype",
@@ -25,8 +26,8 @@ class DiskSwapConfig(EntryBitsConfig):
     sets_memory: ClassVar[tuple[str, ...]] = (*EntryBitsConfig.sets_memory, "adapter")
 
     heads_apart: bool = False
-    """Each key head has its own records, and attends to its own choice of groups. A step makes as many times more reads
-    as the model has key heads, each of 4 KiB or more. False: one choice serves all heads, as in the paper."""
+    """Each key head has its own records, and attends to its own choice of groups. The reads of a step are multiplied by
+    the number of key heads, and each has 4 KiB or more. False: one choice serves all heads, as in the paper."""
     summary_bytes: int | None = None
     """Bytes of a coded compact key, for each token and layer. None: a sixteenth of a key in 16 bits, from 8 to 128."""
     rank: int | None = None

@@ -120,8 +120,9 @@ class LowRankPredictor(Predictor):
         if self.heads == 1:
             return replace(choice, next=candidates[left[0, candidates]][None])
         others = np.where(left[:, candidates], importance[:, candidates], -np.inf)  # each head's own, of all heads'
-        most = min((CANDIDATES - 1) * budget, len(candidates) - budget)
-        return replace(choice, next=candidates[largest(others, most)])
+        best = largest(others, min((CANDIDATES - 1) * budget, len(candidates) - budget))
+        chosen = np.isneginf(np.take_along_axis(others, best, 1))
+        return replace(choice, next=np.where(chosen, -1, candidates[best]))
 
     def estimate(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
         """As `Predictor.estimate`."""
@@ -131,11 +132,12 @@ class LowRankPredictor(Predictor):
         """As `Predictor.lost`, by the best token of each group."""
         if self._latest is None:
             return None
-        left, every = np.ones(self._latest.shape, dtype=bool), np.arange(self.rows)[:, None]
+        left, every = np.zeros((self.rows, self._latest.shape[1] + 1), dtype=bool), np.arange(self.rows)[:, None]
+        left[:, :-1] = self._latest > 0
         left[every, choice.units] = False
         if estimated and choice.next is not None:
-            left[every, choice.next] = False
-        return float(self._latest[left].clip(min=0).sum()) / query.states[..., 0].numel()
+            left[every, choice.next] = False  # -1, for none, is behind the units
+        return float(self._latest[left[:, :-1]].sum()) / query.states[..., 0].numel()
 
     def _may_go_by_latest(self, budget: int, heads: int) -> bool:
         """True if few of many units are selected and all were ranked recently. Newly sealed units become candidates."""
