@@ -21,6 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from hf_offload_cache.kernels import on_a_device
+
 CUDA = torch.device("cuda", 0)
 PACKAGE = "/hf_offload_cache/"
 _FREE = ("aten.empty", "aten.new_empty", "aten.detach", "aten.alias", "aten.sym_size")
@@ -40,6 +42,8 @@ class Counts:
     to_device: Counter[str] = field(default_factory=Counter)
     to_host: Counter[str] = field(default_factory=Counter)
     syncs: Counter[str] = field(default_factory=Counter)
+    blocking: Counter[str] = field(default_factory=Counter)
+    """Copies that the host waited for, because their memory on the host is not pinned."""
     to_device_bytes: Counter[str] = field(default_factory=Counter)
     to_host_bytes: Counter[str] = field(default_factory=Counter)
 
@@ -57,6 +61,7 @@ class Counts:
         self.add(kind, nbytes=nbytes)
         if waits:
             self.add("syncs")
+            self.add("blocking")
 
 
 COUNTS = Counts()
@@ -275,6 +280,15 @@ def fake_cuda() -> Iterator[Counts]:
         stack.enter_context(_Mode())
         COUNTS.clear()
         yield COUNTS
+
+
+@contextlib.contextmanager
+def on_the_device(model: Any) -> Iterator[tuple[Any, Counts]]:
+    """`model` itself on the device, and the device's counts. Triton, which would look for a driver, counts as not
+    installed."""
+    there = mock.patch.object(type(model), "device", property(lambda self: CUDA))
+    with fake_cuda() as counts, there, mock.patch.object(on_a_device, "_triton", return_value=False):
+        yield moved(model), counts
 
 
 def moved(model: Any) -> Any:

@@ -3,20 +3,17 @@ counts."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from fake_device import CUDA, Counts, Fake, fake_cuda, moved
+from fake_device import CUDA, Counts, Fake, fake_cuda, on_the_device
 from harness import COMMON, build, prompt
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_offload_cache.kernels import on_a_device
 from hf_offload_cache.registry import CACHES, cache_class
 
 TOKENS, STEPS, LAYERS = 300, 4, COMMON["num_hidden_layers"]
@@ -46,23 +43,14 @@ def expected() -> list[torch.Tensor]:
     return steps(model, DynamicCache(config=model.config), lambda ids: ids, Counts())
 
 
-@contextlib.contextmanager
-def on_the_device() -> Iterator[tuple[Any, Counts]]:
-    """A model there, and the device's counts. Triton, which would look for a driver, counts as not installed."""
-    expected()
-    model = llama()
-    there = mock.patch.object(type(model), "device", property(lambda self: CUDA))
-    with fake_cuda() as counts, there, mock.patch.object(on_a_device, "_triton", return_value=False):
-        yield moved(model), counts
-
-
 def test_a_plain_cache_copies_nothing() -> None:
     """The instrument itself: a step of `DynamicCache` launches kernels and copies nothing; the logits are right."""
-    with on_the_device() as (model, counts):
+    wanted = expected()  # on the CPU
+    with on_the_device(llama()) as (model, counts):
         found = steps(model, DynamicCache(config=model.config), Fake, counts)
         assert counts.launches["model"] > 20 * LAYERS * STEPS
         assert not (counts.to_device or counts.to_host or counts.syncs)
-    torch.testing.assert_close(found, expected())
+    torch.testing.assert_close(found, wanted)
 
 
 def test_nothing_of_the_device_is_left() -> None:
@@ -76,7 +64,8 @@ def test_nothing_of_the_device_is_left() -> None:
 @pytest.mark.parametrize("name", CACHES)
 def test_a_step_copies_and_waits_so_often(name: str, tmp_path: Path) -> None:
     """Everything is selected: the logits are those of a `DynamicCache`, by the branches for CUDA."""
-    with on_the_device() as (model, counts):
+    wanted = expected()  # on the CPU
+    with on_the_device(llama()) as (model, counts):
         with cache_class(name)(model, path=tmp_path, max_context=512, num_selected=512) as cache:
             found = steps(model, cache, Fake, counts)
         copies, waits = counts.to_host.total(), counts.syncs.total()
@@ -84,4 +73,4 @@ def test_a_step_copies_and_waits_so_often(name: str, tmp_path: Path) -> None:
         assert counts.to_host["core/token_log.py:append"] <= STEPS
         assert copies <= (MOST[name][0] * LAYERS + 2) * STEPS, counts.to_host
         assert waits <= (MOST[name][1] * LAYERS + 8) * STEPS, counts.syncs
-    torch.testing.assert_close(found, expected(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
