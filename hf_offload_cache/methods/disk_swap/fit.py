@@ -33,7 +33,8 @@ that even the longest code lost are left out. Values are smoothed where a longer
 fewer in 7,600 tokens, with estimates: codes of .031, .043, .0625 and .082 found 5, 7, 8 and 8 of 8. In 15,500 tokens,
 without estimates, codes of .043 and .0625 found 2 and 5 of 8."""
 HITS = ((0.0, 0.0), (0.28, 0.29), (0.52, 0.49), (0.76, 0.66), (1.0, 0.80), (1.5, 0.87), (2.0, 0.89), (4.0, 0.92))
-"""Slots over the units of one selection -> hit rate, measured with the same model on text."""
+"""Slots over the units of one selection -> hit rate, measured with the same model on text. Gemma 3 270M has .36, .65
+and .78 at .5, 1 and 2, with 800 tokens selected."""
 RETRIEVES = 0.1
 """Bytes over elements below which a code loses needles: a smaller one gets a warning."""
 RETRIEVES_TRUNCATED = 0.2
