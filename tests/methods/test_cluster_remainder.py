@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -119,6 +120,19 @@ def test_it_is_nearer_to_full_attention_where_values_follow_from_keys(steps: lis
             full = (states @ own.transpose(1, 2)).softmax(2) @ other
             errors[remainder] = float((output[0, 0] - full.flatten(0, 1)).square().sum())
     assert errors[True] < errors[False] / 3
+
+
+def test_huge_scores_leave_it_finite() -> None:
+    """So sharp queries that exp of a token's score less that of the centroids overflows."""
+    model = copy.deepcopy(long_tiny("llama"))
+    with torch.no_grad(), ClusterCache(model, **FIELDS) as cache:
+        for block in model.model.layers:
+            block.self_attn.q_proj.weight.mul_(60)
+        model(ids(), past_key_values=cache)
+        assert torch.isfinite(model(ids()[:, :1], past_key_values=cache).logits).all()
+        for layer in cache.layers:
+            maps = layer.predictor.maps
+            assert torch.isfinite(maps.scale).all() and torch.isfinite(maps.ratio).all()
 
 
 def test_without_it_nothing_is_estimated(steps: list[Step]) -> None:

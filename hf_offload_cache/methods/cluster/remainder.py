@@ -103,7 +103,7 @@ def _add_rest(
     (clusters,) tokens."""
     count, clusters = by_mean.shape[1:]
     total = (by_mean + held.log()).logsumexp(2, keepdim=True)
-    shares = (by_mean - total).exp_()  # of one key at the centroid
+    shares = (by_mean - total).clamp_(-80, 60).exp_()  # of one key at the centroid
     order = shares.sum(0).masked_fill(held == 0, -1).argsort(1, descending=True)
     ordered = held[order]
     rest = torch.zeros_like(ordered).scatter_(1, order, (ordered.cumsum(1) - ordered >= wanted).float())
