@@ -28,7 +28,7 @@ SETTLES = 16
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
     """Add a row for each contender, `DynamicCache` included, and mark. Tokens between marks are fed in calls of
     `_CALL`, with exact attention, and join clusters. `ms` is the mean, because some steps settle clusters and most do
-    not; `adapting` is the share of these steps that adapting takes. Of the same steps also reads, bytes and hits."""
+    not; `adapting` is the share of these steps that adapting takes. Reads, bytes and hits are of the same steps."""
     if rows.rows:
         return summary(rows.rows)
     loaded, marks = default_model(loaded), sorted(arguments.marks)

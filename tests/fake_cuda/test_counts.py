@@ -1,5 +1,5 @@
-"""What a layer of each cache costs a device, in a prefill and in a step, and what it may cost. What costs more today is
-an expected failure; it is strict, so that whoever mends it removes its mark."""
+"""Launches, waits and blocking copies of a layer of each cache on a device, in a prefill and in a step, against limits.
+What is above its limit is a strict expected failure, so that a fix must remove the mark."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ once more."""
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one layer, in a prefill or a step."""
+    """Cost of one layer in a prefill or a step."""
 
     launches: float
     waits: float
@@ -52,7 +52,7 @@ class Cost:
 
 @functools.cache
 def cost_of(name: str | None, case: str) -> dict[str, Cost]:
-    """Of a cache, or of `DynamicCache` (None)."""
+    """Cost of a layer of the cache `name` (None: `DynamicCache`), in the prefill and in a step."""
     heads, key_heads, dim, rows, tokens, piece = CASES[case]
     torch.manual_seed(0)
     sizes = {"hidden_size": 16 * heads, "num_attention_heads": heads, "num_key_value_heads": key_heads, "head_dim": dim}

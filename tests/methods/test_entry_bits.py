@@ -192,7 +192,7 @@ def test_the_same_budget_has_nearly_twice_the_slots(cls: type[Any], share: int) 
         assert cls.plan(geometry, config[bits], 8192, 1).peak_bytes <= memory
 
     def tokens(one: Any) -> float:
-        """Of slots a layer."""
+        """Number of tokens that the slots of a layer hold."""
         host = int(getattr(one, "host_memory", None) or 0)
         return float(one.reuse_capacity + host / (30 * 2 * 3 * 64 * (2 if one.entry_bits is None else 1)))
 
@@ -240,7 +240,7 @@ def test_a_record_smaller_than_an_abstract_is_refused() -> None:
 
 @pytest.mark.parametrize("abstracts", ["memory", "disk"])
 def test_abstracts_are_of_keys_as_given(abstracts: str) -> None:
-    """Those on the disk lie in records of 8-bit entries, but are not rounded."""
+    """Abstracts on the disk share records with 8-bit entries, but are not rounded."""
     model, chosen = long_tiny("llama"), []
     for bits in (None, 8):
         fields = {"entry_bits": bits, "dense_layers": 0, "abstracts": abstracts}

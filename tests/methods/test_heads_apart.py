@@ -39,7 +39,7 @@ def keys_of(units: int) -> torch.Tensor:
 
 
 def learned(rules: Rules, units: int, visible: torch.Tensor | None = None) -> LowRankPredictor:
-    """Of the first `units` units, whose keys arrive in two parts."""
+    """A predictor of the first `units` units, whose keys arrive in two parts."""
     account = MemoryAccount()
     form = RecordFormat.of_sizes((1, DIM, 1, DIM), torch.float32, GROUP)
     shared = LowRankShared(account, Workspace(account, "scores"))
