@@ -82,11 +82,11 @@ LOOKED_AT = 16
 
 def millionths(call: AttentionCall, scaling: float, keys: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
     """Share of the attention mass on the last `count` of the keys (B, Hk, n, D), mean over rows, heads and queries, for
-    the additive mask (B, H, q, n): () int64, in millionths, on their device."""
+    the additive mask (B, H, q, n): () int64, in millionths, on their device; 0 if scores are not finite."""
     (rows, heads, queries, dim), shared = call.query.shape, keys.shape[1]
     states = call.query.reshape(rows, shared, -1, dim).to(keys.dtype)
     scores = torch.matmul(states, keys.transpose(2, 3)).view(rows, heads, queries, -1).float() * scaling
-    return (scores.add_(mask).softmax(3)[..., -count:].sum(3).mean() * 1e6).long()
+    return (scores.add_(mask).softmax(3)[..., -count:].sum(3).mean().nan_to_num() * 1e6).long()
 
 
 def _of_query_heads(call: AttentionCall, mask: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from long_models import long_tiny
 
 from hf_offload_cache import ClusterCache
-from hf_offload_cache.core import SelectiveLayer
+from hf_offload_cache.core import SelectiveLayer, selective_layer
 from hf_offload_cache.errors import ContextError
 
 FIELDS: dict[str, Any] = {
@@ -120,6 +120,22 @@ def test_it_is_nearer_to_full_attention_where_values_follow_from_keys(steps: lis
             full = (states @ own.transpose(1, 2)).softmax(2) @ other
             errors[remainder] = float((output[0, 0] - full.flatten(0, 1)).square().sum())
     assert errors[True] < errors[False] / 3
+
+
+@pytest.mark.parametrize("score", [1.0, float("nan"), float("inf")])
+def test_a_share_that_is_not_finite_is_no_number_of_the_report(
+    score: float, filled: ClusterCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selective_layer, "LOOKED_AT", 1)
+    own = selective_layer.millionths
+
+    def looked(call: Any, scaling: float, keys: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
+        return own(call, scaling, keys * score, mask, count)
+
+    monkeypatch.setattr(selective_layer, "millionths", looked)
+    step(filled)
+    mass = filled.report().estimated_mass
+    assert mass is not None and 0 <= mass <= 1 and (mass > 0) == (score == 1)
 
 
 def test_huge_scores_leave_it_finite() -> None:
