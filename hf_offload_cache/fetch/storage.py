@@ -34,7 +34,7 @@ class DryStorage:
     """A cache's storage in a dry run: stores count records and open no file."""
 
     def __init__(self, config: OffloadConfig, device_type: str) -> None:
-        self.account, self.write_queue = DryRun(), parse_size(config.write_queue)
+        self.account, self.write_queue = DryRun(device_type), parse_size(config.write_queue)
         self._kind = config.engine, config.encryption_key is not None, config.records_apart and device_type == "cuda"
         self.stores: list[DryStore] = []
         self.table_bytes = 0

@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 P = ParamSpec("P")
@@ -25,6 +26,24 @@ def _triton() -> bool:
 def has_kernels(device: torch.device, *dims: int) -> bool:
     """Whether Triton's kernels run on `device`, over heads of so many channels."""
     return device.type == "cuda" and max(dims, default=0) <= MOST_CHANNELS and _triton()
+
+
+def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of `tensors` in host memory. Those of a device are waited for once, together."""
+    there = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+    if there is None:
+        return [tensor.cpu() for tensor in tensors]
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(there).synchronize()
+    return copies
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """`array` on `device`, which may be the host. Nothing waits; the copy follows the device's current stream."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def on_its_device(function: Callable[P, R]) -> Callable[P, R]:

@@ -16,10 +16,13 @@ class DryRun(MemoryAccount):
 
     Each part's `rehearse` makes the part as large as it can become, and declares its temporary memory here. `plan` adds
     both up, so the line that allocates memory also plans it.
+
+    `device_type`: of the device that attention runs on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cpu") -> None:
         super().__init__()
+        self.device_type = device_type
         self._prefill: dict[str, int] = {}
         self._decode: dict[str, int] = {}
         self._lasting: dict[str, int] | None = None

@@ -118,8 +118,8 @@ def asked(queries: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     how many queries of the call come after each."""
     latest = queries[:, :, -_LATEST:]
     count = latest.shape[2]
-    behind = list(range(0, count, max(1, -(-count // QUERIES))))
-    return latest[:, :, [count - 1 - after for after in behind]], behind
+    apart = max(1, -(-count // QUERIES))
+    return latest[:, :, (count - 1) % apart :: apart].flip(2), list(range(0, count, apart))
 
 
 def placed(

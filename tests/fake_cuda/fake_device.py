@@ -99,6 +99,12 @@ class Fake(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"Fake({tuple(self.shape)}, {self.dtype})"
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_copied_there(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_copied_there(index), value)
+
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
@@ -112,6 +118,13 @@ class Fake(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
+
+
+def _copied_there(index: Any) -> Any:
+    """`index` with its lists as tensors of the device. torch takes the device for `meta`, and would not fill them."""
+    if isinstance(index, tuple):
+        return tuple(map(_copied_there, index))
+    return torch.tensor(index, device=CUDA) if isinstance(index, list) else index
 
 
 class _Mode(TorchDispatchMode):

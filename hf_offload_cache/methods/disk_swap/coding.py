@@ -18,6 +18,7 @@ import torch
 
 from ...errors import not_whole, shown
 from ...history.state import Array, State
+from ...kernels.on_a_device import to_device, to_host
 
 # Directions that keys are projected to: those of most energy, or those that matter most to the queries
 
@@ -27,13 +28,26 @@ QUERIES_SEEN, _APART = 512, 8
 """Latest queries of a call that define the metric in which keys are approximated, and the stride between them."""
 LEAST_QUERIES = 32
 """Fewest queries of a call that may define the metric in which keys are approximated."""
-PART = 128
-"""Tokens, of all rows together, that are converted to float32 at a time."""
+PART, _PART_OF_A_DEVICE = 128, 1 << 14
+"""Tokens, of all rows together, that are converted to float32 at a time, and the most of them on a device."""
+_PARTS_SHARE = 8
+"""The share of a budget that a device's part may take, as a divisor."""
 
 
-def parts(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Keys (B, Hk, T, D) in pieces small enough to convert to float32 at a time."""
-    return keys.split(max(1, PART // keys.shape[0]), 2)
+def part_of(device: torch.device | str, width: int, memory: int | None) -> int:
+    """Tokens, of all rows together, with keys of `width` elements, that a fit converts to float32 at a time.
+
+    A processor works best on what its caches hold. On a device each part costs the same launches, however long it is,
+    so that parts are as long as a budget of `memory` bytes allows (None: there is none)."""
+    if torch.device(device).type == "cpu":
+        return PART
+    most = _PART_OF_A_DEVICE if memory is None else memory // (_PARTS_SHARE * 12 * width)
+    return max(PART, min(_PART_OF_A_DEVICE, most))
+
+
+def parts(keys: torch.Tensor, part: int) -> tuple[torch.Tensor, ...]:
+    """Keys (B, Hk, T, D) in pieces of `part` tokens, of all rows together, to convert to float32 at a time."""
+    return keys.split(max(1, part // keys.shape[0]), 2)
 
 
 def _less(keys: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
@@ -41,11 +55,11 @@ def _less(keys: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     return keys.to(torch.float32, copy=True).sub_(mean)
 
 
-def fitting_bytes(width: int, batch: int, rank: int) -> int:
+def fitting_bytes(width: int, batch: int, rank: int, part: int = PART) -> int:
     """Bytes in use while an adapter of `rank` is fitted: a moment, its eigenvectors and LAPACK's workspace of twice
     that size, and a part of the keys in float32 with its masked copy, or the directions; or, of a large rank, a moment,
     adapters and their products."""
-    solved = 4 * 4 * width * width + 2 * 4 * max(batch, PART) * width
+    solved = 4 * 4 * width * width + 2 * 4 * max(batch, part) * width
     return max(solved, 4 * (width * width + 4 * rank * width + 2 * rank * rank + 112 * width))
 
 
@@ -71,13 +85,14 @@ def _solved(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, columns
 
 
-def query_moment(queries: torch.Tensor, num_key_heads: int) -> torch.Tensor:
-    """Second moment (Hk, D, D) float32 of queries (B, H, n, D), by key head: every 8th of the latest 512 queries."""
+def query_moment(queries: torch.Tensor, num_key_heads: int, part: int = PART) -> torch.Tensor:
+    """Second moment (Hk, D, D) float32 of queries (B, H, n, D), by key head: every 8th of the latest 512 queries, of
+    which `part`, of all rows and heads together, are converted to float32 at a time."""
     rows, heads, dim = queries.shape[0], queries.shape[1], queries.shape[3]
     seen = queries[:, :, -QUERIES_SEEN:][:, :, ::_APART].detach().unflatten(1, (num_key_heads, -1))
     moment = torch.zeros(num_key_heads, dim, dim, dtype=torch.float32, device=queries.device)
-    for part in seen.split(max(1, PART // (rows * heads)), 3):
-        flat = part.transpose(0, 1).flatten(1, 3).float()
+    for some in seen.split(max(1, part // (rows * heads)), 3):
+        flat = some.transpose(0, 1).flatten(1, 3).float()
         moment.baddbmm_(flat.transpose(1, 2), flat)
     return moment.div_(seen[:, 0].numel() // dim)
 
@@ -159,21 +174,22 @@ class Directions:
         rank: int,
         adapter: torch.Tensor | None,
         seen: torch.Tensor | None,
+        part: int = PART,
     ) -> Self:
         """Fit directions to `keys`, parts (B, Hk, t, D) in order, in one pass. `visible` (B or 1, tokens) excludes
-        padding.
+        padding. `part`: see `part_of`.
 
         A calibrated `adapter` is used unchanged. Otherwise the best `rank` directions are fitted in the metric of the
         queries `seen` (B, H, q, D); without queries, the directions of most energy.
         """
         moment, position, rows = torch.zeros(0, dtype=torch.float32, device="cpu"), 0, 0
-        for part in (piece for block in keys for piece in parts(block)):
-            flat, stop = part.transpose(1, 2).flatten(2).float(), position + part.shape[2]
+        for piece in (piece for block in keys for piece in parts(block, part)):
+            flat, stop = piece.transpose(1, 2).flatten(2).float(), position + piece.shape[2]
             if not position:
-                moment = torch.zeros(width, width, device=part.device, dtype=torch.float32)
+                moment = torch.zeros(width, width, device=piece.device, dtype=torch.float32)
             if visible is not None:
                 flat = flat * visible[:, position:stop, None]
-            position, rows = stop, part.shape[0]
+            position, rows = stop, piece.shape[0]
             flat = flat.flatten(0, 1)
             moment.addmm_(flat.t(), flat)
         rows = rows * position if visible is None else max(1, int(visible[:, :position].expand(rows, -1).sum()))
@@ -182,13 +198,13 @@ class Directions:
         elif seen is None:
             adapter = principal_directions(moment, min(rank, rows))
         else:
-            metric = _roots(query_moment(seen, num_key_heads), _OTHER_QUERIES)
+            metric = _roots(query_moment(seen, num_key_heads, part), _OTHER_QUERIES)
             scaled = moment.clone()
             _scale(scaled, metric)
             del metric  # as in `fit_coding`
             directions = _leading(scaled, min(rank, rows))
             del scaled
-            adapter = _rooted(directions, _roots(query_moment(seen, num_key_heads), _OTHER_QUERIES))
+            adapter = _rooted(directions, _roots(query_moment(seen, num_key_heads, part), _OTHER_QUERIES))
         deviation = ((moment @ adapter * adapter).sum(0) / rows).clamp_min(0).sqrt()
         return cls(adapter, reconstruction(moment, adapter), deviation)
 
@@ -356,8 +372,9 @@ def bytes_of(counts: Iterable[int]) -> int:
 
 _SAMPLE = 1536
 """Tokens on which errors are measured and the queries' projection is fitted. With 512, some layers are much worse."""
-_MEASURED = 8
-"""Components measured at a time."""
+_PROJECTED, _MEASURED = 16, 40
+"""Tokens of a part for each component that a sample is projected to at a time, and for each that is measured at a
+time."""
 _SINKS = 16
 """First tokens, whose keys differ from all others: the mean and the fit exclude them."""
 _OTHER_QUERIES_OF_CODES = 1.0
@@ -368,17 +385,20 @@ _STEPS = (0.8, 1.0, 1.3, 1.7, 2.2, 3.2)
 """Multiples of the normal steps to try, because some layers have components with a kurtosis of 25."""
 
 
-def coding_bytes(width: int, itemsize: int, rows: int, tokens: int) -> int:
+def coding_bytes(width: int, itemsize: int, rows: int, tokens: int, part: int = PART) -> int:
     """Bytes that `fit_coding` uses while it runs, for `tokens` tokens a row with keys of `width` elements. In turn: two
     moments and a part of the keys; a moment with LAPACK's workspace of twice its size, and the directions; and the
     sample, with the directions and a part of the keys, with these and errors, or with three projections and their
-    products."""
-    sample, square, part = min(_SAMPLE, rows * tokens), 4 * width * width, max(rows, PART) * width
+    products. `part`: see `part_of`."""
+    sample, square = min(_SAMPLE, rows * tokens), 4 * width * width
     components = most_components(width)
+    projected, at_once = (min(components, part // each) for each in (_PROJECTED, _MEASURED))
+    read = max(rows, min(part, rows * tokens)) * width
+    sampled = min(sample, part // 2) * width
     directions = 4 * width * components
-    counted, solved = 2 * square + (4 + 2 * itemsize) * part, 3 * square + directions + 64 * width
-    measured = directions + max(3 * itemsize * part, 4 * 4 * _MEASURED * sample)
-    regressed = 3 * directions + 2 * part + 4 * components * components + 16 * width
+    counted, solved = 2 * square + (4 + 2 * itemsize) * read, 3 * square + directions + 64 * width
+    measured = directions + max(3 * itemsize * read, 4 * (projected + (len(_STEPS) + 1) * at_once) * sample)
+    regressed = 3 * directions + 4 * sampled + 4 * components * components + 16 * width
     return max(counted, solved, sample * width * itemsize + max(measured, regressed))
 
 
@@ -390,9 +410,10 @@ def fit_coding(
     visible: torch.Tensor | None,
     nbytes: int,
     seen: torch.Tensor | None,
+    part: int = PART,
 ) -> Coding:
     """Fit a coding of at most `nbytes` bytes to `keys`, in two passes: the first for the directions, and the second for
-    a sample, which would add to the memory that these take.
+    a sample, which would add to the memory that these take. `part`: see `part_of`.
 
     The steps: subtract the mean, find the directions in the queries' metric, measure each component's error at each
     number of bits, allocate bits (`allocate`), and fit the projection of queries to the codes by regression.
@@ -403,10 +424,10 @@ def fit_coding(
         seen: queries (B, H, q, D) that define the metric; None: all directions count equally.
     """
     def roots() -> torch.Tensor | None:
-        return None if seen is None else _roots(query_moment(seen, num_key_heads), _OTHER_QUERIES_OF_CODES)
+        return None if seen is None else _roots(query_moment(seen, num_key_heads, part), _OTHER_QUERIES_OF_CODES)
 
     metric = roots()
-    total, moment, count = _statistics(_beyond_sinks(keys(), tokens, visible))
+    total, moment, count = _statistics(_beyond_sinks(keys(), tokens, visible, part))
     mean = total / max(1, count)
     moment.addr_(mean, mean, alpha=-count)
     width = len(mean)
@@ -418,20 +439,20 @@ def fit_coding(
     if (metric := roots()) is not None:
         directions = _rooted(directions, metric)
     del metric
-    sample = _sample(_beyond_sinks(keys(), tokens, visible), tokens)
-    measured = [_measured(sample, mean, piece) for piece in directions.split(_MEASURED, 1)]
-    errors = {bits: torch.cat([each[0][bits] for each in measured]).numpy(force=True) for bits in (0, *CLASSES)}
-    chosen = allocate(errors, nbytes)
-    steps = []
-    for bits, part in zip(CLASSES, chosen, strict=True):
-        steps.append(torch.cat([each[1][bits] for each in measured])[torch.from_numpy(part).to(mean.device)])
-    order = torch.from_numpy(np.concatenate(chosen)).to(mean.device)
-    projection, scale = _in_8_bits(directions[:, order] / torch.cat(steps))
-    del directions
+    sample = _sample(_beyond_sinks(keys(), tokens, visible, part), tokens)
+    measured = []
+    for some in directions.split(part // _PROJECTED, 1):
+        measured += map(_measured, _projected(sample, mean, some, part).split(part // _MEASURED))
+    errors, steps = (torch.cat(each, 1) for each in zip(*measured, strict=True))
+    (on_host,) = to_host(errors)
+    chosen = allocate(dict(zip((0, *CLASSES), on_host.numpy(), strict=True)), nbytes)
     counts = (len(chosen[0]), len(chosen[1]), len(chosen[2]))
-    blind = Coding(mean, projection, scale, projection.cpu(), scale.cpu(), counts)
-    queries, query_scale = _in_8_bits(_regression(blind, sample))
-    return Coding(mean, projection, scale, queries.cpu(), query_scale.cpu(), counts)
+    bits, order = to_device(np.stack([np.arange(3).repeat(counts), np.concatenate(chosen)]), mean.device)
+    projection, scale = _in_8_bits(directions[:, order] / steps[bits, order])
+    del directions, some
+    blind = Coding(mean, projection, scale, projection, scale, counts)
+    queries, query_scale = to_host(*_in_8_bits(_regression(blind, sample, part)))
+    return Coding(mean, projection, scale, queries, query_scale, counts)
 
 
 def allocate(errors: dict[int, np.ndarray], nbytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -460,15 +481,15 @@ def allocate(errors: dict[int, np.ndarray], nbytes: int) -> tuple[np.ndarray, np
 
 
 def _beyond_sinks(
-    keys: Iterable[torch.Tensor], tokens: int, visible: torch.Tensor | None
+    keys: Iterable[torch.Tensor], tokens: int, visible: torch.Tensor | None, part: int
 ) -> Iterator[tuple[torch.Tensor, int]]:
     """Keys (n, W) after the sinks, in their own type, a part at a time, and the number of rows they are of. A consumer
     drops a part before it asks for the next."""
     position = 0
     behind = None if visible is None else visible[:, :tokens] & (visible[:, :tokens].cumsum(1) > _SINKS)
-    for part in (piece for block in keys for piece in parts(block)):
-        stop, rows = position + part.shape[2], part.shape[0]
-        joined = part.transpose(1, 2).flatten(2)
+    for piece in (piece for block in keys for piece in parts(block, part)):
+        stop, rows = position + piece.shape[2], piece.shape[0]
+        joined = piece.transpose(1, 2).flatten(2)
         if behind is None:
             flat = joined[:, max(0, _SINKS - position) :].flatten(0, 1)
         else:
@@ -501,51 +522,52 @@ def _sample(keys: Iterator[tuple[torch.Tensor, int]], tokens: int) -> torch.Tens
     for flat, rows in keys:
         if not sample.numel():
             sample = flat.new_empty(min(_SAMPLE, rows * tokens), flat.shape[1])
-        places, all_of = torch.arange(count, count + len(flat), device="cpu"), max(rows * tokens, _SAMPLE)
-        evenly = places * _SAMPLE // all_of != (places - 1) * _SAMPLE // all_of
-        some = flat[evenly.to(flat.device)]
+        all_of = max(rows * tokens, _SAMPLE)
+        first, stop = ((at - 1) * _SAMPLE // all_of + 1 for at in (count, count + len(flat)))
+        places = torch.arange(first, stop, device=flat.device).mul_(all_of).add_(_SAMPLE - 1).div_(
+            _SAMPLE, rounding_mode="floor"
+        )
+        some = flat.index_select(0, places.sub_(count))
         sample[sampled : sampled + len(some)] = some
         sampled, count = sampled + len(some), count + len(flat)
         del flat, some
     return sample[:sampled]
 
 
-def _measured(
-    sample: torch.Tensor, mean: torch.Tensor, directions: torch.Tensor
-) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """Bits -> least mean squared error (r,) of a sample's (n, W) components along directions (W, r); bits -> step (r,)
-    that reaches it."""
-    values = torch.cat([_less(part, mean) @ directions for part in sample.split(PART)])
-    deviation = values.std(0, correction=0).clamp_min(1e-12)
-    errors, steps = {0: values.square().mean(0)}, {}
+def _projected(sample: torch.Tensor, mean: torch.Tensor, directions: torch.Tensor, part: int) -> torch.Tensor:
+    """Components (r, n) float32 of a sample (n, W) along directions (W, r)."""
+    return torch.cat([(_less(some, mean) @ directions).t() for some in sample.split(part)], 1)
+
+
+def _measured(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean squared errors (4, r) of components (r, n): dropped, and the least in each of `CLASSES`; and the steps
+    (3, r) that reach these."""
+    deviation = values.std(1, correction=0).clamp_min(1e-12)
+    errors, steps = [values.square().mean(1)], []
     for bits in CLASSES:
         limit = 2 ** (bits - 1)
-        for times in _STEPS:
-            step = deviation * (_GAUSSIAN_STEPS[bits] * times)
-            coded = (values / step).floor_().clamp_(-limit, limit - 1).add_(0.5).mul_(step)
-            error = coded.sub_(values).square_().mean(0)
-            if times == _STEPS[0]:
-                errors[bits], steps[bits] = error, step
-                continue
-            better = error < errors[bits]
-            errors[bits] = torch.where(better, error, errors[bits])
-            steps[bits] = torch.where(better, step, steps[bits])
-    return errors, steps
+        tried = torch.stack([deviation * (_GAUSSIAN_STEPS[bits] * times) for times in _STEPS])[..., None]
+        coded = (values / tried).floor_().clamp_(-limit, limit - 1).add_(0.5).mul_(tried)
+        least, at = coded.sub_(values).square_().mean(2).min(0)
+        del coded
+        errors.append(least)
+        steps.append(tried[..., 0].gather(0, at[None])[0])
+    return torch.stack(errors), torch.stack(steps)
 
 
-def _regression(coding: Coding, sample: torch.Tensor) -> torch.Tensor:
+def _regression(coding: Coding, sample: torch.Tensor, part: int) -> torch.Tensor:
     """Projection (W, r) whose transpose maps a sample's (n, W) codes to the sample less the mean, in least squares."""
     device = sample.device
     gram = torch.zeros(coding.rank, coding.rank, device=device, dtype=torch.float32)
     product = torch.zeros(coding.rank, sample.shape[1], device=device, dtype=torch.float32)
-    offsets = torch.from_numpy(coding.offsets).to(device)
-    for part in sample.split(PART // 2):  # beside three projections
-        values = coding.unpacked(coding.encode(part)).t().float() + offsets
+    offsets = to_device(coding.offsets, device)
+    for some in sample.split(part // 2):  # beside three projections
+        values = coding.unpacked(coding.encode(some)).t().float() + offsets
         gram.addmm_(values.t(), values)
-        product.addmm_(values.t(), _less(part, coding.mean))
+        product.addmm_(values.t(), _less(some, coding.mean))
         del values
     level = 1e-4 * gram.diagonal().mean().clamp_min(1e-30)
-    gram += level * torch.eye(len(gram), device=device, dtype=torch.float32)
+    gram.diagonal().add_(level)
     return torch.linalg.solve(gram, product).t()
 
 

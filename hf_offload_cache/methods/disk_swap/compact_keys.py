@@ -12,7 +12,7 @@ from ...errors import not_whole, shown
 from ...history.state import DTYPES, Array, State
 from ...memory.account import MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
-from .coding import Coding, most_bytes, most_components, parts
+from .coding import PART, Coding, most_bytes, most_components, parts
 from .integer_product import multiplied, rounded
 from .token_rows import TokenRows, taken
 
@@ -127,8 +127,8 @@ class CompactKeys(ABC):
         self._rows.reserve(tokens)
 
     @abstractmethod
-    def append(self, keys: torch.Tensor) -> None:
-        """Add keys (B, Hk, t, D). Raises `BudgetError`."""
+    def append(self, keys: torch.Tensor, part: int = PART) -> None:
+        """Add keys (B, Hk, t, D), about `part` tokens of all rows together at a time. Raises `BudgetError`."""
 
     def truncate(self, tokens: int) -> None:
         """Keep the first `tokens` of every row."""
@@ -263,7 +263,7 @@ class CompactKeys(ABC):
 # Compact keys of a few bits a component, unpacked block by block and multiplied as integers
 
 _ENCODED = 1 << 17
-"""Elements of keys converted to float32 at a time."""
+"""Elements of keys that are at least converted to float32 at a time."""
 
 
 class CodedKeys(CompactKeys):
@@ -314,12 +314,12 @@ class CodedKeys(CompactKeys):
         scores = most * (most_components(width, nbytes) + 4 * heads) + 4 * heads * -(-tokens // unit_size)
         run.passes("scores", decode=scores)
 
-    def append(self, keys: torch.Tensor) -> None:
+    def append(self, keys: torch.Tensor, part: int = PART) -> None:
         self.reserve(self.tokens + keys.shape[2])
         rows, heads, _, dim = keys.shape
-        for part in keys.split(max(1, _ENCODED // (rows * heads * dim)), 2):
-            flat = part.transpose(1, 2).flatten(2)
-            self._rows.append(torch.stack([self.coding.encode(row) for row in flat]))
+        for piece in parts(keys, max(part, _ENCODED // (heads * dim))):
+            codes = self.coding.encode(piece.transpose(1, 2).flatten(2).flatten(0, 1))
+            self._rows.append(codes.unflatten(1, (rows, -1)).transpose(0, 1))
 
     def close(self) -> None:
         super().close()
@@ -515,10 +515,10 @@ class LowRankKeys(CompactKeys):
         compact._rows = TokenRows.shared(keys, 1, account)
         return compact
 
-    def append(self, keys: torch.Tensor) -> None:
+    def append(self, keys: torch.Tensor, part: int = PART) -> None:
         self.reserve(self.tokens + keys.shape[2])
-        for part in parts(keys):
-            self._rows.append(self._projected(part))
+        for piece in parts(keys, part):
+            self._rows.append(self._projected(piece))
 
     def close(self) -> None:
         super().close()

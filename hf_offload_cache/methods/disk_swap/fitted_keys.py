@@ -26,6 +26,7 @@ from .coding import (
     fit_coding,
     fitting_bytes,
     most_components,
+    part_of,
 )
 from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank, leading
 from .ranking import CANDIDATES, Candidates, Ranking, few_of_many, most_kept, rank_among, rank_units
@@ -218,11 +219,13 @@ class FittedKeys:
         width, sizes = form.key_width, (context, rows, heads, form.group_size, most)
         if rules.dtype is None:
             CodedKeys.rehearse(run, width, self._code_bytes, *sizes)
-            run.passes("fitting", prefill=coding_bytes(width, form.dtype.itemsize, rows, context))
+            part = self._part_of(run.device_type)
+            run.passes("fitting", prefill=coding_bytes(width, form.dtype.itemsize, rows, context, part))
         else:
             rank = rules.rank or (default_rank(width) if self.adapter is None else self.adapter.shape[1])
             LowRankKeys.rehearse(run, width, min(width, rank), rules.dtype, *sizes)
-            run.passes("fitting", prefill=fitting_bytes(width, rows, min(width, rank)))
+            part = self._part_of(run.device_type)
+            run.passes("fitting", prefill=fitting_bytes(width, rows, min(width, rank), part))
         if estimates:
             rank = most_components(width, self._code_bytes) if rules.dtype is None else min(width, rank)
             rehearse_maps(run, form, (rows, leading(rank), heads), context, CANDIDATES * wanted)
@@ -249,14 +252,14 @@ class FittedKeys:
         piece, longest = queries.shape[2], self.longest_piece
         self.longest_piece = max(piece, longest)
         often = _REFIT_LATER if piece < LEAST_QUERIES else _REFIT_LAST if piece < longest else _REFIT
-        grown = sealed.tokens >= self.fitted_at * often
+        grown, part = sealed.tokens >= self.fitted_at * often, self._part_of(queries.device)
         keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored_keys
         if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
-            for part in sealed.keys:
-                self.keys.append(part)
+            for block in sealed.keys:
+                self.keys.append(block, part)
         elif (self.adapter is not None or sealed.tokens >= self._least) and not self._shared.postponed():
             ratio = None if self.maps is None else self.maps.ratio.clone()
-            self.fit(keys, sealed, queries if queries.shape[2] >= LEAST_QUERIES else None, visible)
+            self.fit(keys, sealed, queries if queries.shape[2] >= LEAST_QUERIES else None, visible, part)
             if self.rules.remainder and sealed.tokens >= LEAST_TOKENS:
                 self._fit_maps(sealed, queries, visible, ratio)
         if self.keys is not None and self.sinks is None and self.rules.num_sinks:
@@ -269,6 +272,9 @@ class FittedKeys:
         """Most bytes of a coded compact key."""
         return self.rules.summary_bytes or default_summary_bytes(self.form.key_width)
 
+    def _part_of(self, device: torch.device | str) -> int:
+        return part_of(device, self.form.key_width, self.rules.memory)
+
     @property
     def _least(self) -> int:
         """Fewest tokens for which compact keys are fitted."""
@@ -276,30 +282,31 @@ class FittedKeys:
         return _LEAST if self.rules.dtype is None else max(4 * rank, _LEAST)
 
     def fit(
-        self, keys: Callable[[], Any], sealed: Sealed, seen: torch.Tensor | None, visible: torch.Tensor | None
-    ) -> None:
-        """Fit to all `keys()`, parts (B, Hk, t, D) in order, and replace the compact keys. Queries `seen` (B, H, q, D)
-        define the metric. Raises `BudgetError`."""
+        self, keys: Callable[[], Any], sealed: Sealed, seen: torch.Tensor | None, visible: torch.Tensor | None,
+        part: int,
+    ) -> None:  # fmt: skip
+        """Fit to all `keys()`, blocks (B, Hk, t, D) in order, and replace the compact keys. Queries `seen` (B, H, q, D)
+        define the metric. `part`: see `part_of`. Raises `BudgetError`."""
         self._shared.rest()  # a decoding step may fit, which needs as much memory as selecting
         shared, form, rules = self._shared, self.form, self.rules
         heads, made_of = form.num_key_heads, (shared.account, shared.workspace)
         if rules.dtype is None:
-            room = coding_bytes(form.key_width, form.dtype.itemsize, self.rows, sealed.tokens)
+            room = coding_bytes(form.key_width, form.dtype.itemsize, self.rows, sealed.tokens, part)
             with shared.account.holding("fitting", room):
-                coding = fit_coding(keys, sealed.tokens, heads, visible, self._code_bytes, seen)
+                coding = fit_coding(keys, sealed.tokens, heads, visible, self._code_bytes, seen, part)
             self.close()
             self.keys = CodedKeys(coding, heads, self.rows, *made_of, form.group_size)
         else:
             rank = rules.rank or default_rank(form.key_width)
-            with shared.account.holding("fitting", fitting_bytes(form.key_width, self.rows, rank)):
-                fitted = Directions.of(keys(), form.key_width, heads, visible, rank, self.adapter, seen)
+            with shared.account.holding("fitting", fitting_bytes(form.key_width, self.rows, rank, part)):
+                fitted = Directions.of(keys(), form.key_width, heads, visible, rank, self.adapter, seen, part)
             self.close()
             self.keys = LowRankKeys(
                 fitted.adapter, fitted.deviation, rules.dtype, heads, self.rows, *made_of, fitted.queries
             )
         self.keys.reserve(max(sealed.tokens, rules.reserve))
-        for part in keys():
-            self.keys.append(part)
+        for block in keys():
+            self.keys.append(block, part)
         self.fitted_at = sealed.tokens
 
     def _fit_maps(
