@@ -14,6 +14,7 @@ from ..errors import not_whole
 from ..fetch.choice import Estimates
 from ..history.records import RecordFormat
 from ..history.state import LARGEST, Array, State
+from ..kernels.on_a_device import to_host
 from ..memory.account import MemoryAccount
 from ..memory.dry_run import DryRun
 
@@ -60,15 +61,14 @@ class ValueMaps:
         if sizes[0] > 1:
             run.moves(maps.maps.nbytes)
 
-    def set(self, row: int, sums: LeastSquares, true: np.ndarray, estimated: np.ndarray) -> None:
-        """Let a row have the map that solves `sums`, and the ratio of the `true` mass (H,) to the `estimated` one, at
-        most a factor of 8 from 1."""
-        ratio = np.where(estimated > 0, true / np.maximum(estimated, 1e-30), 1)
+    def set(self, rows: slice, sums: LeastSquares, true: torch.Tensor, estimated: torch.Tensor) -> None:
+        """Let `rows` have the maps that solve `sums`, and the ratio of their `true` mass (b, H) to the `estimated` one,
+        at most a factor of 8 from 1."""
+        ratio = (true / estimated.clamp_min(1e-30)).clamp_(1 / 8, 8).masked_fill_(estimated <= 0, 1)
         maps = sums.solved()
-        scale = maps.abs().amax((1, 2)).clamp_min(1e-30) / 127
-        self.maps[row] = (maps / scale[:, None, None]).round_().to(torch.int8)
-        self.scale[row] = scale
-        self.ratio[row] = torch.from_numpy(ratio.clip(1 / 8, 8).astype(np.float32))
+        scale = maps.abs().amax((2, 3)).clamp_min_(1e-30).div_(127)
+        found = to_host((maps / scale[..., None, None]).round_().to(torch.int8), scale, ratio)
+        self.maps[rows], self.scale[rows], self.ratio[rows] = found
 
     @property
     def log_ratio(self) -> np.ndarray:
@@ -149,33 +149,37 @@ def _own_entries(heads: int, shared: int, count: int) -> tuple[np.ndarray, np.nd
 
 
 class LeastSquares:
-    """Weighted sums of a row's regression of values on components, `inputs` with the constant."""
+    """Weighted sums of the regression of each row's values on components, `inputs` with the constant."""
 
-    def __init__(self, inputs: int, form: RecordFormat, device: torch.device) -> None:
+    def __init__(self, rows: int, inputs: int, form: RecordFormat, device: torch.device) -> None:
         heads = form.num_value_heads
-        self._gram = torch.zeros(heads, inputs, inputs, dtype=torch.float32, device=device)
-        self._product = torch.zeros(heads, inputs, form.value_dim, dtype=torch.float32, device=device)
-        self._plain = self._gram[0].clone(), self._product.clone()
-        self._tokens = 0
+        self._gram = torch.zeros(rows, heads, inputs, inputs, dtype=torch.float32, device=device)
+        self._product = torch.zeros(rows, heads, inputs, form.value_dim, dtype=torch.float32, device=device)
+        self._plain = self._gram[:, 0].clone(), self._product.clone()
 
-    def add(self, components: torch.Tensor, values: torch.Tensor, weights: torch.Tensor) -> None:
-        """Add tokens with components (n, r), values (Hv, n, Dv) and weights (Hk, n)."""
+    def add(
+        self, components: torch.Tensor, values: torch.Tensor, weights: torch.Tensor, seen: torch.Tensor | None = None
+    ) -> None:
+        """Add tokens with components (b, r, n), values (b, Hv, n, Dv) and weights (b, Hk, n). `seen` (b or 1, n)
+        excludes padding."""
         inputs = torch.cat([components, torch.ones_like(components[:, :1])], 1)
-        weighted = inputs.t() * weights.unflatten(0, (len(values), -1)).sum(1)[:, None]  # (Hv, r + 1, n)
-        self._gram += weighted @ inputs
+        if seen is not None:
+            inputs *= seen[:, None]
+        weighted = inputs[:, None] * weights.unflatten(1, (values.shape[1], -1)).sum(2)[:, :, None]  # (b, Hv, r + 1, n)
+        self._gram += weighted @ inputs[:, None].mT
         self._product += weighted @ values
-        self._plain[0].addmm_(inputs.t(), inputs)
-        self._plain[1].add_(inputs.t() @ values)
-        self._tokens += len(components)
+        self._plain[0].baddbmm_(inputs, inputs.mT)
+        self._plain[1].add_(inputs[:, None] @ values)
 
     def solved(self) -> torch.Tensor:
-        """Maps (r + 1, Hv, Dv) float32 of least weighted squares."""
-        count = max(1, self._tokens)
-        mean = self._gram[:, -1, -1].clamp_min(1e-12)[:, None, None] / count
-        gram = self._gram / mean + _OTHERS * self._plain[0]
-        product = self._product / mean + _OTHERS * self._plain[1]
-        deviation = (self._plain[0].diagonal() / count).sqrt().clamp_min(1e-6)
-        gram = gram / torch.outer(deviation, deviation)
-        gram.diagonal(dim1=1, dim2=2).add_(_RIDGE * count)
-        maps = torch.linalg.solve(gram, product / deviation[:, None])
-        return (maps / deviation[:, None]).transpose(0, 1)
+        """Maps (b, r + 1, Hv, Dv) float32 of least weighted squares."""
+        plain = self._plain[0]
+        count = plain[:, -1, -1].clamp_min(1)  # of tokens
+        mean = (self._gram[:, :, -1, -1].clamp_min(1e-12) / count[:, None])[..., None, None]
+        gram = (self._gram / mean).add_(plain[:, None], alpha=_OTHERS)
+        product = (self._product / mean).add_(self._plain[1], alpha=_OTHERS)
+        deviation = (plain.diagonal(dim1=1, dim2=2) / count[:, None]).sqrt_().clamp_min_(1e-6)
+        gram /= (deviation[:, :, None] * deviation[:, None])[:, None]
+        gram.diagonal(dim1=2, dim2=3).add_(_RIDGE * count[:, None, None])
+        by_deviation = deviation[:, None, :, None]
+        return (torch.linalg.solve(gram, product.div_(by_deviation)) / by_deviation).transpose(1, 2)

@@ -4,7 +4,8 @@
 without a device, with right values. `Counts` says how many kernels were launched, how many copies crossed to and from
 the device, and how often the host waited, by the function of the library that did it.
 
-Attention of several operators counts as each of them; Triton's kernels are absent, so that their torch twins run.
+A model's attention counts as each of its operators, and that of the library's blocks as one kernel; Triton's kernels
+are absent, so that their torch twins run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hf_offload_cache.kernels import on_a_device
+from hf_offload_cache.model import stream_attention
 
 CUDA = torch.device("cuda", 0)
 PACKAGE = "/hf_offload_cache/"
@@ -262,6 +264,19 @@ class Event:
         return 0.0
 
 
+def _attended(query: Any, keys: Any, values: Any, bias: Any, causal: bool, scale: float) -> Any:
+    """Attention of one block in one kernel, with its log-sum-exp; None if there is none."""
+    asked = query, keys, values, bias
+    if query.shape[-1] != values.shape[-1] or not isinstance(query, Fake):
+        return None if isinstance(query, Fake) else _FUSED(*asked, causal, scale)
+    COUNTS.add("launches")
+    output, log_sum = _FUSED(*(None if one is None else one.inner for one in asked), causal, scale)
+    return Fake(output), Fake(log_sum)
+
+
+_FUSED: Any = stream_attention._fused
+
+
 def _tensor(original: Any) -> Any:
     def made(data: Any, *args: Any, device: Any = None, **options: Any) -> torch.Tensor:
         on_device = device is not None and torch.device(device).type == "cuda"
@@ -290,6 +305,7 @@ def fake_cuda() -> Iterator[Counts]:
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self, *_: self))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None))
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
+        stack.enter_context(mock.patch.object(stream_attention, "_fused", _attended))
         stack.enter_context(_Mode())
         COUNTS.clear()
         yield COUNTS

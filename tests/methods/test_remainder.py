@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from long_models import long_tiny
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch_memory import most_held
 
 from eval.studies.watch import attended_columns
 from hf_offload_cache import ClusterCache, DiskSwapCache
@@ -20,9 +22,19 @@ from hf_offload_cache.core import Rows, SelectiveLayer, selective_layer
 from hf_offload_cache.errors import ContextError
 from hf_offload_cache.history import RecordFormat, Sealed
 from hf_offload_cache.memory import DryRun, MemoryAccount, Workspace
-from hf_offload_cache.methods.disk_swap import CANDIDATES, LowRankPredictor, LowRankShared, Rules
+from hf_offload_cache.methods.disk_swap import (
+    CANDIDATES,
+    CodedKeys,
+    LowRankPredictor,
+    LowRankShared,
+    Rules,
+    default_summary_bytes,
+    fit_coding,
+    remainder,
+)
 from hf_offload_cache.predictors import Predictor, Query
 
+fit_maps, fit_bytes = remainder.fit_maps, remainder.fit_bytes
 KV, HEADS, DIM, VALUE, GROUP, UNITS, BUDGET = 2, 4, 16, 20, 4, 300, 12
 FORMS = {heads: RecordFormat.of_sizes((heads, DIM, heads, VALUE), torch.float32, GROUP) for heads in (1, KV)}
 """Values are wider than keys."""
@@ -110,7 +122,8 @@ def test_it_is_the_twins(kind: str, hidden: bool, heads: int) -> None:
     for chosen, left in zip(choice.units, choice.next, strict=True):
         assert not set(left) & set(chosen) and len(set(left)) == len(left)
     for row in range(2):
-        components = compact.components(row, torch.arange(UNITS * GROUP))
+        components = compact.components(slice(row, row + 1), torch.arange(UNITS * GROUP))[0]
+        components = (components + torch.from_numpy(compact.offsets)[:, None])[: compact.leading].t()
         low = torch.from_numpy(compact.low_rank_query(asked.states)[row])
         scored = compact.scored(low.numpy(), row, None, GROUP, None)
         by_unit = scored.by_unit(scored.scores())
@@ -127,6 +140,52 @@ def test_it_is_the_twins(kind: str, hidden: bool, heads: int) -> None:
             own = entries_of(estimates, head)
             torch.testing.assert_close(own[0][row], mass, rtol=0, atol=0.05)  # low-rank queries in 8 bits
             torch.testing.assert_close(own[1][row], value, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("padded", [True, False])
+def test_long_parts_fit_as_short_ones(kind: str, padded: bool) -> None:
+    """The maps of three rows, in many pieces and in one: those of each row alone."""
+    visible = torch.arange(UNITS * GROUP) >= torch.tensor([[0], [40], [90]]) if padded else None
+    one, (keys, values) = learned(kind, 3, visible), keys_and_values(3)
+    compact, queries, made = one.fitted.keys, some(3, HEADS, 40, DIM, seed=5), []
+    assert compact is not None
+    for part in (128, 1 << 14):
+        made_of = compact, lambda: zip(keys.split(500, 2), values.split(500, 2), strict=True), FORMS[KV], queries
+        chosen = BUDGET, CANDIDATES * BUDGET
+        maps = fit_maps(*made_of, DIM**-0.5, chosen, visible, MemoryAccount(), part=part)
+        assert maps is not None
+        made.append(maps)
+    short, long = made
+    assert one.fitted.maps is not None
+    for maps in (long, one.fitted.maps):
+        torch.testing.assert_close(maps.ratio, short.ratio, rtol=1e-3, atol=0)
+        torch.testing.assert_close(maps.scale, short.scale, rtol=1e-3, atol=0)
+        assert (maps.maps.int() - short.maps.int()).abs().max() <= 1
+    assert short.maps.float().std() > 10
+    assert kind != "float32" or (short.ratio - 1).abs().max() < 1e-4  # compact keys of all that keys have
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "heads", "shared", "dim", "tokens"),
+    [(1, 3, 3, 64, 6000), (1, 8, 4, 128, 3000), (4, 3, 3, 64, 2048), (1, 1, 4, 256, 6000), (1, 2, 7, 64, 1200)],
+)
+def test_fitting_takes_what_the_plan_says(
+    rows: int, heads: int, shared: int, dim: int, tokens: int, padded: bool
+) -> None:
+    keys, values = (some(rows, heads, tokens, dim, seed=seed).bfloat16() for seed in (0, 1))
+    queries = some(rows, heads * shared, 600, dim, seed=2).bfloat16()
+    form, account = RecordFormat.of_sizes((heads, dim, heads, dim), torch.bfloat16, GROUP), MemoryAccount()
+    coding = fit_coding(lambda: iter([keys]), tokens, heads, None, default_summary_bytes(heads * dim), queries)
+    compact = CodedKeys(coding, heads, rows, account, Workspace(account, "scores"), GROUP)
+    compact.append(keys)
+    visible = (torch.arange(tokens) > 60).expand(rows, -1) if padded else None
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as held, record_function("fit"):
+        blocks = zip(keys.split(1024, 2), values.split(1024, 2), strict=True)
+        assert fit_maps(compact, lambda: blocks, form, queries, dim**-0.5, (200, 1000), visible, account)
+    planned = fit_bytes(form, rows, compact.leading, heads * shared, tokens)
+    assert 0.55 * planned < most_held(held, "fit") <= planned
 
 
 @APART

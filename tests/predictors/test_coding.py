@@ -29,6 +29,7 @@ from hf_offload_cache.methods.disk_swap import (
     integer_product,
     most_bytes,
     most_components,
+    part_of,
     rank_units,
     ranking,
 )
@@ -392,6 +393,30 @@ def test_what_does_not_hold_together_is_refused(change: Any) -> None:
 def test_what_is_taken_where_nothing_is_given(width: int, nbytes: int, components: int) -> None:
     assert default_summary_bytes(width) == nbytes
     assert most_components(width) == components
+
+
+def test_parts_are_long_on_a_device_with_room() -> None:
+    assert part_of("cpu", 192, None) == part_of("cpu", 192, 1 << 40) == part_of("cuda", 192, 1 << 20) == 128
+    assert part_of("cuda", 1024, None) == part_of("cuda", 1024, 1 << 40) == 1 << 14
+    part = part_of("cuda", 192, 32 << 20)
+    assert 128 < part < 1 << 14 and 12 * part * 192 <= 4 << 20  # an eighth
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_long_parts_fit_as_short_ones(padded: bool) -> None:
+    """Keys decoded from the codes of either coding are as far from the keys."""
+    keys, tokens = keys_of(3, 1100), 1100
+    visible = (torch.arange(tokens) > torch.tensor([[0], [60], [300]])) if padded else None
+    seen, wrong = torch.randn(3, HEADS, 600, DIM, generator=torch.Generator().manual_seed(2)), []
+    for part in (128, 1 << 14):
+        coding = fit_coding(lambda: iter(keys.split(512, 2)), tokens, KV, visible, 12, seen, part)
+        account = MemoryAccount()
+        made = CodedKeys(coding, KV, 3, account, Workspace(account, "scores"), 4)
+        made.append(keys, part)
+        found = made.components(slice(None), torch.arange(tokens)) + torch.from_numpy(coding.offsets)[:, None]
+        decoded = coding.mean + found.mT @ (coding.queries.float() * coding.query_scale).t()
+        wrong.append(float((decoded - keys.transpose(1, 2).flatten(2))[:, 300:].square().mean()))
+    assert wrong[1] == pytest.approx(wrong[0], rel=0.01) and 0 < wrong[0] < 0.1 * float(keys.var())
 
 
 @pytest.mark.parametrize("padded", [True, False])

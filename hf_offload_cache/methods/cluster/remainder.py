@@ -74,9 +74,9 @@ def fit_maps(
             there = (places < ends[:, None]).to(keys.device)  # (n, tokens)
             scores = part @ keys.t(), part @ means.float().t()
             _add_rest(*scores, cluster.long(), there, held.float(), wanted, weights, mass)
-        sums = LeastSquares(form.key_width + 1, form, keys.device)
-        sums.add(keys, values[None], weights[None])
-        made.set(row, sums, *mass.numpy(force=True))
+        sums = LeastSquares(1, form.key_width + 1, form, keys.device)
+        sums.add(keys.t()[None], values[None, None], weights[None, None])
+        made.set(slice(row, row + 1), sums, *mass[:, None])
     return made
 
 

@@ -440,7 +440,7 @@ def fit_coding(
         directions = _rooted(directions, metric)
     del metric
     sample = _sample(_beyond_sinks(keys(), tokens, visible, part), tokens)
-    measured = []
+    measured: list[tuple[torch.Tensor, torch.Tensor]] = []
     for some in directions.split(part // _PROJECTED, 1):
         measured += map(_measured, _projected(sample, mean, some, part).split(part // _MEASURED))
     errors, steps = (torch.cat(each, 1) for each in zip(*measured, strict=True))

@@ -164,13 +164,13 @@ class CompactKeys(ABC):
 
     @property
     def offsets(self) -> np.ndarray:
-        """(leading,) float32: what stored components stand for, less the components."""
-        return np.zeros(self.leading, dtype=np.float32)
+        """(r,) float32: what stored components stand for, less the components."""
+        return np.zeros(self.rank, dtype=np.float32)
 
     @abstractmethod
-    def components(self, row: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Leading components (n, leading) float32 of `tokens` (n,) of a row, with `offsets` added, on the keys'
-        device."""
+    def components(self, rows: slice, tokens: torch.Tensor) -> torch.Tensor:
+        """Components (b, r, n), of any type, of `tokens` (n,) of some rows, without `offsets`, on the keys' device. The
+        product of both with a row of `low_rank_query`, plus its last component if that has one more, is a score."""
 
     @abstractmethod
     def _products(
@@ -354,13 +354,12 @@ class CodedKeys(CompactKeys):
 
     @property
     def offsets(self) -> np.ndarray:
-        return self._offsets[: self.leading]
+        return self._offsets
 
-    def components(self, row: int, tokens: torch.Tensor) -> torch.Tensor:
-        each, codes = self._rows.each, self._rows.data[row]
-        some = codes.view(-1, each, codes.shape[1])[:, tokens % each, tokens // each]
-        components = self.coding.unpacked(some)[: self.leading].t().float()
-        return components + torch.from_numpy(self.offsets).to(codes.device)
+    def components(self, rows: slice, tokens: torch.Tensor) -> torch.Tensor:
+        each, codes = self._rows.each, self._rows.data[rows]
+        some = codes.unflatten(1, (-1, each))[:, :, tokens % each, tokens // each]
+        return self.coding.unpacked(some.transpose(0, 1)).transpose(0, 1)
 
     def _products(
         self, asked: Asked, stored: torch.Tensor, memory: torch.Tensor | None = None
@@ -547,8 +546,8 @@ class LowRankKeys(CompactKeys):
     def rank(self) -> int:
         return self._rows.data.shape[2]
 
-    def components(self, row: int, tokens: torch.Tensor) -> torch.Tensor:
-        return self._rows.data[row, tokens, : self.leading].float()
+    def components(self, rows: slice, tokens: torch.Tensor) -> torch.Tensor:
+        return self._rows.data[rows].index_select(1, tokens).transpose(1, 2)
 
     def _projected(self, keys: torch.Tensor) -> torch.Tensor:
         """Components (B, t, r) float32 of keys (B, Hk, t, D), in 8-bit steps if they are stored so."""

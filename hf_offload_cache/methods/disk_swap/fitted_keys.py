@@ -228,7 +228,8 @@ class FittedKeys:
             run.passes("fitting", prefill=fitting_bytes(width, rows, min(width, rank), part))
         if estimates:
             rank = most_components(width, self._code_bytes) if rules.dtype is None else min(width, rank)
-            rehearse_maps(run, form, (rows, leading(rank), heads), context, CANDIDATES * wanted)
+            sizes_of_maps = rows, leading(rank), heads
+            rehearse_maps(run, form, sizes_of_maps, context, CANDIDATES * wanted, self._part_of(run.device_type))
         if rules.num_sinks:
             SinkKeys(form, rows, rules.num_sinks, torch.device("cpu"), run, np.zeros(rows, dtype=np.int64))
 
@@ -320,10 +321,11 @@ class FittedKeys:
         assert keys is not None
         stored = (lambda: iter(sealed.parts)) if sealed.fresh == sealed.tokens else sealed.stored
         wanted, sizes = shared.wanted(sealed.tokens), (self.rows, keys.leading, queries.shape[1])
-        with shared.account.holding("fitting", fit_bytes(form, *sizes, sealed.tokens)):
+        part = self._part_of(queries.device)
+        with shared.account.holding("fitting", fit_bytes(form, *sizes, sealed.tokens, part)):
             chosen = wanted, CANDIDATES * wanted
             made_of = keys, stored, form, queries, self.scaling, chosen, visible
-            self.maps = fit_maps(*made_of, shared.account, self.heads)
+            self.maps = fit_maps(*made_of, shared.account, self.heads, part)
         if self.maps is not None and count < LEAST_QUERIES and ratio is not None:
             self.maps.ratio.copy_(ratio)
 
@@ -379,6 +381,7 @@ class FittedKeys:
         rows, each = batch * self.heads, query_heads // self.heads
         mass = np.full((rows, each, count), -np.inf, dtype=np.float32)
         values = np.zeros((rows, each, count, form.value_dim), dtype=np.float32)
+        offsets = keys.offsets[: keys.leading]
         kept = latest[1] if latest is not None and latest[0] is queries[0] and count == 1 else None
         for at, (query, left) in enumerate(zip(queries, units, strict=True)):
             low = None
@@ -396,7 +399,7 @@ class FittedKeys:
                         low, seen = keys.low_rank_query(query.states), self.seen(query)
                         low *= np.float32(query.scaling)
                     scored, top = keys.scored(low[sequence, asking], sequence, there, form.group_size, seen), None
-                mass[row, :, at], components = mean_components(scored, keys.offsets, top)
+                mass[row, :, at], components = mean_components(scored, offsets, top)
                 values[row, :, at] = maps.values(sequence, components, None if self.heads == 1 else head)
         device, ratio = queries[0].states.device, maps.log_ratio.reshape(rows, each)
         return placed(mass, ratio, values, self._form_of_rows, batch, device)

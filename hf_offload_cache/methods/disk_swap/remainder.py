@@ -3,37 +3,40 @@ compact keys. It goes beyond the paper, whose steps drop these units."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 
 from ...history.records import RecordFormat
+from ...kernels.on_a_device import to_device
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
-from ...predictors.sinks import largest
 from ...predictors.value_maps import QUERIES, LeastSquares, ValueMaps, asked
+from .coding import PART
 from .compact_keys import HIDDEN, CompactKeys, Scored
 
 _TOKENS = 2048
 """Tokens that maps are fitted to, in units that lie evenly among all."""
-_SCORES, _PIECE = 1 << 15, 128
-"""Scores, and tokens, in a piece of a fit."""
+_SCORES, _SCORED = 256, 4
+"""Scores for each token of a fit's part that are computed at a time, and tokens that are scored at a time."""
 _COMPONENTS = 1 << 15
 """Components converted to float32 at a time."""
 
 Stored = Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor]]]
 
 
-def rehearse_maps(run: DryRun, form: RecordFormat, sizes: tuple[int, int, int], tokens: int, units: int) -> None:
+def rehearse_maps(
+    run: DryRun, form: RecordFormat, sizes: tuple[int, int, int], tokens: int, units: int, part: int = PART
+) -> None:
     """Declare the memory of maps and estimates for rows, components and query heads `sizes`, in a dry run.
 
-    `tokens`: tokens a row; `units`: maximum units whose entries a step estimates."""
+    `tokens`: tokens a row; `units`: maximum units whose entries a step estimates; `part`: see `part_of`."""
     rows, rank, heads = sizes
     ValueMaps.rehearse(run, form, sizes)
     count = min(units * form.group_size, tokens)
     run.passes("scores", decode=4 * (3 * heads * count + _COMPONENTS) + count * rank)
-    run.passes("fitting", prefill=fit_bytes(form, rows, rank, heads, tokens))
+    run.passes("fitting", prefill=fit_bytes(form, rows, rank, heads, tokens, part))
 
 
 # A step's estimate
@@ -78,13 +81,19 @@ def _weighted(components: torch.Tensor, weights: np.ndarray) -> np.ndarray:
 
 # Fitting
 
-def fit_bytes(form: RecordFormat, rows: int, rank: int, heads: int, tokens: int) -> int:
-    """Bytes that `fit_maps` uses while it runs."""
+def fit_bytes(form: RecordFormat, rows: int, rank: int, heads: int, tokens: int, part: int = PART) -> int:
+    """Bytes that `fit_maps` uses while it runs. `part`: see `part_of`."""
     tokens = min(tokens, _TOKENS + 2 * form.group_size)
-    scores = max(_SCORES, heads * tokens) * 4 * 5 + tokens * rank
+    scores = max(_SCORES * part, heads * tokens) * 4 * 2 + rank * (2 * tokens + 6 * min(tokens, _SCORED * part))
     gram = 4 * 3 * form.num_value_heads * (rank + 1) * (rank + 1 + form.value_dim)
-    pieces = 4 * _PIECE * (form.entry_width + (form.num_value_heads + 2) * (rank + 1) + 3 * heads * QUERIES)
+    held = max(rows, min(rows * tokens, _piece(part)))
+    pieces = 4 * held * (form.entry_width + (form.num_value_heads + 2) * (rank + 1) + 3 * heads * QUERIES)
     return max(scores, pieces) + 4 * rows * form.num_key_heads * tokens + rows * gram
+
+
+def _piece(part: int) -> int:
+    """Tokens of the sample, of all rows together, whose entries are compared and added at a time."""
+    return max(PART, part // 2)
 
 
 def fit_maps(
@@ -97,6 +106,7 @@ def fit_maps(
     visible: torch.Tensor | None,
     account: MemoryAccount,
     heads: int = 1,
+    part: int = PART,
 ) -> ValueMaps | None:
     """Fit maps to a sample of the units of `stored()`, whose compact keys are `keys`: weighted least squares of values
     on components. A token's weight is the attention that it gets from the latest of `queries` (B, H, q, D), as a part
@@ -106,6 +116,7 @@ def fit_maps(
         chosen: units that a step selects, and the best units, these included, among which the remainder is.
         visible: (·, tokens), excludes padding.
         heads: key heads that choose apart, each with its own remainder; 1: all have the same.
+        part: see `part_of`.
     """
     rows, group, units = len(queries), form.group_size, keys.tokens // form.group_size
     every = -(-units * group // _TOKENS)
@@ -114,28 +125,44 @@ def fit_maps(
     if wanted >= min(candidates, len(sample)):
         return None
     latest = _Asked(queries, keys, form, scaling, sample, every, heads)
-    shares = [latest.weigh(row, wanted, candidates, visible) for row in range(rows)]
-    sums = [LeastSquares(keys.leading + 1, form, keys.device) for _ in range(rows)]
+    shares = latest.weigh(wanted, candidates, visible, part)
+    sums = LeastSquares(rows, keys.leading + 1, form, keys.device)
     tokens = (sample[:, None] * group + np.arange(group)).ravel()
-    begin = 0
-    for block_keys, block_values in stored():
-        first, stop = tokens.searchsorted([begin, begin + block_keys.shape[2]])
-        for start in range(first, stop, _PIECE):
-            some = slice(start, min(start + _PIECE, stop))
-            here = torch.from_numpy(tokens[some]).to(keys.device)
-            for row in range(rows):
-                latest.compare(row, some, block_keys[row].index_select(1, here - begin))
-                seen = None if visible is None else visible[min(row, len(visible) - 1), here]
-                there, weights = here, torch.from_numpy(shares[row][:, some]).to(keys.device)
-                if seen is not None:
-                    there, weights = here[seen], weights[:, seen]
-                values = block_values[row].index_select(1, there - begin).float()
-                sums[row].add(keys.components(row, there), values, weights)
-        begin += block_keys.shape[2]
+    there = to_device(tokens, keys.device)
+    offsets = to_device(keys.offsets[: keys.leading, None], keys.device)
+    for some, sample_keys, sample_values in _sampled(stored(), tokens, there, max(1, _piece(part) // rows)):
+        latest.compare(some, sample_keys)
+        seen = None if visible is None else visible[:, there[some]]
+        components = keys.components(slice(None), there[some])[:, : keys.leading] + offsets
+        sums.add(components, sample_values.float(), shares[..., some], seen)
     made = ValueMaps(form, (rows, keys.leading, queries.shape[1]), account)
-    for row in range(rows):
-        made.set(row, sums[row], *latest.mass(row))
+    made.set(slice(None), sums, *latest.mass)
     return made
+
+
+def _sampled(
+    stored: Iterable[tuple[torch.Tensor, torch.Tensor]], tokens: np.ndarray, there: torch.Tensor, piece: int
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Keys and values (B, H, n, D) of a sample, at most `piece` of its `tokens` at a time, and which of these they are:
+    copies. `there`: the tokens on the device."""
+    begin = at = first = 0
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for keys, values in stored:
+        stop = int(tokens.searchsorted(begin + keys.shape[2]))
+        while at < stop:
+            some = slice(at, min(stop, first + piece))
+            index = there[some] - begin
+            held.append((keys.index_select(2, index), values.index_select(2, index)))
+            at = some.stop
+            if at == first + piece or at == len(tokens):
+                all_keys, all_values = held[0] if len(held) == 1 else (
+                    torch.cat(parts, 2) for parts in zip(*held, strict=True)
+                )
+                held.clear()
+                yield slice(first, at), all_keys, all_values
+                del all_keys, all_values
+                first = at
+        begin += keys.shape[2]
 
 
 class _Asked:
@@ -152,78 +179,87 @@ class _Asked:
         every: int, heads: int,
     ) -> None:  # fmt: skip
         states, behind = asked(queries)
-        self._states = states.transpose(1, 2).float()  # (B, q, H, D)
+        self._keys, self._group, self._heads = keys, form.group_size, (form.num_key_heads, heads)
+        self._scaling, self._every, device = scaling, every, keys.device
+        by_head = states.unflatten(1, (form.num_key_heads, -1)).flatten(2, 3).to(device)
+        self._states = by_head.float() * scaling  # (B, Hk, R q, D)
+        rows, query_heads, count = states.shape[:3]
+        low = keys.low_rank_query(states.transpose(1, 2).flatten(0, 1)) * np.float32(scaling)
+        low, constant = low[..., : keys.rank], low[..., keys.rank :].sum(2) + low[..., : keys.rank] @ keys.offsets
+        self._low = to_device(low.reshape(rows, count, query_heads, -1), device)
+        self._constant = to_device(constant.reshape(rows, count, query_heads, 1), device)
+        units = np.concatenate([[0], sample])
+        self._tokens = to_device((units[:, None] * form.group_size + np.arange(form.group_size)).ravel(), device)
         ends = [max(0, keys.tokens - after) // form.group_size for after in behind]
-        self._hidden = sample >= np.array(ends)[:, None]  # (q, n)
-        self._keys, self._group, self._key_heads, self._scaling = keys, form.group_size, form.num_key_heads, scaling
-        self._units, self._every = np.concatenate([[0], sample]), every
-        rows, count, query_heads = self._states.shape[:3]
-        self._rest = np.zeros((rows, count, heads, len(sample)), dtype=bool)
-        self._top, self._total = (np.zeros((rows, count, query_heads), dtype=np.float32) for _ in range(2))
-        self._estimated, self._true = np.zeros((rows, query_heads)), np.zeros((rows, query_heads))
+        self._hidden = to_device((units >= np.array(ends)[:, None]) & (units > 0), device)  # (q, units)
+        self._rest = torch.zeros(rows, count, heads, len(sample), dtype=torch.bool, device=device)
+        self._top, self._total = torch.zeros(2, rows, count, query_heads, dtype=torch.float32, device=device)
+        self.mass = torch.zeros(2, rows, query_heads, dtype=torch.float32, device=device)
+        """The true mass (rows, H) of the remainders, and the estimated one."""
 
-    def weigh(self, row: int, wanted: int, candidates: int, visible: torch.Tensor | None) -> np.ndarray:
-        """The attention (Hk, tokens of the sample) float32 of a row's queries to their remainders.
+    def weigh(self, wanted: int, candidates: int, visible: torch.Tensor | None, part: int) -> torch.Tensor:
+        """The attention (B, Hk, tokens of the sample) float32 of the queries to their remainders.
 
         `wanted` of the sample's `candidates` best units are selected. Each query sees the units that ended before
-        it."""
-        count, heads = self._top.shape[1:]
-        group, units = self._group, len(self._units)
-        shares = np.zeros((self._key_heads, group, units - 1), dtype=np.float32)
-        piece = max(1, _SCORES // (heads * units * group))
-        for first in range(0, count, piece):
-            part = slice(first, min(count, first + piece))
-            low = self._keys.low_rank_query(self._states[row, part]) * np.float32(self._scaling)
-            low = low.reshape(-1, low.shape[-1])
-            scored = self._keys.scored(low, row, self._units, group, visible, own_memory=True)
-            scores = scored.by_unit(scored.scores()).reshape(-1, heads, group, units)
-            hidden = self._hidden[part, None, None]
-            np.copyto(scores[..., 1:], HIDDEN, where=hidden)
-            top = np.maximum(scores.max((2, 3), keepdims=True), -1e29)
-            scores -= top
-            weights = np.exp(np.maximum(scores, -80, out=scores), out=scores)
-            weights[..., 1:] *= ~hidden
-            best = weights.max(2)
-            share = best[..., 1:] / (best[..., :1] + self._every * best[..., 1:].sum(2, keepdims=True))
-            shape = len(share), self._rest.shape[2], units - 1
-            importance = share.reshape(shape[0] * shape[1], -1, shape[2]).sum(1)
-            rest = _next_best(importance, wanted, candidates).reshape(shape) & ~hidden[:, 0]
-            total = weights[..., 0].sum(2) + self._every * weights[..., 1:].sum((2, 3))
-            left = weights[..., 1:]
-            left *= rest.repeat(heads // shape[1], 1)[:, :, None]
-            left /= total[..., None, None]
-            shares += left.reshape(len(left), self._key_heads, -1, group, units - 1).sum((0, 2))
-            self._rest[row, part] = rest
-            self._top[row, part] = top[..., 0, 0]
-            self._total[row, part] = total
-            self._estimated[row] += left.sum((0, 2, 3))
-        return shares.transpose(0, 2, 1).reshape(self._key_heads, -1)
+        it. `part`: see `part_of`."""
+        rows, count, query_heads = self._top.shape
+        (key_heads, apart), tokens, group = self._heads, len(self._tokens), self._group
+        shares = torch.zeros(rows, key_heads, tokens - group, dtype=torch.float32, device=self._top.device)
+        piece = max(1, _SCORES * part // (query_heads * tokens))
+        queries = min(count, piece)
+        each = slice_of(rows, max(1, piece // queries))
+        for some in each:
+            components = self._keys.components(some, self._tokens)
+            for asking in slice_of(count, queries):
+                scores = self._scores(some, asking, components, part).unflatten(3, (-1, group))
+                hidden = self._hidden[asking, None, :, None]
+                if visible is not None:
+                    seen = visible[some if len(visible) > 1 else slice(None), self._tokens]
+                    hidden = hidden | ~seen.unflatten(1, (-1, group))[:, None, None]
+                scores.masked_fill_(hidden, float(HIDDEN))
+                top = scores.amax((3, 4), keepdim=True).clamp_min_(-1e29)
+                weights = scores.sub_(top).clamp_min_(-80).exp_().masked_fill_(hidden, 0)
+                best = weights.amax(4)
+                share = best[..., 1:] / best[..., 1:].sum(3, keepdim=True).mul_(self._every).add_(best[..., :1])
+                importance = share.unflatten(2, (apart, -1)).sum(3)
+                rest = _next_best(importance, wanted, candidates) & ~self._hidden[asking, None, 1:]
+                left = weights[..., 1:, :]
+                total = left.sum((3, 4)).mul_(self._every).add_(weights[..., 0, :].sum(3)).clamp_min_(1e-30)
+                left.unflatten(2, (apart, -1)).mul_(rest[:, :, :, None, :, None])
+                left /= total[..., None, None]
+                shares[some] += left.unflatten(2, (key_heads, -1)).sum((1, 3)).flatten(2)
+                self.mass[1, some] += left.sum((1, 3, 4))
+                self._rest[some, asking], self._total[some, asking] = rest, total
+                self._top[some, asking] = top[..., 0, 0]
+                del scores, weights, left
+        return shares
 
-    def compare(self, row: int, places: slice, keys: torch.Tensor) -> None:
-        """Add the true remainder's mass among keys (Hk, t, D) of a row, those of the sample's tokens at `places`."""
-        units = np.arange(places.start, places.stop) // self._group
-        held = torch.from_numpy(self._rest[row][:, :, units]).to(keys.device)  # (q, 1 or Hk, t)
-        states = self._states[row].transpose(0, 1).unflatten(0, (self._key_heads, -1)).to(keys.device)  # (Hk, R, q, D)
+    def _scores(self, rows: slice, asking: slice, components: torch.Tensor, part: int) -> torch.Tensor:
+        """Scores (b, q, H, tokens) float32 of some rows' queries, by the `components` (b, r, tokens) of all tokens."""
+        low, constant = self._low[rows, asking], self._constant[rows, asking]
+        scores, flat = low.new_empty(*low.shape[:3], len(self._tokens)), low.flatten(1, 2)
+        for some in slice_of(len(self._tokens), _SCORED * part):
+            scores.flatten(1, 2)[..., some] = flat @ components[..., some].float()
+        return scores.add_(constant)
+
+    def compare(self, places: slice, keys: torch.Tensor) -> None:
+        """Add the true remainders' mass among keys (B, Hk, t, D), those of the sample's tokens at `places`."""
+        units = torch.arange(places.start, places.stop, device=keys.device) // self._group
+        held = self._rest.index_select(3, units).transpose(1, 2)[:, :, None]  # (B, 1 or Hk, 1, q, t)
         top, total = (
-            torch.from_numpy(part[row].T.copy()).to(keys.device).unflatten(0, (self._key_heads, -1))[..., None]
-            for part in (self._top, self._total)
+            part.transpose(1, 2).unflatten(1, (self._heads[0], -1))[..., None] for part in (self._top, self._total)
         )
-        scores = torch.matmul(states.flatten(1, 2), keys.float().transpose(1, 2)).view(*states.shape[:3], -1)
-        weights = (scores * self._scaling - top).clamp_(-80, 60).exp_() * held.transpose(0, 1)[:, None]
-        weights /= total.clamp_min(1e-30)
-        self._true[row] += weights.sum((2, 3)).flatten().numpy(force=True)
-
-    def mass(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """(H,) each: the true mass of a row's remainders, and the estimated one."""
-        return self._true[row], self._estimated[row]
+        scores = torch.matmul(self._states, keys.float().transpose(2, 3)).unflatten(2, top.shape[2:4])
+        weights = scores.sub_(top).clamp_(-80, 60).exp_().mul_(held).div_(total)
+        self.mass[0] += weights.sum((3, 4)).flatten(1)
 
 
-def _next_best(importance: np.ndarray, wanted: int, candidates: int) -> np.ndarray:
-    """Mask (n, units) of the `candidates` most important units without the `wanted` most important ones."""
-    count = importance.shape[1]
-    mask = np.zeros(importance.shape, dtype=bool)
-    np.put_along_axis(mask, largest(importance, min(candidates, count)), True, 1)
-    np.put_along_axis(mask, largest(importance, min(wanted, count)), False, 1)
-    return mask
+def slice_of(count: int, each: int) -> list[slice]:
+    """[0, count) in slices of `each`."""
+    return [slice(first, min(first + each, count)) for first in range(0, count, each)]
 
 
+def _next_best(importance: torch.Tensor, wanted: int, candidates: int) -> torch.Tensor:
+    """Mask (..., units) of the `candidates` most important units without the `wanted` most important ones."""
+    best = importance.topk(min(candidates, importance.shape[-1])).indices
+    return torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best[..., wanted:], True)
