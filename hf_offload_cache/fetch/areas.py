@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from ..memory.account import MemoryAccount
 from ..memory.dry_run import DryRun
-from ..stores.base import aligned_empty
+from ..stores.base import aligned_empty, pinned_empty
 from .choice import Extents
 
 # Row copies by index
@@ -39,6 +40,33 @@ class ByteRows:
 
 def _index(rows: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64)).to(device)
+
+
+# Records that a device fills
+
+class Outgoing:
+    """Copies records out of a device, on a stream of its own. For the thread that runs the model."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def copied(self, records: torch.Tensor, aligned: bool) -> tuple[torch.Tensor, Callable[[], object]]:
+        """`records` (n, record_bytes) of the device in host memory, which the caller owns, and what waits for the copy,
+        in any thread. Does not block, unless no more memory can be pinned. `aligned`: to `DEVICE_BLOCK`."""
+        if aligned:
+            try:
+                host = aligned_empty(*records.shape, pinned=True)
+            except RuntimeError:  # the system pins no more
+                host = aligned_empty(*records.shape)
+        else:
+            host = pinned_empty(*records.shape)
+        self._stream.wait_stream(torch.cuda.current_stream(records.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(records, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        records.record_stream(self._stream)
+        return host, copied.synchronize
 
 
 # Memory that reads fill, and its copy to the device

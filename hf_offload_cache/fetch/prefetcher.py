@@ -8,7 +8,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from types import TracebackType
 
@@ -332,8 +332,11 @@ class Prefetcher:
         """Note which reads have ended, and submit those that wait for a queue slot. Does not block; cheap."""
         self._log.poll()
 
-    def write(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
+    def write(
+        self, store: Store, ids: np.ndarray, records: torch.Tensor, arrived: Callable[[], object] | None = None
+    ) -> None:
         """Queue `records` (uint8, (n, record_bytes), host memory) to be written to `ids`; takes ownership of both.
+        `arrived`, of any thread, waits until a device has filled the records; None: they are complete.
 
         Blocks while the queue would exceed `write_queue_bytes`, or the limit of `limit_writes`; a larger batch waits
         for an empty queue. Queued bytes are booked in the account as "write queue". If it raises, nothing was queued.
@@ -342,7 +345,7 @@ class Prefetcher:
         self._log.process.check("this prefetcher")
         self.poll()
         with self._log.noting_stalls():
-            self._writes.add(store, ids, records)
+            self._writes.add(store, ids, records, arrived)
 
     def limit_writes(self, most_bytes: int) -> None:
         """Limit the queue to `most_bytes` from now on; blocks until it is that small. A failed write is reported to the

@@ -20,13 +20,13 @@ from ..memory.dry_run import DryRun
 from ..memory.plan import LayerPlan
 from ..report.counters import Counters
 from ..report.trace import NO_TIMELINE, Timeline, Trace
-from ..stores.base import FreezableStore, Process, Store
+from ..stores.base import FreezableStore, Process, Store, aligned_empty
 from ..stores.encryption import load_key, make_guard
 from ..stores.engines import DryStore, choose_engine, open_store
 from ..stores.layered import LayeredStore
 from ..stores.mapped import MappedTable
 from ..stores.uring.ring import Ring
-from .areas import Staging
+from .areas import Outgoing, Staging
 from .prefetcher import Prefetcher, Ticket
 
 
@@ -100,6 +100,7 @@ class Storage:
         self._verify = config.verify
         self._audits = False
         self.stream_buffers: list[Staging] = []
+        self._outgoing: dict[torch.device, Outgoing] = {}
 
     # --- stores ------------------------------------------------------------------------------------------------
 
@@ -147,6 +148,18 @@ class Storage:
         table = MappedTable(self.directory, name, array)
         self.tables.add(table)
         return table
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    def copied_out(self, records: torch.Tensor, store: Store) -> tuple[torch.Tensor, Callable[[], object] | None]:
+        """The `records` (n, record_bytes) of a device in host memory, to write them to `store`, and what waits for
+        them, as for `Prefetcher.write`."""
+        if records.device.type != "cuda":
+            host = aligned_empty(*records.shape)
+            return host.copy_(records), None
+        if records.device not in self._outgoing:
+            self._outgoing[records.device] = Outgoing(records.device)
+        return self._outgoing[records.device].copied(records, aligned=not (self.pinned and store.in_memory))
 
     # --- reading -----------------------------------------------------------------------------------------------
 

@@ -24,14 +24,17 @@ class WriteBatch:
     """The arguments of one `WriteQueue.add`.
 
     Attributes:
+        arrived: waits until a device has filled `records`; None: they are complete.
         started: the thread has begun to write it.
         lowest, highest: smallest and largest id; 0 and -1 without ids.
     """
 
-    def __init__(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
+    def __init__(
+        self, store: Store, ids: np.ndarray, records: torch.Tensor, arrived: Callable[[], object] | None = None
+    ) -> None:
         self.store: Store | None = store
         self.ids = ids
-        self.records = records
+        self.records, self.arrived = records, arrived
         self.nbytes = records.numel()
         self.started = False
         self.lowest, self.highest = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
@@ -65,6 +68,8 @@ def copy_rows(
                 continue
             hits = np.isin(ids, batch.ids)
             if hits.any():
+                if (arrived := batch.arrived) is not None:
+                    arrived()
                 order = np.argsort(batch.ids)
                 rows[hits] = records.numpy()[order[np.searchsorted(batch.ids, ids[hits], sorter=order)]]
                 absent[hits] = False
@@ -119,9 +124,11 @@ class WriteQueue:
             self._wait(lambda: self._bytes <= most_bytes)
             self._most_bytes = most_bytes
 
-    def add(self, store: Store, ids: np.ndarray, records: torch.Tensor) -> None:
+    def add(
+        self, store: Store, ids: np.ndarray, records: torch.Tensor, arrived: Callable[[], object] | None = None
+    ) -> None:
         """As `Prefetcher.write`."""
-        batch = WriteBatch(store, ids, records)
+        batch = WriteBatch(store, ids, records, arrived)
         with self._changed:
             self._check_open()
             if not self._alive:
@@ -326,6 +333,8 @@ class WriteQueue:
         if not self.closed:
             started = time.perf_counter()
             try:
+                if batch.arrived is not None:
+                    batch.arrived()
                 store.write(batch.ids, batch.records)
             except BaseException as failure:  # kept for the next user of this store
                 error = failure
@@ -346,5 +355,5 @@ class WriteQueue:
             self.unsettled.pop(store, None)
         self._ended += 1
         self._account.release(WRITE_QUEUE, batch.nbytes)
-        batch.store, batch.records = None, torch.empty(0, dtype=torch.uint8, device="cpu")
+        batch.store, batch.arrived, batch.records = None, None, torch.empty(0, dtype=torch.uint8, device="cpu")
         self._changed.notify_all()

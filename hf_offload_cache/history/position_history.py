@@ -16,7 +16,7 @@ from ..errors import not_whole, shown
 from ..fetch.choice import Extents
 from ..fetch.storage import Storage
 from ..memory.dry_run import DryRun
-from ..stores.base import FreezableStore, Store, aligned_empty, pinned_empty
+from ..stores.base import FreezableStore, Store, aligned_empty
 from .base import Block, Sealed, equal_parts, frozen, joined
 from .records import RecordFormat, latest_tokens, leaving, packing_bytes, piece_groups, together, unpacking
 from .state import DTYPES, Number, State, Table
@@ -264,16 +264,20 @@ class PositionHistory:
         self.form.entries(keys[:, :, new], values[:, :, new], joined[:, split:])
         return joined
 
-    def _write(self, ids: np.ndarray, entries: torch.Tensor) -> torch.Tensor:
+    def _write(self, ids: np.ndarray, entries: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:
         """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n), padded with zeros. Returns
-        the payloads, (rows * n, payload_width) in host memory, which the writer owns: do not change them."""
-        pins = self._storage.pinned and self.store.in_memory  # other stores need aligned records
-        records = (pinned_empty if pins else aligned_empty)(ids.size, self.form.record_bytes)
-        payloads = self.form.payload(records)
-        records[:, self.form.payload_bytes :] = 0
-        self.form.pack(entries.reshape(-1, self.form.group_size, self.form.entry_width), payloads)
-        self._storage.prefetcher.write(self.store, ids.reshape(-1), records)
-        return payloads
+        the payloads, (rows * n, payload_width) in host memory, which the writer owns: do not change them; and what
+        waits for them, unless they are there."""
+        form, arrived, on_host = self.form, None, entries.device.type == "cpu"
+        records = aligned_empty(ids.size, form.record_bytes) if on_host else torch.empty(
+            ids.size, form.record_bytes, dtype=torch.uint8, device=entries.device
+        )
+        records[:, form.payload_bytes :] = 0
+        form.pack(entries.reshape(-1, form.group_size, form.entry_width), form.payload(records))
+        if not on_host:
+            records, arrived = self._storage.copied_out(records, self.store)
+        self._storage.prefetcher.write(self.store, ids.reshape(-1), records, arrived)
+        return form.payload(records), arrived
 
     # --- out ---------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -158,6 +159,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _count_copy(args, inner_args, waits=not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])))
         return args[0]
     if from_device:
+        _check_one_device(name, flat)
         _count(func, name, args)
         if name in _WAITING:
             return func(*inner_args, **inner_kwargs)
@@ -167,6 +169,13 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not on_device:
         return out
     return tree_map_only(torch.Tensor, lambda value: value if isinstance(value, Fake) else Fake(value), out)
+
+
+def _check_one_device(name: str, flat: list[Any]) -> None:
+    """Raise as torch does if an operator gets tensors of both sides. A number, and what indexes, may be on the host."""
+    on_host = [one for one in flat if isinstance(one, torch.Tensor) and not isinstance(one, Fake) and one.ndim]
+    if on_host and name not in _INDEXED:
+        raise RuntimeError(f"Expected all tensors to be on the same device: {name} got one of the host")
 
 
 def _converted(func: Any, source: Any, args: Any, kwargs: dict[str, Any], device: Any, on_device: bool) -> Any:
@@ -255,7 +264,8 @@ class Event:
     def wait(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None:
-        COUNTS.add("syncs")
+        if threading.current_thread() is threading.main_thread():  # others may wait
+            COUNTS.add("syncs")
 
     def query(self) -> bool:
         return True

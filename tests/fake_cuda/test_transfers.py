@@ -4,6 +4,7 @@ counts."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,59 @@ def test_nothing_of_the_device_is_left() -> None:
         assert torch.tensor([1.0], device="cuda").device == CUDA and torch.cuda.is_available()
         raise ZeroDivisionError
     assert (torch.tensor, torch.Tensor.pin_memory, dict(vars(torch.cuda))) == before
+
+
+def test_an_operator_gets_tensors_of_one_side() -> None:
+    """As of a device that computes, and a list that indexes goes there."""
+    with fake_cuda():
+        there, here = Fake(torch.arange(6.0)), torch.ones(6)
+        assert there[[4, 1]].tolist() == [4, 1] and (there + 1.0).tolist()[0] == 1
+        for mixed in (lambda: there + here, lambda: there.mul_(here), lambda: torch.cat([there, here])):
+            with pytest.raises(RuntimeError, match="same device"):
+                mixed()
+
+
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "disk-swap, 8 bits": ("disk-swap", {"entry_bits": 8, "remainder": True}),
+    "disk-swap, heads apart": ("disk-swap", {"entry_bits": 8, "heads_apart": True}),
+    "cluster, 8 bits": ("cluster", {"entry_bits": 8}),
+    "abstract-tree, 8 bits": ("abstract-tree", {"entry_bits": 8, "reuse_capacity": 32}),
+    "spec": ("spec", {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_on_a_device_are_as_near_as_on_the_host(way: str, tmp_path: Path) -> None:
+    """Selective steps of a padded batch, with maps that a prompt in pieces fits: sums differ in their order, and so do
+    choices between near equals, but not their distance from `DynamicCache`."""
+    (name, fields), (rows, tokens, piece) = WAYS[way], (2, 1152, 576)
+    ids = prompt(llama(), rows, tokens + STEPS)
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+
+    def logits(model: Any, cache: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        edges = [*range(0, tokens, piece), *range(tokens, tokens + STEPS + 1)]
+        found = []
+        with torch.no_grad():
+            for start, stop in itertools.pairwise(edges):
+                given = {"attention_mask": put(mask[:, :stop]), "logits_to_keep": 1}
+                output = model(put(ids[:, start:stop]), past_key_values=cache, **given).logits
+                found.append(output.inner.clone() if isinstance(output, Fake) else output)
+        return torch.cat(found, 1)
+
+    def of(model: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        sizes = {"path": tmp_path, "max_context": 1200, "max_batch": rows, "num_selected": 128}
+        with cache_class(name)(model, **sizes, **fields) as cache:
+            return logits(model, cache, put)
+
+    exact = logits(llama(), DynamicCache(config=llama().config), lambda given: given)
+    on_host = of(llama(), lambda given: given)
+    with on_the_device(llama()) as (model, _):
+        on_device = of(model, Fake)
+    calls = tokens // piece
+    torch.testing.assert_close(on_device[:, :calls], on_host[:, :calls], rtol=1e-3, atol=1e-3)
+    wrong, expected = (float((found - exact)[:, calls:].square().mean().sqrt()) for found in (on_device, on_host))
+    assert wrong == pytest.approx(expected, rel=0.2) and expected > 1e-4
 
 
 @pytest.mark.parametrize("name", CACHES)

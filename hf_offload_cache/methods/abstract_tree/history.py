@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -226,12 +226,14 @@ class ChunkHistory(PositionHistory):
                     self.replicas.forget(records)
             raise
 
-    def _write(self, ids: np.ndarray, entries: torch.Tensor) -> torch.Tensor:
-        payloads = super()._write(ids, entries)
+    def _write(self, ids: np.ndarray, entries: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:
+        payloads, arrived = super()._write(ids, entries)
         if self.replicas is not None:
+            if arrived is not None:
+                arrived()
             self._written.append(ids.reshape(-1))
             self.replicas.write(ids.reshape(-1), payloads)
-        return payloads
+        return payloads, arrived
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
