@@ -246,35 +246,49 @@ class PositionHistory:
             piece = piece_groups(self.form, self.rows, self._storage.write_queue)
             for start in range(0, count, piece):
                 stop = min(start + piece, count)
-                self._write(ids[:, start:stop], self._join(old, keys, values, start * group, stop * group))
+                some = ids[:, start:stop]
+                records = self._new_records(some.size)
+                into = self._entries(records) if self.form.fills else None
+                self._write(some, self._join(old, keys, values, start * group, stop * group, into), records)
             tail = self._join(old, keys, values, count * group, total)
             self._moved = True
             self.tail.replace(tail)
         return sealed
 
     def _join(
-        self, old: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int
-    ) -> torch.Tensor:
-        """Entries [start, stop) of the old entries followed by the new keys and values, as a new tensor."""
-        held = old.shape[1]
-        joined = torch.empty(self.rows, stop - start, self.form.entry_width, dtype=self.form.dtype, device=self.device)
+        self, old: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Entries [start, stop) of the old entries followed by the new keys and values: `into`, or a new tensor."""
+        held, joined = old.shape[1], into
+        if joined is None:
+            shape = self.rows, stop - start, self.form.entry_width
+            joined = torch.empty(shape, dtype=self.form.dtype, device=self.device)
         split = min(max(held - start, 0), stop - start)
-        joined[:, :split] = old[:, start : start + split]
+        if split:
+            joined[:, :split] = old[:, start : start + split]
         new = slice(max(start - held, 0), max(stop - held, 0))
         self.form.entries(keys[:, :, new], values[:, :, new], joined[:, split:])
         return joined
 
-    def _write(self, ids: np.ndarray, entries: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:
+    def _new_records(self, count: int) -> torch.Tensor:
+        """Memory for `count` records on the entries' device."""
+        if self.device.type == "cpu":
+            return aligned_empty(count, self.form.record_bytes)
+        return torch.empty(count, self.form.record_bytes, dtype=torch.uint8, device=self.device)
+
+    def _write(
+        self, ids: np.ndarray, entries: torch.Tensor, records: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Callable[[], object] | None]:
         """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n), padded with zeros. Returns
         the payloads, (rows * n, payload_width) in host memory, which the writer owns: do not change them; and what
-        waits for them, unless they are there."""
-        form, arrived, on_host = self.form, None, entries.device.type == "cpu"
-        records = aligned_empty(ids.size, form.record_bytes) if on_host else torch.empty(
-            ids.size, form.record_bytes, dtype=torch.uint8, device=entries.device
-        )
-        records[:, form.payload_bytes :] = 0
-        form.pack(entries.reshape(-1, form.group_size, form.entry_width), form.payload(records))
-        if not on_host:
+        waits for them, unless they are there. `records`: memory for them, which may have the entries already."""
+        form, arrived = self.form, None
+        records = self._new_records(ids.size) if records is None else records
+        if records.data_ptr() != entries.data_ptr():
+            records[:, form.payload_bytes :] = 0
+            form.pack(entries.reshape(-1, form.group_size, form.entry_width), form.payload(records))
+        if records.device.type != "cpu":
             records, arrived = self._storage.copied_out(records, self.store)
         self._storage.prefetcher.write(self.store, ids.reshape(-1), records, arrived)
         return form.payload(records), arrived

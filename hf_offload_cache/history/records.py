@@ -179,6 +179,11 @@ class RecordFormat:
         """The payload (n, payload_width) of raw records (uint8, (n, record_bytes)) as a view."""
         return records.view(self.payload_dtype)[:, : self.payload_width]
 
+    @property
+    def fills(self) -> bool:
+        """Whether entries fill their records as they are, so that they can be written there."""
+        return self.bits is None and self.payload_bytes == self.record_bytes
+
     # --- entries in 8 bits -------------------------------------------------------------------------------------
 
     def pack(self, entries: torch.Tensor, payloads: torch.Tensor) -> None:

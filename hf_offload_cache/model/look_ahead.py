@@ -77,10 +77,9 @@ def _scale_between(target: torch.Tensor, attempt: Callable[..., Any], *arguments
         return None  # modules may fail in these ways on unsuitable input
     if not isinstance(candidate, torch.Tensor) or candidate.shape != target.shape:
         return None
-    a, b = candidate.float().flatten(), target.float().flatten()
-    if torch.nn.functional.cosine_similarity(a, b, dim=0) < _FOUND:
-        return None
-    return float(a @ b / (a @ a))
+    both = torch.stack([candidate.float().flatten(), target.float().flatten()])
+    (own, product), (_, other) = (both @ both.t()).tolist()
+    return product / own if product >= _FOUND * max(1e-16, own * other) ** 0.5 else None
 
 
 def _norms(block: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

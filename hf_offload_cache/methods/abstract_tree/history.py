@@ -226,8 +226,10 @@ class ChunkHistory(PositionHistory):
                     self.replicas.forget(records)
             raise
 
-    def _write(self, ids: np.ndarray, entries: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:
-        payloads, arrived = super()._write(ids, entries)
+    def _write(
+        self, ids: np.ndarray, entries: torch.Tensor, records: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Callable[[], object] | None]:
+        payloads, arrived = super()._write(ids, entries, records)
         if self.replicas is not None:
             if arrived is not None:
                 arrived()
