@@ -11,7 +11,7 @@ import torch
 
 from ..memory.account import MemoryAccount
 from ..memory.dry_run import DryRun
-from ..stores.base import aligned_empty, pinned_empty
+from ..stores.base import DEVICE_BLOCK, aligned_empty, pinned_empty
 from .choice import Extents
 
 # Row copies by index
@@ -51,15 +51,12 @@ class Outgoing:
         self._stream = torch.cuda.Stream(device)
 
     def copied(self, records: torch.Tensor, aligned: bool) -> tuple[torch.Tensor, Callable[[], object]]:
-        """`records` (n, record_bytes) of the device in host memory, which the caller owns, and what waits for the copy,
-        in any thread. Does not block, unless no more memory can be pinned. `aligned`: to `DEVICE_BLOCK`."""
-        if aligned:
-            try:
-                host = aligned_empty(*records.shape, pinned=True)
-            except RuntimeError:  # the system pins no more
-                host = aligned_empty(*records.shape)
-        else:
-            host = pinned_empty(*records.shape)
+        """`records` (n, record_bytes) of the device in host memory, which the caller owns, and a callable that blocks
+        until they are there, in any thread. Does not block, unless no more memory can be pinned. `aligned`: to
+        `DEVICE_BLOCK`."""
+        host = pinned_empty(*records.shape)
+        if aligned and host.data_ptr() % DEVICE_BLOCK:  # CUDA pins whole pages
+            host = aligned_empty(*records.shape, pinned=host.is_pinned())
         self._stream.wait_stream(torch.cuda.current_stream(records.device))
         with torch.cuda.stream(self._stream):
             host.copy_(records, non_blocking=True)

@@ -336,7 +336,7 @@ class Prefetcher:
         self, store: Store, ids: np.ndarray, records: torch.Tensor, arrived: Callable[[], object] | None = None
     ) -> None:
         """Queue `records` (uint8, (n, record_bytes), host memory) to be written to `ids`; takes ownership of both.
-        `arrived`, of any thread, waits until a device has filled the records; None: they are complete.
+        `arrived`, called in any thread, blocks until a device has filled the records; None: they are complete.
 
         Blocks while the queue would exceed `write_queue_bytes`, or the limit of `limit_writes`; a larger batch waits
         for an empty queue. Queued bytes are booked in the account as "write queue". If it raises, nothing was queued.

@@ -152,14 +152,14 @@ class Storage:
     # --- writing -----------------------------------------------------------------------------------------------
 
     def copied_out(self, records: torch.Tensor, store: Store) -> tuple[torch.Tensor, Callable[[], object] | None]:
-        """The `records` (n, record_bytes) of a device in host memory, to write them to `store`, and what waits for
-        them, as for `Prefetcher.write`."""
+        """The `records` (n, record_bytes) of a device in host memory, to write them to `store`, and a callable that
+        blocks until they are there, for `Prefetcher.write`."""
         if records.device.type != "cuda":
             host = aligned_empty(*records.shape)
             return host.copy_(records), None
         if records.device not in self._outgoing:
             self._outgoing[records.device] = Outgoing(records.device)
-        return self._outgoing[records.device].copied(records, aligned=not (self.pinned and store.in_memory))
+        return self._outgoing[records.device].copied(records, aligned=not store.in_memory)
 
     # --- reading -----------------------------------------------------------------------------------------------
 

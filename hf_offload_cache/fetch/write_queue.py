@@ -24,7 +24,7 @@ class WriteBatch:
     """The arguments of one `WriteQueue.add`.
 
     Attributes:
-        arrived: waits until a device has filled `records`; None: they are complete.
+        arrived: blocks until a device has filled `records`; None: they are complete.
         started: the thread has begun to write it.
         lowest, highest: smallest and largest id; 0 and -1 without ids.
     """
@@ -111,6 +111,7 @@ class WriteQueue:
         self.unsettled: dict[Store, StoreWrites] = {}
         self._jobs: Jobs = queue.SimpleQueue()
         self._ended = 0  # number of finished batches
+        self._arriving = False  # a device fills the next batch
 
     @staticmethod
     def planned(most_bytes: int, largest_batch: int) -> int:
@@ -274,7 +275,7 @@ class WriteQueue:
         """Block until `over()`, which is checked after each write. Call with `_changed` held; releases it meanwhile."""
         expires, ended = None, -1
         while not over():
-            if ended != self._ended:
+            if ended != self._ended or self._arriving:  # a device may take its time
                 ended, expires = self._ended, self.deadline.expires()
             elif has_passed(expires):
                 raise self.deadline.missed(self._work_text())
@@ -328,13 +329,20 @@ class WriteQueue:
             writes = None if store is None else self.unsettled.get(store)
             if store is None or writes is None or batch not in writes.batches:
                 return
-            batch.started = True
+            batch.started, arrived = True, batch.arrived
+            self._arriving = arrived is not None
         error: BaseException | None = None
-        if not self.closed:
+        if arrived is not None:
+            try:
+                arrived()
+            except BaseException as failure:
+                error = failure
+            self.deadline.answered()
+            with self._changed:
+                self._arriving = False
+        if not self.closed and error is None:
             started = time.perf_counter()
             try:
-                if batch.arrived is not None:
-                    batch.arrived()
                 store.write(batch.ids, batch.records)
             except BaseException as failure:  # kept for the next user of this store
                 error = failure

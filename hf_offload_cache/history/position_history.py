@@ -281,8 +281,9 @@ class PositionHistory:
         self, ids: np.ndarray, entries: torch.Tensor, records: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Callable[[], object] | None]:
         """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n), padded with zeros. Returns
-        the payloads, (rows * n, payload_width) in host memory, which the writer owns: do not change them; and what
-        waits for them, unless they are there. `records`: memory for them, which may have the entries already."""
+        the payloads, (rows * n, payload_width) in host memory, which the writer owns: do not change them; and a
+        callable that blocks until they are there; None: they are. `records`: memory for them, which may have the
+        entries already."""
         form, arrived = self.form, None
         records = self._new_records(ids.size) if records is None else records
         if records.data_ptr() != entries.data_ptr():

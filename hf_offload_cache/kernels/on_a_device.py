@@ -29,21 +29,30 @@ def has_kernels(device: torch.device, *dims: int) -> bool:
 
 
 def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of `tensors` in host memory. Those of a device are waited for once, together."""
-    there = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
-    if there is None:
+    """`tensors` in host memory: themselves, or copies of a CUDA device's, which are waited for once, together."""
+    device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+    if device is None:
         return [tensor.cpu() for tensor in tensors]
-    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True) for tensor in tensors]
+    copies = [_pinned(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")) for tensor in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(there).synchronize()
+    torch.cuda.current_stream(device).synchronize()
     return copies
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`array` on `device`, which may be the host. Nothing waits; the copy follows the device's current stream."""
+    """`array` on `device`, which may be the host. To a CUDA device nothing waits; the copy follows its current
+    stream."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return _pinned(tensor).to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A pinned copy of a small tensor in host memory; itself if the system pins no more, so that its copy waits."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError:
+        return tensor
 
 
 def on_its_device(function: Callable[P, R]) -> Callable[P, R]:

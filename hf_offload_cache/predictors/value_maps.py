@@ -61,14 +61,13 @@ class ValueMaps:
         if sizes[0] > 1:
             run.moves(maps.maps.nbytes)
 
-    def set(self, rows: slice, sums: LeastSquares, true: torch.Tensor, estimated: torch.Tensor) -> None:
-        """Let `rows` have the maps that solve `sums`, and the ratio of their `true` mass (b, H) to the `estimated` one,
-        at most a factor of 8 from 1."""
+    def set(self, rows: slice, maps: torch.Tensor, true: torch.Tensor, estimated: torch.Tensor) -> None:
+        """Let `rows` have `maps` (b, r + 1, Hv, Dv) float32, and the ratio of their `true` mass (b, H) to the
+        `estimated` one, at most a factor of 8 from 1."""
         ratio = (true / estimated.clamp_min(1e-30)).clamp_(1 / 8, 8).masked_fill_(estimated <= 0, 1)
-        maps = sums.solved()
         scale = maps.abs().amax((2, 3)).clamp_min_(1e-30).div_(127)
-        found = to_host((maps / scale[..., None, None]).round_().to(torch.int8), scale, ratio)
-        self.maps[rows], self.scale[rows], self.ratio[rows] = found
+        rounded = (maps / scale[..., None, None]).round_().to(torch.int8)
+        self.maps[rows], self.scale[rows], self.ratio[rows] = to_host(rounded, scale, ratio)
 
     @property
     def log_ratio(self) -> np.ndarray:
@@ -164,20 +163,21 @@ class LeastSquares:
         excludes padding."""
         inputs = torch.cat([components, torch.ones_like(components[:, :1])], 1)
         if seen is not None:
-            inputs *= seen[:, None]
+            inputs.masked_fill_(~seen[:, None], 0)
         weighted = inputs[:, None] * weights.unflatten(1, (values.shape[1], -1)).sum(2)[:, :, None]  # (b, Hv, r + 1, n)
         self._gram += weighted @ inputs[:, None].mT
         self._product += weighted @ values
         self._plain[0].baddbmm_(inputs, inputs.mT)
         self._plain[1].add_(inputs[:, None] @ values)
 
-    def solved(self) -> torch.Tensor:
-        """Maps (b, r + 1, Hv, Dv) float32 of least weighted squares."""
-        plain = self._plain[0]
+    def solved(self, rows: slice = slice(None)) -> torch.Tensor:
+        """Maps (b, r + 1, Hv, Dv) float32 of least weighted squares, of some rows."""
+        plain, values = (sums[rows] for sums in self._plain)
+        gram, product = self._gram[rows], self._product[rows]
         count = plain[:, -1, -1].clamp_min(1)  # of tokens
-        mean = (self._gram[:, :, -1, -1].clamp_min(1e-12) / count[:, None])[..., None, None]
-        gram = (self._gram / mean).add_(plain[:, None], alpha=_OTHERS)
-        product = (self._product / mean).add_(self._plain[1], alpha=_OTHERS)
+        mean = (gram[:, :, -1, -1].clamp_min(1e-12) / count[:, None])[..., None, None]
+        gram = (gram / mean).add_(plain[:, None], alpha=_OTHERS)
+        product = (product / mean).add_(values, alpha=_OTHERS)
         deviation = (plain.diagonal(dim1=1, dim2=2) / count[:, None]).sqrt_().clamp_min_(1e-6)
         gram /= (deviation[:, :, None] * deviation[:, None])[:, None]
         gram.diagonal(dim1=2, dim2=3).add_(_RIDGE * count[:, None, None])

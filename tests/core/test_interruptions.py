@@ -42,11 +42,11 @@ def writes_fail(cache: DiskSwapCache, layer_idx: int, error: type[StoreError], t
     """The next `times` writes handed to the prefetcher for that layer raise; yields what was refused."""
     store, refused, write = cache.layers[layer_idx].history.store, [], Prefetcher.write
 
-    def failing(prefetcher: Prefetcher, target: Any, ids: Any, records: torch.Tensor) -> None:
+    def failing(prefetcher: Prefetcher, target: Any, ids: Any, records: torch.Tensor, *more: Any) -> None:
         if target is store and len(refused) < times:
             refused.append(ids)
             raise error(errno.ENOSPC, "layer 0: write was made to fail")
-        write(prefetcher, target, ids, records)
+        write(prefetcher, target, ids, records, *more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Prefetcher, "write", failing)

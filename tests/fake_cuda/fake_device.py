@@ -159,7 +159,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _count_copy(args, inner_args, waits=not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])))
         return args[0]
     if from_device:
-        _check_one_device(name, flat)
+        _check_one_device(name, args, kwargs)
         _count(func, name, args)
         if name in _WAITING:
             return func(*inner_args, **inner_kwargs)
@@ -171,10 +171,11 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map_only(torch.Tensor, lambda value: value if isinstance(value, Fake) else Fake(value), out)
 
 
-def _check_one_device(name: str, flat: list[Any]) -> None:
+def _check_one_device(name: str, args: Any, kwargs: Any) -> None:
     """Raise as torch does if an operator gets tensors of both sides. A number, and what indexes, may be on the host."""
-    on_host = [one for one in flat if isinstance(one, torch.Tensor) and not isinstance(one, Fake) and one.ndim]
-    if on_host and name not in _INDEXED:
+    checked = (args[0], *args[2:]) if name in _INDEXED else args
+    tensors = [one for one in tree_flatten((checked, kwargs))[0] if isinstance(one, torch.Tensor) and one.ndim]
+    if not all(isinstance(one, Fake) for one in tensors):
         raise RuntimeError(f"Expected all tensors to be on the same device: {name} got one of the host")
 
 

@@ -82,7 +82,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_steps_on_a_device_are_as_near_as_on_the_host(way: str, tmp_path: Path) -> None:
+def test_steps_on_a_device_are_as_close_as_on_the_host(way: str, tmp_path: Path) -> None:
     """Selective steps of a padded batch, with maps that a prompt in pieces fits: sums differ in their order, and so do
     choices between near equals, but not their distance from `DynamicCache`."""
     (name, fields), (rows, tokens, piece) = WAYS[way], (2, 1152, 576)

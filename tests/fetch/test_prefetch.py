@@ -345,6 +345,43 @@ def test_a_queued_write_is_read_from_the_queue(prefetcher: Prefetcher, advises: 
     assert torch.equal(out, expected)
 
 
+def test_records_that_a_device_fills_are_waited_for(account: MemoryAccount) -> None:
+    """By the writer, and by a read from the queue; longer than a disk may take."""
+    store, arrived = memory(), threading.Event()
+    ids, filled, out = store.allocate(3), rows(3), rows(3)
+    prefetcher = Prefetcher(account, 16 * RECORD_BYTES, timeout=0.05)
+    prefetcher.write(store, ids, filled, arrived.wait)
+    reading, _ = in_background(lambda: prefetcher.read(store, ids, out).wait())
+    flushing, outcome = in_background(lambda: prefetcher.flush(store))
+    for thread in (reading, flushing):
+        thread.join(0.15)
+        assert thread.is_alive()
+    filled.copy_(pattern(3))
+    arrived.set()
+    for thread in (reading, flushing):
+        thread.join(LONG)
+    assert outcome == [None]
+    assert torch.equal(out, pattern(3)) and torch.equal(read(store, ids), pattern(3))
+    prefetcher.close()
+
+
+def test_a_device_that_fails_fails_the_write(prefetcher: Prefetcher) -> None:
+    store = memory()
+    ids = store.allocate(2)
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: made to fail")
+
+    prefetcher.write(store, ids, pattern(2), fails)
+    with pytest.raises(RuntimeError, match="made to fail"):
+        prefetcher.flush(store)
+    with pytest.raises(StoreError, match="could not be written: CUDA error"):
+        prefetcher.read(store, ids, rows(2))
+    prefetcher.write(store, ids, pattern(2, seed=1))
+    prefetcher.flush(store)
+    assert torch.equal(read(store, ids), pattern(2, seed=1))
+
+
 def test_flush_waits_for_its_own_store_only(prefetcher: Prefetcher) -> None:
     first, second = memory(), SlowWrites(memory())
     prefetcher.write(first, first.allocate(1), pattern(1))

@@ -33,6 +33,7 @@ from hf_offload_cache.methods.disk_swap import (
     remainder,
 )
 from hf_offload_cache.predictors import Predictor, Query
+from hf_offload_cache.predictors.value_maps import asked
 
 fit_maps, fit_bytes = remainder.fit_maps, remainder.fit_bytes
 KV, HEADS, DIM, VALUE, GROUP, UNITS, BUDGET = 2, 4, 16, 20, 4, 300, 12
@@ -145,11 +146,16 @@ def test_it_is_the_twins(kind: str, hidden: bool, heads: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("padded", [True, False])
 def test_long_parts_fit_as_short_ones(kind: str, padded: bool) -> None:
-    """The maps of three rows, in many pieces and in one: those of each row alone."""
-    visible = torch.arange(UNITS * GROUP) >= torch.tensor([[0], [40], [90]]) if padded else None
+    """The maps of three rows, in many pieces and in one. Padding, of which one row has more than text, has no part in
+    them, even if it is not finite; with compact keys of all that keys have, estimates are true."""
+    padding = torch.tensor([[0], [40], [900]])
+    visible = torch.arange(UNITS * GROUP) >= padding if padded else None
     one, (keys, values) = learned(kind, 3, visible), keys_and_values(3)
     compact, queries, made = one.fitted.keys, some(3, HEADS, 40, DIM, seed=5), []
     assert compact is not None
+    if visible is not None:
+        values = values.masked_fill(~visible[:, None, :, None], torch.nan)
+        keys = keys.masked_fill(~visible[:, None, :, None], torch.inf)
     for part in (128, 1 << 14):
         made_of = compact, lambda: zip(keys.split(500, 2), values.split(500, 2), strict=True), FORMS[KV], queries
         chosen = BUDGET, CANDIDATES * BUDGET
@@ -163,13 +169,24 @@ def test_long_parts_fit_as_short_ones(kind: str, padded: bool) -> None:
         torch.testing.assert_close(maps.scale, short.scale, rtol=1e-3, atol=0)
         assert (maps.maps.int() - short.maps.int()).abs().max() <= 1
     assert short.maps.float().std() > 10
-    assert kind != "float32" or (short.ratio - 1).abs().max() < 1e-4  # compact keys of all that keys have
+    assert kind != "float32" or (short.ratio - 1).abs().max() < 1e-3
+
+
+def test_queries_of_a_fit_are_the_latest_first() -> None:
+    for count in (1, 15, 16, 40, 512, 700):
+        queries = torch.arange(float(count)).view(1, 1, count, 1)
+        states, behind = asked(queries)
+        assert states.flatten().tolist() == [count - 1 - after for after in behind] and behind[0] == 0
+        assert len(behind) == (14 if count == 40 else min(count, 16))
 
 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize(
     ("rows", "heads", "shared", "dim", "tokens"),
-    [(1, 3, 3, 64, 6000), (1, 8, 4, 128, 3000), (4, 3, 3, 64, 2048), (1, 1, 4, 256, 6000), (1, 2, 7, 64, 1200)],
+    [
+        (1, 3, 3, 64, 6000), (1, 8, 4, 128, 3000), (4, 3, 3, 64, 2048), (1, 1, 4, 256, 6000), (1, 2, 7, 64, 1200),
+        (2, 8, 4, 128, 3000), (8, 1, 4, 256, 2048), (16, 3, 3, 64, 2048),
+    ],
 )
 def test_fitting_takes_what_the_plan_says(
     rows: int, heads: int, shared: int, dim: int, tokens: int, padded: bool
@@ -185,13 +202,13 @@ def test_fitting_takes_what_the_plan_says(
         blocks = zip(keys.split(1024, 2), values.split(1024, 2), strict=True)
         assert fit_maps(compact, lambda: blocks, form, queries, dim**-0.5, (200, 1000), visible, account)
     planned = fit_bytes(form, rows, compact.leading, heads * shared, tokens)
-    assert 0.55 * planned < most_held(held, "fit") <= planned
+    assert 0.5 * planned < most_held(held, "fit") <= planned
 
 
 @APART
 @pytest.mark.parametrize("units", [UNITS, 7 * UNITS])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_nearer_to_full_attention(kind: str, units: int, heads: int) -> None:
+def test_it_is_closer_to_full_attention(kind: str, units: int, heads: int) -> None:
     """The attention error is less than a fifth of that of dropping, if values follow from keys. The maps of the
     longer history are fitted to a sample."""
     one, (keys, values) = learned(kind, 1, units=units, heads=heads), keys_and_values(1, units)

@@ -29,7 +29,6 @@ from hf_offload_cache.methods.disk_swap import (
     integer_product,
     most_bytes,
     most_components,
-    part_of,
     rank_units,
     ranking,
 )
@@ -395,13 +394,6 @@ def test_what_is_taken_where_nothing_is_given(width: int, nbytes: int, component
     assert most_components(width) == components
 
 
-def test_parts_are_long_on_a_device_with_room() -> None:
-    assert part_of("cpu", 192, None) == part_of("cpu", 192, 1 << 40) == part_of("cuda", 192, 1 << 20) == 128
-    assert part_of("cuda", 1024, None) == part_of("cuda", 1024, 1 << 40) == 1 << 14
-    part = part_of("cuda", 192, 32 << 20)
-    assert 128 < part < 1 << 14 and 12 * part * 192 <= 4 << 20  # an eighth
-
-
 @pytest.mark.parametrize("padded", [True, False])
 def test_long_parts_fit_as_short_ones(padded: bool) -> None:
     """Keys decoded from the codes of either coding are as far from the keys."""
@@ -444,7 +436,7 @@ def test_fitting_takes_what_the_plan_says(
         else:
             Directions.of(iter(keys.split(1024, 2)), width, heads, visible, rank, None, metric)
 
-    truncated = [(rank, fitting_bytes(width, 1, rank)) for rank in (width // 4, width)]
+    truncated = [(rank, fitting_bytes(width, 1, rank, rows * tokens)) for rank in (width // 4, width)]
     for rank, planned in ((None, coding_bytes(width, dtype.itemsize, rows, tokens)), *truncated):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as held, record_function("fit"):
             fit(rank)

@@ -76,7 +76,7 @@ def fit_maps(
             _add_rest(*scores, cluster.long(), there, held.float(), wanted, weights, mass)
         sums = LeastSquares(1, form.key_width + 1, form, keys.device)
         sums.add(keys.t()[None], values[None, None], weights[None, None])
-        made.set(slice(row, row + 1), sums, *mass[:, None])
+        made.set(slice(row, row + 1), sums.solved(), *mass[:, None])
     return made
 
 

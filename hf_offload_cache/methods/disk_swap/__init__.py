@@ -44,7 +44,7 @@ from .coding import fit_coding as fit_coding
 from .coding import fitting_bytes as fitting_bytes
 from .coding import most_bytes as most_bytes
 from .coding import most_components as most_components
-from .coding import part_of as part_of
+from .coding import part_sizes as part_sizes
 from .coding import principal_directions as principal_directions
 from .coding import query_moment as query_moment
 from .coding import reconstruction as reconstruction

@@ -28,21 +28,16 @@ QUERIES_SEEN, _APART = 512, 8
 """Latest queries of a call that define the metric in which keys are approximated, and the stride between them."""
 LEAST_QUERIES = 32
 """Fewest queries of a call that may define the metric in which keys are approximated."""
-PART, _PART_OF_A_DEVICE = 128, 1 << 14
-"""Tokens, of all rows together, that are converted to float32 at a time, and the most of them on a device."""
-_PARTS_SHARE = 8
-"""The share of a budget that a device's part may take, as a divisor."""
+PART, _PARTS_OF_A_DEVICE = 128, (1 << 14, 1 << 12, 1 << 10)
+"""Tokens, of all rows together, that are converted to float32 at a time, and on a device with enough memory."""
 
 
-def part_of(device: torch.device | str, width: int, memory: int | None) -> int:
-    """Tokens, of all rows together, with keys of `width` elements, that a fit converts to float32 at a time.
+def part_sizes(device: torch.device | str) -> tuple[int, ...]:
+    """Tokens, of all rows together, that a fit may convert to float32 at a time on `device`: the best first.
 
-    A processor works best on what its caches hold. On a device each part costs the same launches, however long it is,
-    so that parts are as long as a budget of `memory` bytes allows (None: there is none)."""
-    if torch.device(device).type == "cpu":
-        return PART
-    most = _PART_OF_A_DEVICE if memory is None else memory // (_PARTS_SHARE * 12 * width)
-    return max(PART, min(_PART_OF_A_DEVICE, most))
+    A processor works best on what its caches hold. On a device each part costs the same launches, however long it
+    is."""
+    return (PART,) if torch.device(device).type == "cpu" else (*_PARTS_OF_A_DEVICE, PART)
 
 
 def parts(keys: torch.Tensor, part: int) -> tuple[torch.Tensor, ...]:
@@ -55,11 +50,11 @@ def _less(keys: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     return keys.to(torch.float32, copy=True).sub_(mean)
 
 
-def fitting_bytes(width: int, batch: int, rank: int, part: int = PART) -> int:
-    """Bytes in use while an adapter of `rank` is fitted: a moment, its eigenvectors and LAPACK's workspace of twice
-    that size, and a part of the keys in float32 with its masked copy, or the directions; or, of a large rank, a moment,
-    adapters and their products."""
-    solved = 4 * 4 * width * width + 2 * 4 * max(batch, part) * width
+def fitting_bytes(width: int, batch: int, rank: int, tokens: int, part: int = PART) -> int:
+    """Bytes in use while an adapter of `rank` is fitted to `tokens` tokens a row: a moment, its eigenvectors and
+    LAPACK's workspace of twice that size, and a part of the keys in float32 with its masked copy, or the directions;
+    or, of a large rank, a moment, adapters and their products. `part`: one of `part_sizes`."""
+    solved = 4 * 4 * width * width + 2 * 4 * max(batch, min(part, batch * tokens)) * width
     return max(solved, 4 * (width * width + 4 * rank * width + 2 * rank * rank + 112 * width))
 
 
@@ -177,7 +172,7 @@ class Directions:
         part: int = PART,
     ) -> Self:
         """Fit directions to `keys`, parts (B, Hk, t, D) in order, in one pass. `visible` (B or 1, tokens) excludes
-        padding. `part`: see `part_of`.
+        padding. `part`: one of `part_sizes`.
 
         A calibrated `adapter` is used unchanged. Otherwise the best `rank` directions are fitted in the metric of the
         queries `seen` (B, H, q, D); without queries, the directions of most energy.
@@ -373,8 +368,7 @@ def bytes_of(counts: Iterable[int]) -> int:
 _SAMPLE = 1536
 """Tokens on which errors are measured and the queries' projection is fitted. With 512, some layers are much worse."""
 _PROJECTED, _MEASURED = 16, 40
-"""Tokens of a part for each component that a sample is projected to at a time, and for each that is measured at a
-time."""
+"""Components of a sample that are computed at a time, and measured at a time, as divisors of a part's tokens."""
 _SINKS = 16
 """First tokens, whose keys differ from all others: the mean and the fit exclude them."""
 _OTHER_QUERIES_OF_CODES = 1.0
@@ -391,7 +385,7 @@ def coding_bytes(width: int, itemsize: int, rows: int, tokens: int, part: int = 
     """Bytes that `fit_coding` uses while it runs, for `tokens` tokens a row with keys of `width` elements. In turn: two
     moments and a part of the keys; a moment with LAPACK's workspace of twice its size, and the directions; and the
     sample, with the directions and a part of the keys, with these and errors, or with three projections and their
-    products. `part`: see `part_of`."""
+    products. `part`: one of `part_sizes`."""
     sample, square = min(_SAMPLE, rows * tokens), 4 * width * width
     components = most_components(width)
     projected, at_once = (min(components, part // each) for each in (_PROJECTED, _MEASURED))
@@ -415,7 +409,7 @@ def fit_coding(
     part: int = PART,
 ) -> Coding:
     """Fit a coding of at most `nbytes` bytes to `keys`, in two passes: the first for the directions, and the second for
-    a sample, which would add to the memory that these take. `part`: see `part_of`.
+    a sample, which would add to the memory that these take. `part`: one of `part_sizes`.
 
     The steps: subtract the mean, find the directions in the queries' metric, measure each component's error at each
     number of bits, allocate bits (`allocate`), and fit the projection of queries to the codes by regression.
@@ -563,7 +557,7 @@ def _regression(coding: Coding, sample: torch.Tensor, part: int) -> torch.Tensor
     gram = torch.zeros(coding.rank, coding.rank, device=device, dtype=torch.float32)
     product = torch.zeros(coding.rank, sample.shape[1], device=device, dtype=torch.float32)
     offsets = to_device(coding.offsets, device)
-    for some in sample.split(part // 2):  # beside three projections
+    for some in sample.split(part // 2):  # next to three projections
         values = coding.unpacked(coding.encode(some)).t().float() + offsets
         gram.addmm_(values.t(), values)
         product.addmm_(values.t(), _less(some, coding.mean))

@@ -130,6 +130,10 @@ class CompactKeys(ABC):
     def append(self, keys: torch.Tensor, part: int = PART) -> None:
         """Add keys (B, Hk, t, D), about `part` tokens of all rows together at a time. Raises `BudgetError`."""
 
+    def appending_bytes(self, width: int, tokens: int, part: int) -> int:
+        """Bytes that `append` uses while it runs, for so many tokens of all rows with keys of `width` elements."""
+        return 4 * min(tokens, part) * (width + 2 * self.rank)
+
     def truncate(self, tokens: int) -> None:
         """Keep the first `tokens` of every row."""
         self._rows.truncate(tokens)
@@ -262,8 +266,19 @@ class CompactKeys(ABC):
 
 # Compact keys of a few bits a component, unpacked block by block and multiplied as integers
 
-_ENCODED = 1 << 17
-"""Elements of keys that are at least converted to float32 at a time."""
+_ENCODED, _OF_A_WIDTH = 3 << 16, 1.5
+"""Elements of keys and their components that a processor converts to float32 at a time, and the most tokens for each
+element of a key: less memory than the fit of a coding takes."""
+
+
+def _encoded_at_once(width: int, rank: int, part: int) -> int:
+    return max(part, min(_ENCODED // (width + 3 * rank), int(_OF_A_WIDTH * width)))
+
+
+def encoding_bytes(width: int, rank: int, tokens: int, part: int) -> int:
+    """Bytes in use while `CodedKeys` encodes so many tokens, of all rows together: a piece of the keys in float32, its
+    components, and the projection in float32."""
+    return 4 * (min(tokens, _encoded_at_once(width, rank, part)) * (width + 3 * rank) + width * rank)
 
 
 class CodedKeys(CompactKeys):
@@ -317,9 +332,12 @@ class CodedKeys(CompactKeys):
     def append(self, keys: torch.Tensor, part: int = PART) -> None:
         self.reserve(self.tokens + keys.shape[2])
         rows, heads, _, dim = keys.shape
-        for piece in parts(keys, max(part, _ENCODED // (heads * dim))):
+        for piece in parts(keys, _encoded_at_once(heads * dim, self._rank, part)):
             codes = self.coding.encode(piece.transpose(1, 2).flatten(2).flatten(0, 1))
             self._rows.append(codes.unflatten(1, (rows, -1)).transpose(0, 1))
+
+    def appending_bytes(self, width: int, tokens: int, part: int) -> int:
+        return encoding_bytes(width, self._rank, tokens, part)
 
     def close(self) -> None:
         super().close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -20,15 +22,16 @@ from ...predictors.base import Query
 from ...predictors.value_maps import LEAST_TOKENS, ValueMaps, placed
 from .coding import (
     LEAST_QUERIES,
+    PART,
     Directions,
     coding_bytes,
     default_summary_bytes,
     fit_coding,
     fitting_bytes,
     most_components,
-    part_of,
+    part_sizes,
 )
-from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank, leading
+from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank, encoding_bytes, leading
 from .ranking import CANDIDATES, Candidates, Ranking, few_of_many, most_kept, rank_among, rank_units
 from .remainder import fit_bytes, fit_maps, mean_components, rehearse_maps
 
@@ -207,7 +210,7 @@ class FittedKeys:
         """Tokens of the history at the latest fit; 0 before the first."""
         self.longest_piece = 0
         """Tokens of the prompt's longest piece so far. A shorter piece is probably the last."""
-        self._shared = shared
+        self._shared, self._device = shared, torch.device("cpu")  # the keys' device, since `learn`
         self._scored: tuple[Query, Candidates] | None = None  # by the latest ranking, for `estimates`
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
@@ -217,19 +220,20 @@ class FittedKeys:
         units = context // form.group_size
         most = most_kept(wanted, units, self._at_once(heads) if estimates else 0, self.heads)
         width, sizes = form.key_width, (context, rows, heads, form.group_size, most)
+        part = PART if rules.memory is not None else part_sizes(run.device_type)[0]  # a budget may have room for more
         if rules.dtype is None:
             CodedKeys.rehearse(run, width, self._code_bytes, *sizes)
-            part = self._part_of(run.device_type)
             run.passes("fitting", prefill=coding_bytes(width, form.dtype.itemsize, rows, context, part))
+            rank = most_components(width, self._code_bytes)
+            run.passes("fitting", prefill=encoding_bytes(width, rank, rows * context, part))
         else:
             rank = rules.rank or (default_rank(width) if self.adapter is None else self.adapter.shape[1])
             LowRankKeys.rehearse(run, width, min(width, rank), rules.dtype, *sizes)
-            part = self._part_of(run.device_type)
-            run.passes("fitting", prefill=fitting_bytes(width, rows, min(width, rank), part))
+            run.passes("fitting", prefill=fitting_bytes(width, rows, min(width, rank), context, part))
         if estimates:
             rank = most_components(width, self._code_bytes) if rules.dtype is None else min(width, rank)
             sizes_of_maps = rows, leading(rank), heads
-            rehearse_maps(run, form, sizes_of_maps, context, CANDIDATES * wanted, self._part_of(run.device_type))
+            rehearse_maps(run, form, sizes_of_maps, context, CANDIDATES * wanted, part)
         if rules.num_sinks:
             SinkKeys(form, rows, rules.num_sinks, torch.device("cpu"), run, np.zeros(rows, dtype=np.int64))
 
@@ -250,17 +254,17 @@ class FittedKeys:
         much, fit to all keys and make all compact, in two passes, or three for codes. While fitting is postponed, a
         later call does that.
         """
-        piece, longest = queries.shape[2], self.longest_piece
+        piece, longest, self._device = queries.shape[2], self.longest_piece, queries.device
         self.longest_piece = max(piece, longest)
         often = _REFIT_LATER if piece < LEAST_QUERIES else _REFIT_LAST if piece < longest else _REFIT
-        grown, part = sealed.tokens >= self.fitted_at * often, self._part_of(queries.device)
+        grown = sealed.tokens >= self.fitted_at * often
         keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored_keys
         if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
             for block in sealed.keys:
-                self.keys.append(block, part)
+                self._append(block)
         elif (self.adapter is not None or sealed.tokens >= self._least) and not self._shared.postponed():
             ratio = None if self.maps is None else self.maps.ratio.clone()
-            self.fit(keys, sealed, queries if queries.shape[2] >= LEAST_QUERIES else None, visible, part)
+            self.fit(keys, sealed, queries if queries.shape[2] >= LEAST_QUERIES else None, visible)
             if self.rules.remainder and sealed.tokens >= LEAST_TOKENS:
                 self._fit_maps(sealed, queries, visible, ratio)
         if self.keys is not None and self.sinks is None and self.rules.num_sinks:
@@ -273,8 +277,22 @@ class FittedKeys:
         """Most bytes of a coded compact key."""
         return self.rules.summary_bytes or default_summary_bytes(self.form.key_width)
 
-    def _part_of(self, device: torch.device | str) -> int:
-        return part_of(device, self.form.key_width, self.rules.memory)
+    def _part(self, device: torch.device, nbytes: Callable[[int], int]) -> int:
+        """The best part for a fit that takes `nbytes(part)` bytes, of those there is room for."""
+        has_room = self._shared.account.has_room
+        return next((part for part in part_sizes(device) if has_room(nbytes(part))), PART)
+
+    def _append(self, block: torch.Tensor) -> None:
+        """Make keys (B, Hk, t, D) compact."""
+        keys, tokens = self.keys, block.shape[2]
+        assert keys is not None
+
+        def nbytes(part: int) -> int:
+            return keys.appending_bytes(self.form.key_width, self.rows * tokens, part)
+
+        part, account = self._part(block.device, nbytes), self._shared.account
+        with account.holding("fitting", nbytes(part)) if self.rows * tokens > PART else nullcontext():
+            keys.append(block, part)
 
     @property
     def _least(self) -> int:
@@ -283,23 +301,25 @@ class FittedKeys:
         return _LEAST if self.rules.dtype is None else max(4 * rank, _LEAST)
 
     def fit(
-        self, keys: Callable[[], Any], sealed: Sealed, seen: torch.Tensor | None, visible: torch.Tensor | None,
-        part: int,
-    ) -> None:  # fmt: skip
+        self, keys: Callable[[], Any], sealed: Sealed, seen: torch.Tensor | None, visible: torch.Tensor | None
+    ) -> None:
         """Fit to all `keys()`, blocks (B, Hk, t, D) in order, and replace the compact keys. Queries `seen` (B, H, q, D)
-        define the metric. `part`: see `part_of`. Raises `BudgetError`."""
+        define the metric. Raises `BudgetError`."""
         self._shared.rest()  # a decoding step may fit, which needs as much memory as selecting
         shared, form, rules = self._shared, self.form, self.rules
         heads, made_of = form.num_key_heads, (shared.account, shared.workspace)
         if rules.dtype is None:
-            room = coding_bytes(form.key_width, form.dtype.itemsize, self.rows, sealed.tokens, part)
-            with shared.account.holding("fitting", room):
+            room = partial(coding_bytes, form.key_width, form.dtype.itemsize, self.rows, sealed.tokens)
+            part = self._part(self._device, room)
+            with shared.account.holding("fitting", room(part)):
                 coding = fit_coding(keys, sealed.tokens, heads, visible, self._code_bytes, seen, part)
             self.close()
             self.keys = CodedKeys(coding, heads, self.rows, *made_of, form.group_size)
         else:
             rank = rules.rank or default_rank(form.key_width)
-            with shared.account.holding("fitting", fitting_bytes(form.key_width, self.rows, rank, part)):
+            room = partial(fitting_bytes, form.key_width, self.rows, rank, sealed.tokens)
+            part = self._part(self._device, room)
+            with shared.account.holding("fitting", room(part)):
                 fitted = Directions.of(keys(), form.key_width, heads, visible, rank, self.adapter, seen, part)
             self.close()
             self.keys = LowRankKeys(
@@ -307,7 +327,7 @@ class FittedKeys:
             )
         self.keys.reserve(max(sealed.tokens, rules.reserve))
         for block in keys():
-            self.keys.append(block, part)
+            self._append(block)
         self.fitted_at = sealed.tokens
 
     def _fit_maps(
@@ -321,8 +341,9 @@ class FittedKeys:
         assert keys is not None
         stored = (lambda: iter(sealed.parts)) if sealed.fresh == sealed.tokens else sealed.stored
         wanted, sizes = shared.wanted(sealed.tokens), (self.rows, keys.leading, queries.shape[1])
-        part = self._part_of(queries.device)
-        with shared.account.holding("fitting", fit_bytes(form, *sizes, sealed.tokens, part)):
+        room = partial(fit_bytes, form, *sizes, sealed.tokens)
+        part = self._part(keys.device, room)
+        with shared.account.holding("fitting", room(part)):
             chosen = wanted, CANDIDATES * wanted
             made_of = keys, stored, form, queries, self.scaling, chosen, visible
             self.maps = fit_maps(*made_of, shared.account, self.heads, part)

@@ -3,7 +3,7 @@ compact keys. It goes beyond the paper, whose steps drop these units."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from .compact_keys import HIDDEN, CompactKeys, Scored
 _TOKENS = 2048
 """Tokens that maps are fitted to, in units that lie evenly among all."""
 _SCORES, _SCORED = 256, 4
-"""Scores for each token of a fit's part that are computed at a time, and tokens that are scored at a time."""
+"""Scores that are held at a time, and tokens that are scored at a time, for each token of a fit's part."""
 _COMPONENTS = 1 << 15
 """Components converted to float32 at a time."""
 
@@ -31,7 +31,7 @@ def rehearse_maps(
 ) -> None:
     """Declare the memory of maps and estimates for rows, components and query heads `sizes`, in a dry run.
 
-    `tokens`: tokens a row; `units`: maximum units whose entries a step estimates; `part`: see `part_of`."""
+    `tokens`: tokens a row; `units`: maximum units whose entries a step estimates; `part`: one of `part_sizes`."""
     rows, rank, heads = sizes
     ValueMaps.rehearse(run, form, sizes)
     count = min(units * form.group_size, tokens)
@@ -82,13 +82,25 @@ def _weighted(components: torch.Tensor, weights: np.ndarray) -> np.ndarray:
 # Fitting
 
 def fit_bytes(form: RecordFormat, rows: int, rank: int, heads: int, tokens: int, part: int = PART) -> int:
-    """Bytes that `fit_maps` uses while it runs. `part`: see `part_of`."""
-    tokens = min(tokens, _TOKENS + 2 * form.group_size)
-    scores = max(_SCORES * part, heads * tokens) * 4 * 2 + rank * (2 * tokens + 6 * min(tokens, _SCORED * part))
-    gram = 4 * 3 * form.num_value_heads * (rank + 1) * (rank + 1 + form.value_dim)
+    """Bytes that `fit_maps` uses while it runs. `part`: one of `part_sizes`."""
+    tokens, inputs = min(tokens, _TOKENS + 2 * form.group_size), rank + 1
+    each = QUERIES * heads * tokens  # scores of a row
+    together = min(rows, max(1, _SCORES * part // each))  # rows scored at a time
+    scores = max(min(_SCORES * part, rows * each), heads * tokens) * 4 * 2
+    scores += together * rank * (2 * tokens + 6 * min(tokens, _SCORED * part) + 6 * 4 * QUERIES * heads)
+    gram, product = (4 * form.num_value_heads * inputs * width for width in (inputs, form.value_dim))
     held = max(rows, min(rows * tokens, _piece(part)))
-    pieces = 4 * held * (form.entry_width + (form.num_value_heads + 2) * (rank + 1) + 3 * heads * QUERIES)
-    return max(scores, pieces) + 4 * rows * form.num_key_heads * tokens + rows * gram
+    pieces = 4 * held * (form.entry_width + (form.num_value_heads + 2) * inputs + 3 * heads * QUERIES)
+    solved = min(rows, _solved(part)) * (2 * gram + 3 * product)
+    sums = rows * (2 * gram + 2 * product)
+    queries = rows * QUERIES * (heads * form.key_dim * (4 + form.dtype.itemsize) + tokens // form.group_size)
+    added = rows * max(gram, product)
+    return max(scores, pieces + sums + added, solved + sums) + queries + 4 * rows * form.num_key_heads * tokens
+
+
+def _solved(part: int) -> int:
+    """Rows whose maps are solved at a time."""
+    return max(1, part // PART)
 
 
 def _piece(part: int) -> int:
@@ -116,7 +128,7 @@ def fit_maps(
         chosen: units that a step selects, and the best units, these included, among which the remainder is.
         visible: (·, tokens), excludes padding.
         heads: key heads that choose apart, each with its own remainder; 1: all have the same.
-        part: see `part_of`.
+        part: one of `part_sizes`.
     """
     rows, group, units = len(queries), form.group_size, keys.tokens // form.group_size
     every = -(-units * group // _TOKENS)
@@ -128,30 +140,35 @@ def fit_maps(
     shares = latest.weigh(wanted, candidates, visible, part)
     sums = LeastSquares(rows, keys.leading + 1, form, keys.device)
     tokens = (sample[:, None] * group + np.arange(group)).ravel()
-    there = to_device(tokens, keys.device)
+    places = to_device(tokens, keys.device)
     offsets = to_device(keys.offsets[: keys.leading, None], keys.device)
-    for some, sample_keys, sample_values in _sampled(stored(), tokens, there, max(1, _piece(part) // rows)):
-        latest.compare(some, sample_keys)
-        seen = None if visible is None else visible[:, there[some]]
-        components = keys.components(slice(None), there[some])[:, : keys.leading] + offsets
-        sums.add(components, sample_values.float(), shares[..., some], seen)
+    for part_of_it, sample_keys, sample_values in _sampled(stored(), tokens, places, max(1, _piece(part) // rows)):
+        here = places[part_of_it]
+        seen = None if visible is None else visible[:, here]
+        if seen is not None:  # padding may be NaN
+            sample_keys.masked_fill_(~seen[:, None, :, None], 0)
+            sample_values.masked_fill_(~seen[:, None, :, None], 0)
+        latest.compare(part_of_it, sample_keys, seen)
+        components = keys.components(slice(None), here)[:, : keys.leading] + offsets
+        sums.add(components, sample_values.float(), shares[..., part_of_it], seen)
     made = ValueMaps(form, (rows, keys.leading, queries.shape[1]), account)
-    made.set(slice(None), sums, *latest.mass)
+    for together in _slices(rows, _solved(part)):
+        made.set(together, sums.solved(together), *latest.mass[:, together])
     return made
 
 
 def _sampled(
-    stored: Iterable[tuple[torch.Tensor, torch.Tensor]], tokens: np.ndarray, there: torch.Tensor, piece: int
+    stored: Iterable[tuple[torch.Tensor, torch.Tensor]], tokens: np.ndarray, places: torch.Tensor, piece: int
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Keys and values (B, H, n, D) of a sample, at most `piece` of its `tokens` at a time, and which of these they are:
-    copies. `there`: the tokens on the device."""
+    copies. `places`: the tokens on the device."""
     begin = at = first = 0
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
     for keys, values in stored:
         stop = int(tokens.searchsorted(begin + keys.shape[2]))
         while at < stop:
             some = slice(at, min(stop, first + piece))
-            index = there[some] - begin
+            index = places[some] - begin
             held.append((keys.index_select(2, index), values.index_select(2, index)))
             at = some.stop
             if at == first + piece or at == len(tokens):
@@ -184,10 +201,7 @@ class _Asked:
         by_head = states.unflatten(1, (form.num_key_heads, -1)).flatten(2, 3).to(device)
         self._states = by_head.float() * scaling  # (B, Hk, R q, D)
         rows, query_heads, count = states.shape[:3]
-        low = keys.low_rank_query(states.transpose(1, 2).flatten(0, 1)) * np.float32(scaling)
-        low, constant = low[..., : keys.rank], low[..., keys.rank :].sum(2) + low[..., : keys.rank] @ keys.offsets
-        self._low = to_device(low.reshape(rows, count, query_heads, -1), device)
-        self._constant = to_device(constant.reshape(rows, count, query_heads, 1), device)
+        self._queries = states.transpose(1, 2)  # (B, q, H, D)
         units = np.concatenate([[0], sample])
         self._tokens = to_device((units[:, None] * form.group_size + np.arange(form.group_size)).ravel(), device)
         ends = [max(0, keys.tokens - after) // form.group_size for after in behind]
@@ -201,17 +215,16 @@ class _Asked:
         """The attention (B, Hk, tokens of the sample) float32 of the queries to their remainders.
 
         `wanted` of the sample's `candidates` best units are selected. Each query sees the units that ended before
-        it. `part`: see `part_of`."""
+        it. `part`: one of `part_sizes`."""
         rows, count, query_heads = self._top.shape
         (key_heads, apart), tokens, group = self._heads, len(self._tokens), self._group
         shares = torch.zeros(rows, key_heads, tokens - group, dtype=torch.float32, device=self._top.device)
         piece = max(1, _SCORES * part // (query_heads * tokens))
         queries = min(count, piece)
-        each = slice_of(rows, max(1, piece // queries))
-        for some in each:
-            components = self._keys.components(some, self._tokens)
-            for asking in slice_of(count, queries):
-                scores = self._scores(some, asking, components, part).unflatten(3, (-1, group))
+        for some in _slices(rows, max(1, piece // queries)):
+            components, low = self._keys.components(some, self._tokens), self._low(some)
+            for asking in _slices(count, queries):
+                scores = self._scores([part[:, asking] for part in low], components, part).unflatten(3, (-1, group))
                 hidden = self._hidden[asking, None, :, None]
                 if visible is not None:
                     seen = visible[some if len(visible) > 1 else slice(None), self._tokens]
@@ -234,18 +247,32 @@ class _Asked:
                 del scores, weights, left
         return shares
 
-    def _scores(self, rows: slice, asking: slice, components: torch.Tensor, part: int) -> torch.Tensor:
-        """Scores (b, q, H, tokens) float32 of some rows' queries, by the `components` (b, r, tokens) of all tokens."""
-        low, constant = self._low[rows, asking], self._constant[rows, asking]
+    def _low(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Low-rank queries (b, q, H, r) float32 of some rows, and what is added to their products with components
+        (b, q, H, 1)."""
+        keys, queries = self._keys, self._queries[rows]
+        low = keys.low_rank_query(queries.flatten(0, 1)) * np.float32(self._scaling)
+        low, constant = low[..., : keys.rank], low[..., keys.rank :].sum(2) + low[..., : keys.rank] @ keys.offsets
+        on_device = (to_device(np.ascontiguousarray(each), keys.device) for each in (low, constant[..., None]))
+        low_rank, added = (each.unflatten(0, queries.shape[:2]) for each in on_device)
+        return low_rank, added
+
+    def _scores(self, queries: Sequence[torch.Tensor], components: torch.Tensor, part: int) -> torch.Tensor:
+        """Scores (b, q, H, tokens) float32 of `queries`, of `_low`, by the `components` (b, r, tokens) of all
+        tokens."""
+        low, constant = queries
         scores, flat = low.new_empty(*low.shape[:3], len(self._tokens)), low.flatten(1, 2)
-        for some in slice_of(len(self._tokens), _SCORED * part):
+        for some in _slices(len(self._tokens), _SCORED * part):
             scores.flatten(1, 2)[..., some] = flat @ components[..., some].float()
         return scores.add_(constant)
 
-    def compare(self, places: slice, keys: torch.Tensor) -> None:
-        """Add the true remainders' mass among keys (B, Hk, t, D), those of the sample's tokens at `places`."""
+    def compare(self, places: slice, keys: torch.Tensor, seen: torch.Tensor | None) -> None:
+        """Add the true remainders' mass among keys (B, Hk, t, D), those of the sample's tokens at `places`. `seen` (·,
+        t) excludes padding."""
         units = torch.arange(places.start, places.stop, device=keys.device) // self._group
         held = self._rest.index_select(3, units).transpose(1, 2)[:, :, None]  # (B, 1 or Hk, 1, q, t)
+        if seen is not None:
+            held = held & seen[:, None, None, None]
         top, total = (
             part.transpose(1, 2).unflatten(1, (self._heads[0], -1))[..., None] for part in (self._top, self._total)
         )
@@ -254,9 +281,9 @@ class _Asked:
         self.mass[0] += weights.sum((3, 4)).flatten(1)
 
 
-def slice_of(count: int, each: int) -> list[slice]:
-    """[0, count) in slices of `each`."""
-    return [slice(first, min(first + each, count)) for first in range(0, count, each)]
+def _slices(count: int, most: int) -> list[slice]:
+    """[0, count) in slices of at most `most`."""
+    return [slice(first, min(first + most, count)) for first in range(0, count, most)]
 
 
 def _next_best(importance: torch.Tensor, wanted: int, candidates: int) -> torch.Tensor:
