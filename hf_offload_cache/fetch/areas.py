@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..kernels.on_a_device import to_device
 from ..memory.account import MemoryAccount
 from ..memory.dry_run import DryRun
 from ..stores.base import DEVICE_BLOCK, aligned_empty, pinned_empty
@@ -39,7 +40,7 @@ class ByteRows:
 
 
 def _index(rows: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64)).to(device)
+    return to_device(np.ascontiguousarray(rows, dtype=np.int64), device)
 
 
 # Records that a device fills

@@ -18,8 +18,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from hf_offload_cache.registry import CACHES, cache_class
 
 TOKENS, STEPS, LAYERS = 300, 4, COMMON["num_hidden_layers"]
-MOST = {"disk-swap": (0, 7), "cluster": (0, 10), "spec": (3, 8), "abstract-tree": (0, 7)}
-"""The most copies to the host, and waits for the device, a layer and step. A step's token comes on top."""
+MOST = {"disk-swap": (0, 4, 1), "cluster": (0, 7, 2), "spec": (3, 2, 4), "abstract-tree": (0, 3, 0)}
+"""The most copies to the host and to the device, and waits for the device, a layer and step. A step's own come on
+top."""
 
 
 def llama() -> Any:
@@ -126,5 +127,5 @@ def test_a_step_copies_and_waits_so_often(name: str, tmp_path: Path) -> None:
         assert 0 < counts.to_device.total() <= MOST[name][1] * LAYERS * STEPS, counts.to_device
         assert counts.to_host["core/token_log.py:append"] <= STEPS
         assert copies <= (MOST[name][0] * LAYERS + 2) * STEPS, counts.to_host
-        assert waits <= (MOST[name][1] * LAYERS + 8) * STEPS, counts.syncs
+        assert waits <= (MOST[name][2] * LAYERS + 5) * STEPS, counts.syncs
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)

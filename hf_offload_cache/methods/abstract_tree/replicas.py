@@ -18,7 +18,7 @@ from ...history.records import RecordFormat
 from ...history.state import State, Table
 from ...kernels import int4
 from ...kernels.int4 import Int4Layout
-from ...kernels.on_a_device import has_kernels
+from ...kernels.on_a_device import has_kernels, to_device
 from ...memory.dry_run import DryRun
 from ...stores.base import DEVICE_BLOCK, FreezableStore, Store, aligned_empty
 from ...stores.layered import LayeredStore, parts_that_stay
@@ -129,7 +129,7 @@ class Replicas:
         """Dequantise row `rows[i]` of `replicas` (n, record_bytes) uint8 into row `target[i]` of `into`, on their
         device."""
         device = replicas.device
-        indices, targets = (torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in (rows, target))
+        indices, targets = (to_device(np.ascontiguousarray(part), device) for part in (rows, target))
         with self._storage.account.holding("unpacking", self.form.layout.working_bytes):
             if has_kernels(device):
                 from ...kernels import int4_triton

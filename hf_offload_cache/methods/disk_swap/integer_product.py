@@ -9,6 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ...kernels.on_a_device import to_device
+
 _WIDENED = 1 << 15
 """Components converted to float32 at a time."""
 _MOST_COMPONENTS = 1024
@@ -22,8 +24,8 @@ def rounded(weights: np.ndarray, device: torch.device) -> tuple[torch.Tensor, np
     queries (h, r) in units of those factors. Factors and the latter are float32, on the host.
     """
     if device.type != "cpu":
-        queries = torch.from_numpy(weights).to(device, torch.bfloat16)
-        return queries, np.ones((len(weights), 1), dtype=np.float32), queries.float().numpy(force=True)
+        whole = torch.from_numpy(weights).bfloat16().float().numpy()
+        return to_device(whole, device).bfloat16(), np.ones((len(weights), 1), dtype=np.float32), whole
     unit = np.maximum(np.maximum.reduce(np.abs(weights), -1, keepdims=True), 1e-30) / np.float32(127)
     whole = np.rint(weights / unit)
     return torch.from_numpy(whole.astype(np.int8)), unit, whole

@@ -68,7 +68,7 @@ def mean_components(
 def _weighted(components: torch.Tensor, weights: np.ndarray) -> np.ndarray:
     """Sum (h, r) float32 of components (r, n), of any type, by weights (h, n)."""
     if components.device.type != "cpu" or components.dtype == torch.bfloat16:
-        by_weight = torch.from_numpy(weights).to(components.device) @ components.float().t()
+        by_weight = to_device(weights, components.device) @ components.float().t()
         return by_weight.numpy(force=True)
     stored, count = components.numpy(), components.shape[1]
     piece = max(1, _COMPONENTS // len(stored))

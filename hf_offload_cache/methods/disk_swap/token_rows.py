@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ...history.state import Array, State
+from ...kernels.on_a_device import to_device
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
 
@@ -19,7 +20,7 @@ def taken(values: torch.Tensor, places: np.ndarray, axis: int) -> torch.Tensor:
     """The values at `places` (n,) along an axis: a copy."""
     if values.is_cpu and values.dtype != torch.bfloat16:  # numpy finishes before torch's threads wake
         return torch.from_numpy(values.numpy().take(places, axis))
-    return values.index_select(axis, torch.from_numpy(places).to(values.device))
+    return values.index_select(axis, to_device(places, values.device))
 
 
 class TokenRows:
