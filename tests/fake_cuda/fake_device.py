@@ -4,8 +4,7 @@
 without a device, with right values. `Counts` says how many kernels were launched, how many copies crossed to and from
 the device, and how often the host waited, by the function of the library that did it.
 
-A model's attention counts as each of its operators, and that of the library's blocks as one kernel; Triton's kernels
-are absent, so that their torch twins run.
+Attention counts as one kernel. Triton's kernels are absent, so that their torch twins run.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -286,6 +286,18 @@ def _attended(query: Any, keys: Any, values: Any, bias: Any, causal: bool, scale
 
 
 _FUSED: Any = stream_attention._fused
+_SDPA = "scaled_dot_product_attention"
+
+
+def _fused_attention(original: Any) -> Any:
+    def attended(query: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(query, Fake):
+            return original(query, *args, **options)
+        COUNTS.add("launches")
+        inner_args, inner_options = tree_map_only(Fake, lambda fake: fake.inner, ((query, *args), options))
+        return Fake(original(*inner_args, **inner_options))
+
+    return attended
 
 
 def _tensor(original: Any) -> Any:
@@ -317,6 +329,7 @@ def fake_cuda() -> Iterator[Counts]:
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None))
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
         stack.enter_context(mock.patch.object(stream_attention, "_fused", _attended))
+        stack.enter_context(mock.patch.object(functional, _SDPA, _fused_attention(getattr(functional, _SDPA))))
         stack.enter_context(_Mode())
         COUNTS.clear()
         yield COUNTS
