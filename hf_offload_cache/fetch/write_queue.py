@@ -110,7 +110,7 @@ class WriteQueue:
         self._changed = threading.Condition()  # guards the attributes below, and the batches
         self.unsettled: dict[Store, StoreWrites] = {}
         self._jobs: Jobs = queue.SimpleQueue()
-        self._ended = 0  # number of finished batches
+        self._progress = 0  # changes when a batch was filled by a device, and when one ended
         self._arriving = False  # a device fills the next batch
 
     @staticmethod
@@ -273,10 +273,10 @@ class WriteQueue:
 
     def _wait(self, over: Callable[[], bool]) -> None:
         """Block until `over()`, which is checked after each write. Call with `_changed` held; releases it meanwhile."""
-        expires, ended = None, -1
+        expires, seen = None, -1
         while not over():
-            if ended != self._ended or self._arriving:  # a device may take its time
-                ended, expires = self._ended, self.deadline.expires()
+            if seen != self._progress or self._arriving:  # a device may take its time
+                seen, expires = self._progress, self.deadline.expires()
             elif has_passed(expires):
                 raise self.deadline.missed(self._work_text())
             self._changed.wait(seconds_left(expires, ALIVE_CHECK_SECONDS))
@@ -340,6 +340,8 @@ class WriteQueue:
             self.deadline.answered()
             with self._changed:
                 self._arriving = False
+                self._progress += 1
+                self._changed.notify_all()
         if not self.closed and error is None:
             started = time.perf_counter()
             try:
@@ -361,7 +363,7 @@ class WriteQueue:
         writes.batches.remove(batch)
         if not writes.batches and not writes.lost and writes.failure is None:
             self.unsettled.pop(store, None)
-        self._ended += 1
+        self._progress += 1
         self._account.release(WRITE_QUEUE, batch.nbytes)
         batch.store, batch.arrived, batch.records = None, None, torch.empty(0, dtype=torch.uint8, device="cpu")
         self._changed.notify_all()

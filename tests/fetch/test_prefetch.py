@@ -347,16 +347,23 @@ def test_a_queued_write_is_read_from_the_queue(prefetcher: Prefetcher, advises: 
 
 def test_records_that_a_device_fills_are_waited_for(account: MemoryAccount) -> None:
     """By the writer, and by a read from the queue; longer than a disk may take."""
-    store, arrived = memory(), threading.Event()
+    store, began, arrived = memory(), threading.Event(), threading.Event()
     ids, filled, out = store.allocate(3), rows(3), rows(3)
     prefetcher = Prefetcher(account, 16 * RECORD_BYTES, timeout=0.05)
-    prefetcher.write(store, ids, filled, arrived.wait)
+
+    def fills() -> None:
+        began.set()
+        assert arrived.wait(LONG)
+
+    prefetcher.write(store, ids, filled, fills)
+    assert began.wait(LONG)
     reading, _ = in_background(lambda: prefetcher.read(store, ids, out).wait())
     flushing, outcome = in_background(lambda: prefetcher.flush(store))
     for thread in (reading, flushing):
         thread.join(0.15)
         assert thread.is_alive()
     filled.copy_(pattern(3))
+    prefetcher._writes.deadline.seconds = LONG  # for the disk, whose time begins now
     arrived.set()
     for thread in (reading, flushing):
         thread.join(LONG)
