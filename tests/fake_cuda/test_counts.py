@@ -1,5 +1,5 @@
 """Launches, waits and blocking copies of a layer of each cache on a device, in a prefill and in a step, against limits.
-What is above its limit is a strict expected failure, so that a fix must remove the mark."""
+A count above its limit is a strict expected failure, so that a fix must remove the mark."""
 
 from __future__ import annotations
 
