@@ -142,15 +142,15 @@ def fit_maps(
     tokens = (sample[:, None] * group + np.arange(group)).ravel()
     places = to_device(tokens, keys.device)
     offsets = to_device(keys.offsets[: keys.leading, None], keys.device)
-    for part_of_it, sample_keys, sample_values in _sampled(stored(), tokens, places, max(1, _piece(part) // rows)):
-        here = places[part_of_it]
+    for piece, sample_keys, sample_values in _sampled(stored(), tokens, places, max(1, _piece(part) // rows)):
+        here = places[piece]
         seen = None if visible is None else visible[:, here]
         if seen is not None:  # padding may be NaN
             sample_keys.masked_fill_(~seen[:, None, :, None], 0)
             sample_values.masked_fill_(~seen[:, None, :, None], 0)
-        latest.compare(part_of_it, sample_keys, seen)
+        latest.compare(piece, sample_keys, seen)
         components = keys.components(slice(None), here)[:, : keys.leading] + offsets
-        sums.add(components, sample_values.float(), shares[..., part_of_it], seen)
+        sums.add(components, sample_values.float(), shares[..., piece], seen)
     made = ValueMaps(form, (rows, keys.leading, queries.shape[1]), account)
     for together in _slices(rows, _solved(part)):
         made.set(together, sums.solved(together), *latest.mass[:, together])
@@ -167,10 +167,10 @@ def _sampled(
     for keys, values in stored:
         stop = int(tokens.searchsorted(begin + keys.shape[2]))
         while at < stop:
-            some = slice(at, min(stop, first + piece))
-            index = places[some] - begin
+            block = slice(at, min(stop, first + piece))
+            index = places[block] - begin
             held.append((keys.index_select(2, index), values.index_select(2, index)))
-            at = some.stop
+            at = block.stop
             if at == first + piece or at == len(tokens):
                 all_keys, all_values = held[0] if len(held) == 1 else (
                     torch.cat(parts, 2) for parts in zip(*held, strict=True)
@@ -221,13 +221,13 @@ class _Asked:
         shares = torch.zeros(rows, key_heads, tokens - group, dtype=torch.float32, device=self._top.device)
         piece = max(1, _SCORES * part // (query_heads * tokens))
         queries = min(count, piece)
-        for some in _slices(rows, max(1, piece // queries)):
-            components, low = self._keys.components(some, self._tokens), self._low(some)
-            for asking in _slices(count, queries):
-                scores = self._scores([part[:, asking] for part in low], components, part).unflatten(3, (-1, group))
-                hidden = self._hidden[asking, None, :, None]
+        for batch in _slices(rows, max(1, piece // queries)):
+            components, low = self._keys.components(batch, self._tokens), self._low(batch)
+            for span in _slices(count, queries):
+                scores = self._scores([each[:, span] for each in low], components, part).unflatten(3, (-1, group))
+                hidden = self._hidden[span, None, :, None]
                 if visible is not None:
-                    seen = visible[some if len(visible) > 1 else slice(None), self._tokens]
+                    seen = visible[batch if len(visible) > 1 else slice(None), self._tokens]
                     hidden = hidden | ~seen.unflatten(1, (-1, group))[:, None, None]
                 scores.masked_fill_(hidden, float(HIDDEN))
                 top = scores.amax((3, 4), keepdim=True).clamp_min_(-1e29)
@@ -235,15 +235,15 @@ class _Asked:
                 best = weights.amax(4)
                 share = best[..., 1:] / best[..., 1:].sum(3, keepdim=True).mul_(self._every).add_(best[..., :1])
                 importance = share.unflatten(2, (apart, -1)).sum(3)
-                rest = _next_best(importance, wanted, candidates) & ~self._hidden[asking, None, 1:]
+                rest = _next_best(importance, wanted, candidates) & ~self._hidden[span, None, 1:]
                 left = weights[..., 1:, :]
                 total = left.sum((3, 4)).mul_(self._every).add_(weights[..., 0, :].sum(3)).clamp_min_(1e-30)
                 left.unflatten(2, (apart, -1)).mul_(rest[:, :, :, None, :, None])
                 left /= total[..., None, None]
-                shares[some] += left.unflatten(2, (key_heads, -1)).sum((1, 3)).flatten(2)
-                self.mass[1, some] += left.sum((1, 3, 4))
-                self._rest[some, asking], self._total[some, asking] = rest, total
-                self._top[some, asking] = top[..., 0, 0]
+                shares[batch] += left.unflatten(2, (key_heads, -1)).sum((1, 3)).flatten(2)
+                self.mass[1, batch] += left.sum((1, 3, 4))
+                self._rest[batch, span], self._total[batch, span] = rest, total
+                self._top[batch, span] = top[..., 0, 0]
                 del scores, weights, left
         return shares
 
@@ -262,8 +262,8 @@ class _Asked:
         tokens."""
         low, constant = queries
         scores, flat = low.new_empty(*low.shape[:3], len(self._tokens)), low.flatten(1, 2)
-        for some in _slices(len(self._tokens), _SCORED * part):
-            scores.flatten(1, 2)[..., some] = flat @ components[..., some].float()
+        for columns in _slices(len(self._tokens), _SCORED * part):
+            scores.flatten(1, 2)[..., columns] = flat @ components[..., columns].float()
         return scores.add_(constant)
 
     def compare(self, places: slice, keys: torch.Tensor, seen: torch.Tensor | None) -> None:
