@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -26,6 +27,36 @@ def _triton() -> bool:
 def has_kernels(device: torch.device, *dims: int) -> bool:
     """Whether Triton's kernels run on `device`, over heads of so many channels."""
     return device.type == "cuda" and max(dims, default=0) <= MOST_CHANNELS and _triton()
+
+
+TWINS: dict[str, tuple[Callable[..., Any], int]] = {}
+"""The functions `with_kernel`, "module.name", each with the number of its launches: for tests."""
+
+
+def with_kernel(launches: int = 1) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A function in plain torch, the twin of a kernel. On a CUDA device the kernel computes it: the function of the
+    same name and arguments in the module "<this module>_triton", in so many launches. Elsewhere the twin runs.
+
+    Arguments are tensors of one device, the first of them not None, and what is no tensor."""
+
+    def paired(twin: Callable[P, R]) -> Callable[P, R]:
+        module = twin.__module__
+        TWINS[f"{module.rpartition('.')[2]}.{twin.__name__}"] = twin, launches
+
+        @functools.wraps(twin)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            first: Any = next(given for given in args if isinstance(given, torch.Tensor))
+            return (_kernel(twin) if first.device.type == "cuda" else twin)(*args, **kwargs)
+
+        return run
+
+    return paired
+
+
+@functools.cache
+def _kernel(twin: Callable[P, R]) -> Callable[P, R]:
+    """The kernel of a twin, launched on its arguments' device."""
+    return on_its_device(getattr(importlib.import_module(f"{twin.__module__}_triton"), twin.__name__))
 
 
 def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -4,7 +4,8 @@
 without a device, with right values. `Counts` says how many kernels were launched, how many copies crossed to and from
 the device, and how often the host waited, by the function of the library that did it.
 
-Attention counts as one kernel. Triton's kernels are absent, so that their torch twins run.
+Attention counts as one kernel. Triton's kernels are absent, so that their torch twins run. A twin that says how many
+launches its kernel takes (`with_kernel`) counts as so many; others count as what they launch themselves.
 """
 
 from __future__ import annotations
@@ -312,6 +313,21 @@ def _tensor(original: Any) -> Any:
     return made
 
 
+def _kernel(twin: Any) -> Any:
+    """The twin of a kernel on the tensors within, counted as the kernel."""
+    launches = next(count for known, count in on_a_device.TWINS.values() if known is twin)
+
+    def launched(*args: Any, **kwargs: Any) -> Any:
+        given = tree_flatten((args, kwargs))[0]
+        if any(isinstance(one, torch.Tensor) and not isinstance(one, Fake) for one in given):
+            raise RuntimeError(f"Expected all tensors to be on the same device: {twin.__name__} got one of the host")
+        COUNTS.add("launches", launches)
+        inner_args, inner_kwargs = tree_map_only(Fake, lambda fake: fake.inner, (args, kwargs))
+        return tree_map_only(torch.Tensor, Fake, twin(*inner_args, **inner_kwargs))
+
+    return launched
+
+
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[Counts]:
     """The device, until the end of the `with`, and its counts."""
@@ -329,6 +345,7 @@ def fake_cuda() -> Iterator[Counts]:
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None))
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
         stack.enter_context(mock.patch.object(stream_attention, "_fused", _attended))
+        stack.enter_context(mock.patch.object(on_a_device, "_kernel", _kernel))
         stack.enter_context(mock.patch.object(functional, _SDPA, _fused_attention(getattr(functional, _SDPA))))
         stack.enter_context(_Mode())
         COUNTS.clear()
