@@ -16,6 +16,7 @@ from ..config import SelectiveConfig
 from ..errors import BudgetError, not_whole, shown
 from ..fetch.areas import records_soon
 from ..fetch.choice import Choice, Estimate, Estimates
+from ..fetch.device_slots import DeviceSlots
 from ..fetch.fetcher import Fetched, Fetcher
 from ..fetch.replica_link import Link
 from ..fetch.tier import SlotTier, Tier
@@ -27,6 +28,8 @@ from ..model.place import no_backward
 from ..predictors.base import Learner, Predictor, Query
 from ..report.trace import NOTHING
 from ..stores.base import FreezableStore
+from . import device_step
+from .device_step import LOOKED_AT
 from .layer import OffloadLayer, Output
 from .plan import LayerKind
 from .selecting import Selecting
@@ -76,10 +79,6 @@ def biased_mask(call: AttentionCall, mask: torch.Tensor | None, estimates: Estim
     return result
 
 
-LOOKED_AT = 16
-"""Steps from one count of a layer's estimated mass to the next. Layers take turns, so a step pays for few."""
-
-
 def millionths(call: AttentionCall, scaling: float, keys: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
     """Share of the attention mass on the last `count` of the keys (B, Hk, n, D), mean over rows, heads and queries, for
     the additive mask (B, H, q, n): () int64, in millionths, on their device; 0 if scores are not finite."""
@@ -124,6 +123,10 @@ class SelectiveLayer(OffloadLayer):
         self._fetcher: Fetcher | None = None
         self._capacity, self._budget = -1, (-1, -1, -1, 0)
         self._made_for: tuple[int, int, int] | None = None  # version of the budgets, rows, units
+        self.on_device = False
+        """Steps run on a CUDA device that reads records by itself, where that is possible: see `device_step`."""
+        self.device_slots: DeviceSlots | None = None
+        """Their slots; None: no step has needed them."""
 
     # --- what a method is --------------------------------------------------------------------------------------
 
@@ -226,6 +229,8 @@ class SelectiveLayer(OffloadLayer):
     def tables_nbytes(self) -> int:
         """Bytes of the history's, the predictor's and the fetcher's tables."""
         held = super().tables_nbytes + (0 if self.predictor is None else self.predictor.tables_nbytes)
+        if self.device_slots is not None:
+            held += self.device_slots.tables_nbytes
         return held + (0 if self._fetcher is None else self._fetcher.tables_nbytes)
 
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,6 +247,7 @@ class SelectiveLayer(OffloadLayer):
             self.predictor, state = self.make_predictor(), self.given_state
             if state is not None:
                 self.use_fitted_state(state)
+            self.on_device = device_step.is_possible(self)
 
     def use_fitted_state(self, state: dict[str, Any]) -> None:
         """Learn the stored keys again, beginning with the fitted state from elsewhere. If that state does not match
@@ -399,6 +405,9 @@ class SelectiveLayer(OffloadLayer):
 
     def drop_fetcher(self) -> None:
         """Free the slots, after waiting for prefetches in flight."""
+        if self.device_slots is not None:
+            self.device_slots.close()
+            self.device_slots = None
         if self._fetcher is not None:
             self._fetcher.close()
             self._fetcher, self._capacity, self._made_for = None, -1, None
@@ -426,6 +435,8 @@ class SelectiveLayer(OffloadLayer):
 
     def attend_sparsely(self, call: AttentionCall, visible: torch.Tensor | None) -> Output:
         """Select, gather and attend."""
+        if self.on_device and (output := device_step.attend_on_device(self, call)) is not None:
+            return output
         storage, selecting, step = self.shared.storage, self.selecting, self.shared.step
         assert selecting is not None
         timeline, layer_idx = storage.timeline, self.layer_idx
@@ -511,7 +522,8 @@ class SelectiveLayer(OffloadLayer):
 
     def _sparse(self) -> bool:
         selecting = self.selecting
-        return selecting is not None and selecting.worthwhile and self.is_filled and self.state == "tagged"
+        selects = selecting is not None and selecting.worthwhile and not self.on_device
+        return selects and self.is_filled and self.state == "tagged"
 
     def ahead(self, choice: Choice) -> None:
         """Prefetch for this layer's next gather. A guess that fails is dropped."""
@@ -525,6 +537,8 @@ class SelectiveLayer(OffloadLayer):
 
     def drop_ahead(self) -> None:
         """Wait for prefetches in flight and drop them."""
+        if self.device_slots is not None:
+            self.drop_fetcher()
         if self._fetcher is not None:
             self._fetcher.drop_reads()
 
@@ -536,10 +550,14 @@ class SelectiveLayer(OffloadLayer):
     def truncated(self, units: int) -> None:
         if self.predictor is not None:
             self.predictor.truncate(units)
+        if self.device_slots is not None:  # other units will have the same numbers
+            self.drop_fetcher()
 
     def dropped(self, records: np.ndarray) -> None:
         if self._fetcher is not None:
             self._fetcher.forget(records)
+        if self.device_slots is not None:
+            self.drop_fetcher()
 
     def select_rows(self, rows: torch.Tensor) -> None:
         fewer = len(rows) < self.batch
@@ -548,6 +566,8 @@ class SelectiveLayer(OffloadLayer):
             self.predictor.select_rows(self.rows.expand(rows))
         if self._fetcher is not None:
             self._fetcher.rows_changed()
+        if self.device_slots is not None:
+            self.drop_fetcher()
         if fewer and self.selecting is not None:
             self.selecting.rest()  # frees buffers that were made for more rows
 
@@ -576,4 +596,5 @@ class SelectiveLayer(OffloadLayer):
             self.predictor = self.make_predictor()
             if tree["predictor"] is not None:
                 self.predictor.restore({**tree["predictor"], "units": self.history.units})
+            self.on_device = device_step.is_possible(self)
         self.scaling = scaling

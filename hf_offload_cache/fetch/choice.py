@@ -91,6 +91,20 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class DeviceChoice:
+    """A `Choice` of complete units whose tensors are new, on the history's device, and whose estimates are known."""
+
+    units: torch.Tensor
+    """(rows, M) int32, ascending."""
+    value: torch.Tensor | None = None
+    """(B, H, Dv) float32: an entry of each query head that stands for what was not chosen; None: it is dropped."""
+    weight: torch.Tensor | None = None
+    """(B, H) float32: that entry's score."""
+    lost: torch.Tensor | None = None
+    """() int64: millionths of the attention mass that is on neither, mean over rows and heads; None: not asked for."""
+
+
+@dataclass(frozen=True)
 class Extents:
     """The places of units: extent e of a row is a run of entries in one record. Host arrays, not to be changed."""
 

@@ -251,6 +251,7 @@ class Storage:
         if not self.timeline.on:
             return
         counters = self.counters
+        counters.fold()
         now = (counters.units_selected, counters.units_resident, counters.units_ready)
         selected, resident, ready = (new - old for new, old in zip(now, self._units_seen, strict=True))
         self._units_seen = now

@@ -55,8 +55,20 @@ def with_kernel(launches: int = 1) -> Callable[[Callable[P, R]], Callable[P, R]]
 
 @functools.cache
 def _kernel(twin: Callable[P, R]) -> Callable[P, R]:
-    """The kernel of a twin, launched on its arguments' device."""
+    """The kernel of a twin, launched on its arguments' device; the twin itself without Triton."""
+    if not _triton():
+        return twin
     return on_its_device(getattr(importlib.import_module(f"{twin.__module__}_triton"), twin.__name__))
+
+
+def has_step(device: torch.device, *dims: int) -> bool:
+    """Whether the functions `with_kernel` of a decoding step run on `device`, over heads of so many channels."""
+    return device.type == "cuda" and max(dims, default=0) <= MOST_CHANNELS and _has_marked()
+
+
+def _has_marked() -> bool:
+    """Whether functions `with_kernel` find their kernels."""
+    return _triton()
 
 
 def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:

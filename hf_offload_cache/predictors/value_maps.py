@@ -5,7 +5,7 @@ It goes beyond the papers, whose steps drop what they do not select."""
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from ..errors import not_whole
 from ..fetch.choice import Estimates
 from ..history.records import RecordFormat
 from ..history.state import LARGEST, Array, State
-from ..kernels.on_a_device import to_host
+from ..kernels.on_a_device import to_device, to_host
 from ..memory.account import MemoryAccount
 from ..memory.dry_run import DryRun
 
@@ -26,6 +26,17 @@ _OTHERS = 0.1
 """Weight of a token that no query attends to, relative to the mean weight."""
 _RIDGE = 1e-4
 """Regularisation of the regression, for components of deviation 1."""
+
+
+class OnDevice(NamedTuple):
+    """Maps for `kernels.ranking.rest`."""
+
+    maps: torch.Tensor
+    """(rows, r + 1, Hv, Dv) int8."""
+    scale: torch.Tensor
+    """(rows, r + 1) float32."""
+    log_ratio: torch.Tensor
+    """(rows, H) float32."""
 
 
 class ValueMaps:
@@ -53,11 +64,14 @@ class ValueMaps:
         self.maps = account.empty("adapters", *shape, dtype=torch.int8, device=host)
         self.scale = account.empty("adapters", *shape[:2], dtype=torch.float32, device=host)
         self.ratio = account.empty("adapters", rows, query_heads, dtype=torch.float32, device=host)
+        self._there: OnDevice | None = None
 
     @classmethod
     def rehearse(cls, run: DryRun, form: RecordFormat, sizes: tuple[int, int, int]) -> None:
         """Take the memory, in a dry run."""
         maps = cls(form, sizes, run)
+        if run.device_type == "cuda":
+            run.keeps("adapters", maps.STATE.nbytes(maps))
         if sizes[0] > 1:
             run.moves(maps.maps.nbytes)
 
@@ -68,6 +82,22 @@ class ValueMaps:
         scale = maps.abs().amax((2, 3)).clamp_min_(1e-30).div_(127)
         rounded = (maps / scale[..., None, None]).round_().to(torch.int8)
         self.maps[rows], self.scale[rows], self.ratio[rows] = to_host(rounded, scale, ratio)
+        self.changed()
+
+    def on(self, device: torch.device) -> OnDevice:
+        """Copies on a device, kept until the maps change. The account books them as "adapters"."""
+        if self._there is None:
+            arrays = self.maps.numpy(), self.scale.numpy(), self.log_ratio
+            self._account.hold("adapters", sum(array.nbytes for array in arrays))
+            with torch.inference_mode(False):
+                self._there = OnDevice(*(to_device(array, device) for array in arrays))
+        return self._there
+
+    def changed(self) -> None:
+        """Drop the copies on a device, because the maps have changed."""
+        if self._there is not None:
+            self._account.release("adapters", sum(one.nbytes for one in self._there))
+            self._there = None
 
     @property
     def log_ratio(self) -> np.ndarray:
@@ -90,6 +120,7 @@ class ValueMaps:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Replace row i by row `rows[i]`."""
+        self.changed()
         self.STATE.select_rows(self, rows)
 
     def capture(self) -> dict[str, Any]:
@@ -109,6 +140,7 @@ class ValueMaps:
 
     def close(self) -> None:
         """Free the memory."""
+        self.changed()
         self.STATE.close(self)
 
 

@@ -11,9 +11,13 @@ if TYPE_CHECKING:
     import torch
 
 
+MOST_WAITING = 1024
+"""Numbers on devices from which on the end of a step adds them to the counts, for which it waits."""
+
+
 @dataclass
 class Counters:
-    """Counts since construction or `reset`; for the model's thread."""
+    """Counts since construction or `reset`; for the model's thread. Complete after `fold`."""
 
     units_selected: int = 0
     units_resident: int = 0
@@ -57,7 +61,7 @@ class Counters:
             self._on_devices[number.device].append((name, number))
 
     def tell_later(self, told: Callable[[int], None], number: torch.Tensor) -> None:
-        """Call `told` with this number, () int64, at `fold`."""
+        """Call `told` with this number, () int64, or the sum of these, (n,), at `fold`."""
         self._on_devices[number.device].append((told, number))
 
     def fold(self) -> None:
@@ -68,7 +72,9 @@ class Counters:
 
         for counted in self._on_devices.values():
             receivers, numbers = zip(*counted, strict=True)
-            for told, number in zip(receivers, torch.stack(numbers).tolist(), strict=True):
+            each, values = [number.numel() for number in numbers], torch.cat([number.view(-1) for number in numbers])
+            for told, of_one in zip(receivers, values.cpu().split(each), strict=True):
+                number = int(of_one.sum())
                 if isinstance(told, str):
                     setattr(self, told, getattr(self, told) + number)
                 else:
@@ -80,7 +86,8 @@ class Counters:
 
         Increases of the prefetcher's `flight_seconds` and of `stall_seconds` since the last step belong to this one.
         """
-        self.fold()
+        if sum(map(len, self._on_devices.values())) > MOST_WAITING:
+            self.fold()
         told, self.told = self.told, None
         if told is not None:
             told()

@@ -197,6 +197,7 @@ class CacheReport:
     @classmethod
     def of(cls, *, account: Any, counters: Counters, stores: Sequence[Any], **figures: Any) -> CacheReport:
         """A report of a memory account, counters, the totals of stores, and `figures`, which are other fields."""
+        counters.fold()
         estimated = _ratio(counters.estimated_millionths / 1e6, counters.times_estimated)
         lost = _ratio(counters.lost_millionths / 1e6, counters.times_lost)
         return cls(

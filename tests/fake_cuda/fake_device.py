@@ -342,10 +342,12 @@ def fake_cuda() -> Iterator[Counts]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **stubs))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self, *_: self))
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda self, *_: True))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None))
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
         stack.enter_context(mock.patch.object(stream_attention, "_fused", _attended))
         stack.enter_context(mock.patch.object(on_a_device, "_kernel", _kernel))
+        stack.enter_context(mock.patch.object(on_a_device, "_has_marked", lambda: True))
         stack.enter_context(mock.patch.object(functional, _SDPA, _fused_attention(getattr(functional, _SDPA))))
         stack.enter_context(_Mode())
         COUNTS.clear()

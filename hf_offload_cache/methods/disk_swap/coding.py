@@ -254,11 +254,18 @@ class Coding:
         """Bytes of this object's tensors."""
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
 
+    @property
+    def asking_bytes(self) -> int:
+        """Bytes on a device of what makes scores there."""
+        return self.queries.nbytes + 2 * self.query_scale.nbytes
+
     @staticmethod
-    def most_own_bytes(width: int, nbytes: int) -> int:
-        """Upper bound of `own_bytes` for keys of `width` elements in codes of `nbytes` bytes."""
+    def most_own_bytes(width: int, nbytes: int, device_type: str) -> int:
+        """Upper bound of `own_bytes` for keys of `width` elements in codes of `nbytes` bytes, on a device together with
+        `asking_bytes`."""
         rank = most_components(width, nbytes)
-        return 2 * width * rank + 4 * (width + 2 * rank)
+        asking = width * rank + 8 * rank if device_type == "cuda" else 0
+        return 2 * width * rank + 4 * (width + 2 * rank) + asking
 
     @property
     def offsets(self) -> np.ndarray:

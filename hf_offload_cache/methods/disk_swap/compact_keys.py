@@ -10,10 +10,12 @@ import torch
 
 from ...errors import not_whole, shown
 from ...history.state import DTYPES, Array, State
+from ...kernels.on_a_device import to_device
+from ...kernels.ranking import Asks
 from ...memory.account import MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
 from .coding import PART, Coding, most_bytes, most_components, parts
-from .integer_product import multiplied, rounded
+from .integer_product import multiplied, multiplies_bfloat16, rounded
 from .token_rows import TokenRows, taken
 
 BLOCK = 4096
@@ -305,12 +307,12 @@ class CodedKeys(CompactKeys):
         shape = batch, coding.nbytes * unit_size, 0
         super().__init__(TokenRows(shape, 2, torch.uint8, coding.keys.device, account, unit_size))
         self.coding = coding
-        self._key_heads = num_key_heads
-        self._account, self._workspace = account, workspace
+        self._key_heads, self._account, self._workspace = num_key_heads, account, workspace
         self._rank, self._offsets = coding.rank, coding.offsets
         self._queries, self._scale = coding.queries.numpy(), coding.query_scale.numpy()
         self._mean = coding.mean.numpy(force=True)
-        self._coding_bytes = coding.own_bytes
+        self._asks: Asks | None = None
+        self._coding_bytes = coding.own_bytes + (coding.asking_bytes if self.device.type == "cuda" else 0)
         account.hold("adapters", self._coding_bytes)
 
     @classmethod
@@ -324,7 +326,7 @@ class CodedKeys(CompactKeys):
         nbytes, cpu = min(nbytes, most_bytes(width)), torch.device("cpu")
         codes = TokenRows((rows, nbytes * unit_size, 0), 2, torch.uint8, cpu, run, unit_size)
         codes.rehearse(run, tokens)
-        run.keeps("adapters", Coding.most_own_bytes(width, nbytes))
+        run.keeps("adapters", Coding.most_own_bytes(width, nbytes, run.device_type))
         most = max(scored_at_once(tokens), wanted * unit_size)
         scores = most * (most_components(width, nbytes) + 4 * heads) + 4 * heads * -(-tokens // unit_size)
         run.passes("scores", decode=scores)
@@ -356,6 +358,21 @@ class CodedKeys(CompactKeys):
         low[..., :-1] *= self._scale
         np.matmul(states, self._mean.reshape(heads, dim, 1), out=low[..., -1:])
         return low.reshape(batch, query.shape[1], -1)
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """(B, bytes * tokens of a unit, units) uint8 on the keys' device: a view, valid until the next change."""
+        return self._rows.data
+
+    @property
+    def asks(self) -> Asks:
+        """What makes scores of queries on the keys' device, kept there."""
+        if self._asks is None:
+            shape, host = (self._key_heads, -1, self._rank), (self._queries, self._scale, self._offsets)
+            with torch.inference_mode(False):
+                queries, scale, offsets = (to_device(array, self.device) for array in host)
+                self._asks = Asks(queries.view(shape), scale, self.coding.mean.view(shape[:2]), offsets)
+        return self._asks
 
     @property
     def has_rough_form(self) -> bool:
@@ -581,11 +598,3 @@ class LowRankKeys(CompactKeys):
         if memory is None:
             memory = self._workspace.take(size, dtype=torch.uint8, device=stored.device)
         return multiplied(asked.queries, stored.t(), memory), stored.t()
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether this processor multiplies small bfloat16 matrices faster than it converts them to float32 first.
-
-    The bfloat16 product takes 0.5 to 0.8 of the time with AVX-512, but 4 to 7 times as long with only AVX2.
-    """
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")

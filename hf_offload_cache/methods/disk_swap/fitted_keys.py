@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from ...errors import not_whole, shown
-from ...fetch.choice import Estimates
+from ...fetch.choice import DeviceChoice, Estimates
 from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...history.state import LARGEST, Array, Number, State, Table
+from ...kernels.ranking import pick, project, rest, score, share
 from ...memory.account import MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
 from ...predictors.base import Query
@@ -349,6 +350,7 @@ class FittedKeys:
             self.maps = fit_maps(*made_of, shared.account, self.heads, part)
         if self.maps is not None and count < LEAST_QUERIES and ratio is not None:
             self.maps.ratio.copy_(ratio)
+            self.maps.changed()
 
     # --- ranking -----------------------------------------------------------------------------------------------
 
@@ -424,6 +426,34 @@ class FittedKeys:
                 values[row, :, at] = maps.values(sequence, components, None if self.heads == 1 else head)
         device, ratio = queries[0].states.device, maps.log_ratio.reshape(rows, each)
         return placed(mass, ratio, values, self._form_of_rows, batch, device)
+
+    def choose_on_device(self, query: Query, wanted: int, looks: bool) -> DeviceChoice | None:
+        """The `wanted` best units of each row for a query, by all components, and an estimate of those that follow, on
+        the keys' device; `looks`: with the lost mass. None: there are no codes, or no keys of sinks."""
+        keys, form, sinks = self.keys, self.form, self.sinks
+        if not isinstance(keys, CodedKeys) or (sinks is None and self.rules.num_sinks):
+            return None
+        asks, counts, group, latest = keys.asks, keys.coding.counts, form.group_size, query.recent()
+        recent = latest.view(self.rows, form.num_key_heads, *latest.shape[2:])
+        first, apart = (recent[:, :, :0], 0) if sinks is None else (sinks.keys, sinks.units.shape[1])
+        low, constant, near = project(query.states, *asks, first, recent, query.scaling)
+        best, tops, sums = score(low, constant, keys.codes, counts, group, apart)
+        importance = share(best, tops, sums, near, self.rows * self.heads, apart)
+        maps, units = self.maps, best.shape[2]
+        if maps is not None and maps.ratio.shape[1] != query.states.shape[1]:
+            maps = None
+        most = wanted if maps is None else min(CANDIDATES * wanted, units)
+        chosen, others = pick(importance, wanted, most)
+        value = weight = lost = None
+        if maps is not None and most > wanted:
+            on = maps.on(keys.device)
+            value, weight = rest(low, constant, keys.codes, counts, group, others, *on, asks.offsets)
+        if looks:
+            mass = importance[:, apart:].sum() - importance.gather(1, chosen[:, apart:].long()).sum()
+            if value is not None:
+                mass -= importance.gather(1, others.long()).sum()
+            lost = (mass * (1e6 / (query.states[..., 0].numel()))).long()
+        return DeviceChoice(chosen, value, weight, lost)
 
     def seen(self, query: Query) -> torch.Tensor | None:
         """(B, tokens) bool: the ranked tokens that are not padding; None: all."""

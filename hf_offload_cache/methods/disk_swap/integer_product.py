@@ -75,3 +75,11 @@ def multiplies_bytes() -> bool:
 
     integers = seconds(lambda: torch._int_mm(queries, components, out=out))
     return integers <= seconds(lambda: _widened(queries, components, out.view(torch.float32)))
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this processor multiplies small bfloat16 matrices faster than it converts them to float32 first.
+
+    The bfloat16 product takes 0.5 to 0.8 of the time with AVX-512, but 4 to 7 times as long with only AVX2.
+    """
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")

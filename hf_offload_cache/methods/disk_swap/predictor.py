@@ -11,7 +11,7 @@ import torch
 
 from ...core.layer import Rows
 from ...errors import not_whole
-from ...fetch.choice import Choice, Estimates
+from ...fetch.choice import Choice, DeviceChoice, Estimates
 from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...history.state import Number, State, Table
@@ -123,6 +123,14 @@ class LowRankPredictor(Predictor):
         best = largest(others, min((CANDIDATES - 1) * budget, len(candidates) - budget))
         chosen = np.isneginf(np.take_along_axis(others, best, 1))
         return replace(choice, next=np.where(chosen, -1, candidates[best]))
+
+    def choose_on_device(self, query: Query, budget: int, looks: bool) -> DeviceChoice | None:
+        """As `select`, on the device of the keys and by all units at every step; None: this needs the host. `looks`:
+        with the lost mass."""
+        choice = self.fitted.choose_on_device(query, budget, looks)
+        if choice is not None:
+            self._latest = self._beyond = None
+        return choice
 
     def estimate(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
         """As `Predictor.estimate`."""

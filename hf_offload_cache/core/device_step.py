@@ -1,0 +1,87 @@
+"""A layer's decoding step on a CUDA device with records in pinned host memory: kernels choose, read and attend, and the
+host waits for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..fetch.device_slots import DeviceSlots
+from ..kernels.on_a_device import has_step
+from ..kernels.slots import attend
+from ..model.attention_call import AttentionCall
+
+Layer = Any
+"""A `SelectiveLayer`."""
+
+LOOKED_AT = 16
+"""Steps from one count of a layer's estimated mass to the next. Layers take turns, so a step pays for few."""
+
+
+def is_possible(layer: Layer) -> bool:
+    """Whether steps of this layer, which has its history, may run on a device."""
+    history = layer.history
+    possible: bool = (
+        history.device.type == "cuda"
+        and history.store.in_memory
+        and hasattr(layer.predictor, "choose_on_device")
+        and has_step(history.device, history.form.key_dim, history.form.value_dim)
+    )
+    return possible
+
+
+def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, None] | None:
+    """Attention of a step of one query a sequence, without padding, over what the predictor chooses. None: this call
+    needs the way over the host; nothing has changed.
+
+    The output (B, 1, H, Dv) is new. Raises `BudgetError` with nothing changed.
+    """
+    plain = call.mask is None and call.query.shape[2] == 1 and call.autocast is None and not call.args
+    if not plain or call.softcap is not None or call.s_aux is not None or call.wants_weights:
+        return None
+    history, storage, selecting = layer.history, layer.shared.storage, layer.selecting
+    predictor: Any = layer.predictor
+    assert selecting is not None
+    if selecting.watch is not None:
+        return None
+    counters, query = storage.counters, layer.query_of(call.query[:, :, 0], None)
+    looks = (counters.decode_steps + layer.layer_idx) % LOOKED_AT == 0
+    value = weight = None
+    if history.records <= layer.budget:
+        every = torch.arange(history.records, dtype=torch.int32, device=history.device)
+        units = every.expand(history.rows, -1)
+    else:
+        choice = predictor.choose_on_device(query, layer.budget, looks)
+        if choice is None:
+            return None
+        units, value, weight = choice.units, choice.value, choice.weight
+        if choice.lost is not None:
+            counters.later(lost_millionths=choice.lost)
+            counters.times_lost += 1
+    slots = device_slots(layer, units.shape[1])
+    where = slots.bring(history, units)
+    if where is None:
+        layer.drop_fetcher()
+        layer.on_device = False
+        return None
+    made_of = query.states, slots.data, where, history.recent, history.form, layer.scaling
+    output, logarithm = attend(*made_of, value, weight)
+    attended = units.shape[1] * history.form.group_size + history.recent.shape[1]
+    counters.attend(call.query.shape[0], history.length, attended)
+    if looks and weight is not None:
+        counters.times_estimated += 1
+        counters.later(estimated_millionths=((weight - logarithm).exp().mean() * 1e6).long())
+    return output[:, None], None
+
+
+def device_slots(layer: Layer, least: int) -> DeviceSlots:
+    """The slots of a layer: as many as its budget allows beside a complete choice, and at least `least` a row."""
+    history, selecting, slots = layer.history, layer.selecting, layer.device_slots
+    assert selecting is not None
+    if slots is None or slots.closed or slots.version != selecting.version or slots.count < least:
+        layer.drop_fetcher()
+        count = layer.slots // history.rows + max(least, layer.budget)
+        layer.device_slots = slots = DeviceSlots(layer.shared.storage, history, count, selecting.version)
+        layer.shared.books_changed = True
+    return slots

@@ -1,0 +1,123 @@
+"""Slots on a CUDA device whose records a kernel reads out of pinned host memory: no step waits for the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..kernels.on_a_device import to_device
+from ..kernels.slots import bring, exchange
+from ..memory.account import SLOTS
+from .choice import Source
+from .storage import Storage
+
+
+class Addresses:
+    """Where one layer's records are in pinned host memory, on its device. For the thread that runs the model.
+
+    After new records it waits until they are written.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._known: torch.Tensor | None = None
+        self._elsewhere = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory."""
+        return 0 if self._known is None else self._known.nbytes
+
+    def of(self, history: Source) -> torch.Tensor | None:
+        """The address of each unit's record, (rows, units) int64; None if some are in memory that is not pinned. Valid
+        until records move or rows change: see `forget`."""
+        if self._elsewhere:
+            return None
+        known, units = self._known, history.records
+        if known is None or known.shape[1] != units:
+            first = 0 if known is None or known.shape[1] > units else known.shape[1]
+            new = np.broadcast_to(np.arange(first, units), (history.rows, units - first))
+            records = history.extents(new).records
+            self._storage.prefetcher.flush(history.store)  # finishes the writes behind
+            if (addresses := history.store.addresses(records.reshape(-1))) is None:
+                self._elsewhere, self._known = True, None
+                return None
+            more = to_device(addresses.reshape(records.shape), history.device)
+            self._known = known = torch.cat([known, more], 1) if known is not None and first else more
+        return known
+
+    def forget(self) -> None:
+        """Drop the addresses, because records move or rows change."""
+        self._known, self._elsewhere = None, False
+
+
+class DeviceSlots:
+    """`count` slots a row for the records of one layer, filled first in, first out, and their tables.
+
+    The account books them as "reuse slots". Everything is in the order of the current stream. For the thread that runs
+    the model. Raises `BudgetError`, with nothing booked.
+
+    Args:
+        version: of the budgets that `count` comes from.
+    """
+
+    def __init__(self, storage: Storage, history: Source, count: int, version: int = 0) -> None:
+        form, device, self._account = history.form, history.device, storage.account
+        self.count, self.version = count, version
+        self._storage = storage
+        self._addresses = Addresses(storage)
+        shape = history.rows, count, form.payload_width
+        self.data = self._account.empty(SLOTS, *shape, dtype=form.payload_dtype, device=device)
+        """(rows, count, payload width): the payloads, valid until the next `bring`."""
+        tables = {"dtype": torch.int32, "device": device}
+        self._unit_in = torch.full((history.rows, count), -1, **tables)  # type: ignore[call-overload]
+        self._order = torch.arange(count, **tables).repeat(history.rows, 1)  # type: ignore[call-overload]
+        self._slot_of = torch.full((history.rows, 0), -1, **tables)  # type: ignore[call-overload]
+        self.closed = False
+        storage.account.spare(self)
+
+    @property
+    def tables_nbytes(self) -> int:
+        """Bytes of the tables, which the account does not book."""
+        return self._addresses.nbytes + sum(one.nbytes for one in (self._unit_in, self._order, self._slot_of))
+
+    def bring(self, history: Source, units: torch.Tensor) -> torch.Tensor | None:
+        """Slots (rows, S) int32 of a step's `units` (rows, S) int32, distinct and ascending, at most `count`, after
+        their records were read into them. Does not wait, but for new records' writes. None if the device cannot read
+        some record."""
+        if (addresses := self._addresses.of(history)) is None:
+            return None
+        missing = addresses.shape[1] - self._slot_of.shape[1]
+        if missing > 0:  # room for an eighth more
+            more = self._slot_of.new_full((history.rows, missing + max(64, addresses.shape[1] // 8)), -1)
+            self._slot_of = torch.cat([self._slot_of, more], 1)
+        slots, absent, counts = exchange(units, self._slot_of, self._unit_in, self._order)
+        bring(addresses, absent, slots, self.data)
+        self._count(history, units.numel(), counts)
+        return slots
+
+    def _count(self, history: Source, selected: int, absent: torch.Tensor) -> None:
+        """Count a step's units and, later, those that were read, by row."""
+        counters, store, nbytes = self._storage.counters, history.store, self.data[0, 0].nbytes
+        counters.units_selected += selected
+
+        def told(read: int) -> None:
+            counters.units_resident += selected - read
+            counters.units_ready += selected - read
+            store.count_read(read, read * nbytes)
+
+        counters.tell_later(told, absent)
+
+    def free_memory(self) -> None:
+        """As `Spare.free_memory`: frees the slots and closes. Reads in flight end in the stream's order."""
+        if not self.closed:
+            self.closed = True
+            self._account.free(SLOTS, self.data)
+            self.data = self.data.new_empty(0)
+            self._addresses.forget()
+
+    def close(self) -> None:
+        """Free the memory, after the reads in flight. Idempotent."""
+        if not self.closed:
+            torch.cuda.current_stream(self.data.device).synchronize()
+        self.free_memory()

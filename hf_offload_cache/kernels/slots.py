@@ -1,0 +1,105 @@
+"""Slots on a device that hold records of host memory: which records are in which, their reads, and attention to them.
+
+The tables are tensors of the device, so that a step neither waits for the host nor tells it anything. Slots are filled
+first in, first out, as `SlotTable` fills them (KVSwap, section 3.4.3); those that a step attends to stay.
+
+Shapes: R rows (sequences, or their key heads if these choose apart) of U units and M slots each, at least as many as a
+step selects, S; a record holds the entries of G tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+
+from .on_a_device import with_kernel
+
+
+@with_kernel()
+def exchange(
+    units: torch.Tensor, slot_of: torch.Tensor, unit_in: torch.Tensor, order: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give a slot to each of a step's `units` (R, S) int32, distinct and ascending. Changes the three tables.
+
+    Args:
+        slot_of: (R, U) int32, the slot of each unit, or -1.
+        unit_in: (R, M) int32, the unit in each slot, or -1.
+        order: (R, M) int32, the slots in the order in which they will be filled again. A slot that is filled becomes
+            the last; the step's other units keep their slots.
+
+    Returns the units' slots (R, S) int32; `absent` (R, S) int32, each unit that was in no slot and has to be read into
+    its new one, -1 for the others; and `counts` (R,) int64, how many these are. All are new.
+    """
+    slots = slot_of.gather(1, units.long())
+    absent = torch.where(slots < 0, units, -1)
+    for row in range(len(units)):
+        new = absent[row][absent[row] >= 0].long()
+        used = torch.zeros_like(unit_in[row], dtype=torch.bool)
+        used[slots[row][slots[row] >= 0].long()] = True
+        free = order[row][~used[order[row].long()]][: len(new)]
+        old = unit_in[row][free.long()]
+        slot_of[row][old[old >= 0].long()] = -1
+        slot_of[row][new], unit_in[row][free.long()] = free, new.int()
+        slots[row][absent[row] >= 0] = free
+        taken = torch.zeros_like(used)
+        taken[free.long()] = True
+        order[row] = torch.cat([order[row][~taken[order[row].long()]], free])
+    return slots, absent, (absent >= 0).sum(1)
+
+
+@with_kernel()
+def bring(addresses: torch.Tensor, absent: torch.Tensor, slots: torch.Tensor, data: torch.Tensor) -> None:
+    """Read records from host memory into slots: unit `absent[r, i]` of each row, if it is not -1, into its slot
+    `slots[r, i]`.
+
+    Args:
+        addresses: (R, U) int64, the begin of each unit's record in pinned host memory, which must stay until this has
+            run, a multiple of 16.
+        absent, slots: (R, S) int32, of `exchange`.
+        data: (R, M, E), contiguous, of any type: the payloads in the slots.
+    """
+    nbytes, into = data[0, 0].nbytes, data.view(torch.uint8).numpy()
+    for row, place in zip(*(absent >= 0).numpy().nonzero(), strict=True):
+        record = (ctypes.c_uint8 * nbytes).from_address(int(addresses[row, absent[row, place]]))
+        into[row, slots[row, place]] = np.ctypeslib.as_array(record)
+
+
+@with_kernel()
+def attend(
+    query: torch.Tensor, data: torch.Tensor, slots: torch.Tensor, recent: torch.Tensor, form: Any, scaling: float,
+    value: torch.Tensor | None, weight: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention of one query a sequence to the entries in slots, the latest ones, and an estimate of the rest, in one
+    softmax in single precision.
+
+    Args:
+        query: (B, H, D).
+        data: (R, M, E) payloads of `form`, a `RecordFormat`: entries, or entries in 8 bits with their scales.
+        slots: (R, S) int32: all entries of these slots count.
+        recent: (R, t, entry width), the latest entries, contiguous in the last dimension.
+        scaling: factor of the scores.
+        value, weight: (B, H, Dv) and (B, H) float32, of `ranking.rest`: a further entry of each query head, with this
+            value and score; None: there is none.
+
+    Returns the output (B, H, Dv) in the query's type, and the logarithm (B, H) float32 of each softmax's sum. Both are
+    new.
+    """
+    (batch, heads, dim), rows = query.shape, len(slots)
+    payloads = data.gather(1, slots.long()[..., None].expand(-1, -1, data.shape[2])).flatten(0, 1)
+    entries = form.unpacked(payloads).reshape(rows, -1, form.entry_width)
+    keys, values = form.split(torch.cat([entries, recent], 1))
+    grouped = query.float().view(rows, keys.shape[1], -1, dim)
+    scores = (grouped @ keys.float().transpose(2, 3)).view(batch, heads, -1) * scaling
+    if weight is not None:
+        scores = torch.cat([scores, weight[..., None]], 2)
+    logarithm = scores.logsumexp(2)
+    weights = (scores - logarithm[..., None]).exp_()
+    count = keys.shape[2]
+    output = weights[..., :count].view(rows, keys.shape[1], -1, count) @ values.float()
+    output = output.view(batch, heads, -1)
+    if value is not None:
+        output = output + weights[..., count:] * value
+    return output.to(query.dtype), logarithm

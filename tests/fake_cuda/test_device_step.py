@@ -1,0 +1,203 @@
+"""Steps of `DiskSwapCache` on a device that reads records by itself: kernels' twins, on a device that only counts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fake_device import Counts, Fake, on_the_device
+from harness import COMMON, build, prompt
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.core import SelectiveLayer
+from hf_offload_cache.memory.account import SLOTS
+
+TOKENS, PIECE, STEPS, LAYERS = 1280, 1280, 18, COMMON["num_hidden_layers"]
+Put = Callable[[torch.Tensor], torch.Tensor]
+WAYS: dict[str, dict[str, Any]] = {
+    "dropped": {"remainder": False},
+    "default": {},
+    "8 bits": {"entry_bits": 8},
+    "heads apart": {"heads_apart": True},
+    "no slots, no sinks": {"reuse_capacity": 0, "num_sinks": 0},
+}
+
+
+def llama() -> Any:
+    return build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "max_position_embeddings": 8192}))
+
+
+def host(given: torch.Tensor) -> torch.Tensor:
+    return given
+
+
+def fed(model: Any, cache: Any, ids: torch.Tensor, put: Put, **given: Any) -> torch.Tensor:
+    """Logits (B, t, vocabulary) of all `ids` (B, t) in one forward."""
+    with torch.no_grad():
+        output = model(put(ids), past_key_values=cache, **given).logits
+    return output.inner.clone() if isinstance(output, Fake) else output
+
+
+def decoded(model: Any, cache: Any, ids: torch.Tensor, put: Put, tokens: int = TOKENS) -> torch.Tensor:
+    """Logits of each step after a prompt of `tokens` tokens in pieces."""
+    for piece in ids[:, :tokens].split(PIECE, 1):
+        fed(model, cache, piece, put, logits_to_keep=1)
+    return torch.cat([fed(model, cache, part, put) for part in ids[:, tokens:].split(1, 1)], 1)
+
+
+@contextmanager
+def a_device(rows: int = 1, **fields: Any) -> Iterator[tuple[Any, Any, Counts]]:
+    """A model, a cache with its records in pinned host memory, and the device's counts."""
+    with on_the_device(llama()) as (model, counts):
+        sizes = {"max_context": TOKENS + 128, "max_batch": rows, "num_selected": 128, "engine": "memory"}
+        with DiskSwapCache(model, **{**sizes, **fields}) as cache:
+            cache.storage.pinned = True
+            yield model, cache, counts
+
+
+def of_slots(cache: Any) -> list[Any]:
+    return [layer.device_slots for layer in cache.selective]
+
+
+@pytest.mark.parametrize(("way", "rows"), [(way, 1 + index % 2) for index, way in enumerate(WAYS)])
+def test_steps_on_a_device_are_as_close_as_on_the_host(way: str, rows: int) -> None:
+    """And wait for nothing but the token log, which is one wait a step."""
+    ids, fields = prompt(llama(), rows, TOKENS + STEPS), WAYS[way]
+    exact = decoded(llama(), DynamicCache(config=llama().config), ids, host)
+    sizes = {"max_context": TOKENS + 128, "max_batch": rows, "num_selected": 128, "engine": "memory"}
+    plain = llama()
+    with DiskSwapCache(plain, **sizes, **fields) as cache:
+        on_host = decoded(plain, cache, ids, host)
+        expected = cache.report()
+    with a_device(rows, **fields) as (model, cache, counts):
+        for piece in ids[:, :TOKENS].split(PIECE, 1):
+            fed(model, cache, piece, Fake, logits_to_keep=1)
+        steps = []
+        for part in ids[:, TOKENS:].split(1, 1):
+            steps.append(fed(model, cache, part, Fake))
+            if len(steps) == 1:  # which frees the prefill's buffers
+                counts.clear()
+        assert counts.syncs == {"core/token_log.py:append": STEPS - 1}
+        assert all(slots is not None for slots in of_slots(cache))
+        report = cache.report()
+    on_device = torch.cat(steps, 1)
+    wrong, usual = (float((found - exact).square().mean().sqrt()) for found in (on_device, on_host))
+    assert wrong == pytest.approx(usual, rel=0.1) and usual > 1e-4
+    assert report.selected_fraction == expected.selected_fraction
+    for name in ("estimated_mass", "lost_mass"):
+        ours, theirs = getattr(report, name), getattr(expected, name)
+        assert ours == theirs if theirs is None else ours == pytest.approx(theirs, rel=0.05)
+    assert (report.estimated_mass is not None) == fields.get("remainder", True)
+
+
+def test_the_report_counts_what_was_read() -> None:
+    """Units in slots before are hits; others are read, once."""
+    ids = prompt(llama(), 1, TOKENS + STEPS)
+    with a_device(reuse_capacity=0) as (model, cache, _):
+        decoded(model, cache, ids, Fake)
+        report, history = cache.report(), cache.selective[0].history
+        record = history.form.payload_bytes
+        selected = cache.storage.counters.units_selected
+        assert selected == STEPS * LAYERS * of_slots(cache)[0].count
+        missed = selected - cache.storage.counters.units_resident
+        assert 0 < missed < selected and report.hit_rate == pytest.approx(1 - missed / selected)
+        read = sum(layer.history.store.reads for layer in cache.selective)
+        before = report.bytes_read
+        assert missed <= read
+        cache.storage.reset_counters()
+        fed(model, cache, ids[:, -1:], Fake)
+        again = cache.report()
+        assert again.bytes_read % record == 0 and again.bytes_read < before
+
+
+def test_everything_is_selected_where_it_fits() -> None:
+    """A step that selects all units equals attention to all."""
+    ids = prompt(llama(), 1, 300 + STEPS)
+    exact = decoded(llama(), DynamicCache(config=llama().config), ids, host, 300)
+    with a_device(num_selected=512) as (model, cache, _):
+        found = decoded(model, cache, ids, Fake, 300)
+        assert all(slots is not None for slots in of_slots(cache))
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
+
+
+def test_what_a_device_cannot_do_goes_over_the_host_and_back() -> None:
+    """Candidates, and rows with padding. Steps after them are right, too."""
+    ids = prompt(llama(), 2, TOKENS + STEPS)
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    with a_device(2) as (model, cache, _):
+        usual = decoded(model, cache, ids[:, : TOKENS + 1], Fake)
+        assert all(of_slots(cache))
+        for place, width in ((TOKENS + 1, 3), (TOKENS + 4, 1)):
+            fed(model, cache, ids[:, place : place + width], Fake)
+            assert all(slots is None for slots in of_slots(cache)) == (width > 1)
+        cache.crop(-3)
+        ours = [fed(model, cache, ids[:, place : place + 1], Fake) for place in range(TOKENS + 2, TOKENS + 5)]
+    exact = decoded(llama(), DynamicCache(config=llama().config), ids, host)
+    wrong = [float((one - exact[:, 2 + at : 3 + at]).square().mean().sqrt()) for at, one in enumerate(ours)]
+    expected = float((usual - exact[:, :1]).square().mean().sqrt())
+    assert max(wrong) < 1.3 * expected
+    with a_device(2) as (model, cache, _):
+        for piece in itertools.pairwise((0, TOKENS, TOKENS + 1)):
+            fed(model, cache, ids[:, slice(*piece)], Fake, attention_mask=Fake(mask[:, : piece[1]]), logits_to_keep=1)
+        assert of_slots(cache) == [None] * LAYERS
+
+
+def test_slots_are_made_again_after_a_crop_and_for_other_rows() -> None:
+    """The same numbers then name other units: a cache that was cropped and reordered computes what a fresh one does."""
+    first, other = prompt(llama(), 2, TOKENS + 64), prompt(llama(), 2, TOKENS + 64).flip(0)
+    with a_device(2) as (model, cache, _):
+        decoded(model, cache, first[:, : TOKENS + 4], Fake)
+        cache.crop(-(TOKENS // 2 + 4))
+        cache.reorder_cache(torch.tensor([1, 0]))
+        assert of_slots(cache) == [None] * LAYERS
+        fed(model, cache, other[:, TOKENS // 2 : TOKENS], Fake, logits_to_keep=1)
+        ours = torch.cat([fed(model, cache, part, Fake) for part in other[:, TOKENS : TOKENS + 4].split(1, 1)], 1)
+    exact = decoded(llama(), DynamicCache(config=llama().config), other[:, : TOKENS + 4], host)
+    with a_device(2) as (model, cache, _):
+        usual = decoded(model, cache, other[:, : TOKENS + 4], Fake)
+    wrong, expected = (float((found - exact).square().mean().sqrt()) for found in (ours, usual))
+    assert wrong < 1.3 * expected
+
+
+def test_slots_are_booked_and_freed() -> None:
+    ids = prompt(llama(), 1, TOKENS + 4)
+    with a_device() as (model, cache, _):
+        account = cache.storage.account
+        decoded(model, cache, ids, Fake)
+        assert account.by_owner[SLOTS] == sum(slots.data.nbytes for slots in of_slots(cache))
+        count, fields = of_slots(cache)[0].count, cache.config
+        group = cache.selective[0].history.form.group_size
+        assert count == sum(-(-some // group) for some in (128, fields.num_sinks, fields.reuse_capacity, 4))
+        of_slots(cache)[0].free_memory()  # as if it were needed elsewhere
+        assert account.by_owner[SLOTS] == sum(slots.data.nbytes for slots in of_slots(cache)[1:])
+        fed(model, cache, ids[:, -1:], Fake)
+        assert not of_slots(cache)[0].closed
+    assert not account.by_owner.get(SLOTS) and account.current == 0
+
+
+def test_memory_that_is_not_pinned_goes_over_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = prompt(llama(), 1, TOKENS + 4)
+    with a_device() as (model, cache, _):
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self, *_: False)
+        decoded(model, cache, ids, Fake)
+        assert of_slots(cache) == [None] * LAYERS and not any(layer.on_device for layer in cache.selective)
+
+
+def test_a_budget_holds_on_a_device() -> None:
+    ids = prompt(llama(), 1, TOKENS + 8)
+    with on_the_device(llama()) as (model, _):
+        memory = "16MiB"
+        fields = {"max_context": TOKENS + 8, "engine": "memory"}
+        with pytest.raises(Exception, match="memory"):
+            DiskSwapCache.for_budget(model, "64KiB", **fields)
+        with DiskSwapCache.for_budget(model, memory, **fields) as cache:
+            cache.storage.pinned = True
+            decoded(model, cache, ids, Fake)
+            assert isinstance(cache.selective[0], SelectiveLayer) and all(of_slots(cache))
+            assert cache.storage.account.peak <= 16 * 2**20

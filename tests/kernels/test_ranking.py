@@ -1,0 +1,148 @@
+"""The twins of the kernels that rank on a device: against sums in double precision, and against the processor's way."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from hf_offload_cache.kernels.ranking import BLOCK, HIDDEN, pick, project, rest, score, share
+from hf_offload_cache.memory import MemoryAccount, Workspace
+from hf_offload_cache.methods.disk_swap import CodedKeys, compact_keys, fit_coding, rank_units
+
+SCALING = 0.125
+
+
+class Made(NamedTuple):
+    keys: CodedKeys
+    queries: torch.Tensor
+    sinks: torch.Tensor
+    recent: torch.Tensor
+
+
+def made(batch: int, heads: int, key_heads: int, dim: int, group: int, units: int, nbytes: int = 24) -> Made:
+    """Compact keys of random keys with some large directions, and queries that resemble some of the keys."""
+    random = torch.Generator().manual_seed(units)
+    shape = batch, key_heads, units * group, dim
+    keys = torch.randn(shape, generator=random) * torch.linspace(4, 0.2, dim) + torch.randn(dim, generator=random)
+    near = keys[:, :, torch.randint(units * group, (heads // key_heads,), generator=random)]
+    queries = (near.flatten(1, 2) + torch.randn(batch, heads, dim, generator=random)).bfloat16()
+    keys = keys.bfloat16()
+    coding = fit_coding(lambda: iter([keys]), units * group, key_heads, None, nbytes, queries[:, :, None])
+    account = MemoryAccount(None)
+    compact = CodedKeys(coding, key_heads, batch, account, Workspace(account, "scores"), group)
+    compact.append(keys)
+    sinks, recent = keys[:, :, :4], torch.randn(batch, 7, key_heads, dim, generator=random).bfloat16().transpose(1, 2)
+    return Made(compact, queries, sinks, recent)
+
+
+def ranked(one: Made, rows: int, apart: int) -> tuple[Any, ...]:
+    asked = project(one.queries, *one.keys.asks, one.sinks, one.recent, SCALING)
+    best = score(*asked[:2], one.keys.codes, one.keys.coding.counts, one.keys._rows.each, apart)
+    return *asked, *best, share(*best, asked[2], rows, apart)
+
+
+def expected(one: Made, apart: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores of all tokens (B, H, U, G), of the exact keys, and importance (B, H, U) by head, in double precision."""
+    coding, (batch, heads, dim) = one.keys.coding, one.queries.shape
+    states = one.queries.double().view(batch, len(one.sinks[0]), -1, dim)
+    low = states @ coding.queries.double().view(states.shape[1], dim, -1) * (coding.query_scale.double() * SCALING)
+    low = low.flatten(1, 2).float().bfloat16().double()
+    components = one.keys.components(slice(None), torch.arange(one.keys.tokens)).double()
+    components = components + torch.from_numpy(coding.offsets)[:, None]
+    constant = (states @ coding.mean.double().view(states.shape[1], dim, 1)).view(batch, heads, 1) * SCALING
+    scores = (low @ components + constant).unflatten(2, (-1, one.keys._rows.each))
+    exact = torch.cat([one.sinks, one.recent], 2).double()
+    near = (states @ exact.transpose(2, 3)).view(batch, heads, -1) * SCALING
+    best = scores.amax(3)
+    best[..., :apart] = -1e30
+    weights = torch.cat([best, near], 2).softmax(2)[..., : best.shape[2]]
+    return scores.numpy(), near.numpy(), weights.numpy()
+
+
+SHAPES = [(1, 9, 3, 64, 16, 130), (2, 8, 2, 24, 5, 64), (3, 4, 4, 128, 4, 7)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("apart", [0, 1])
+def test_importance_is_the_softmax_of_each_units_best_token(shape: tuple[int, ...], apart: int) -> None:
+    one = made(*shape)
+    batch, heads, key_heads = shape[:3]
+    scores, near_of, weights = expected(one, apart)
+    for rows in (batch, batch * key_heads):
+        _, _, near, best, tops, sums, importance = ranked(one, rows, apart)
+        np.testing.assert_allclose(near, near_of, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(best[..., apart:], scores.max(3)[..., apart:], rtol=1e-4, atol=1e-4)
+        assert (best[..., :apart] == HIDDEN).all() and torch.isinf(importance[:, :apart]).all()
+        by_row = weights.reshape(rows, -1, weights.shape[2]).sum(1)
+        np.testing.assert_allclose(importance[:, apart:], by_row[:, apart:], rtol=1e-4, atol=1e-6)
+        assert tops.shape == sums.shape == (batch, heads, -(-shape[5] // BLOCK))
+        assert (sums >= (tops > HIDDEN).float() - 1e-6).all() and (sums <= BLOCK).all()
+
+
+def in_bfloat16(low: np.ndarray, device: torch.device) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+    """`rounded` as for a device."""
+    whole = torch.from_numpy(low).bfloat16().float()
+    return whole, np.ones((len(low), 1), dtype=np.float32), whole.numpy()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("apart_heads", [False, True])
+def test_choices_equal_the_processors(
+    shape: tuple[int, ...], apart_heads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the processor ranks all units, with queries rounded as on a device and products in single precision."""
+    monkeypatch.setattr(compact_keys, "rounded", in_bfloat16)
+    monkeypatch.setattr(compact_keys, "multiplied", lambda queries, stored, memory: queries @ stored.float())
+    one, (batch, _, key_heads, _, group, units) = made(*shape), shape
+    each = key_heads if apart_heads else 1
+    *_, near, _, _, _, importance = ranked(one, batch * each, 1)
+    apart = np.zeros((batch, 1), dtype=np.int64)
+    asked = one.keys, one.queries, SCALING, group, units
+    host = rank_units(*asked, exact=near.numpy(), apart=apart, heads=each).importance
+    np.testing.assert_allclose(importance[:, 1:], host[:, 1:], rtol=1e-3, atol=1e-6)
+    host[:, 0] = np.inf
+    for wanted in (1, max(1, units // 8), units):
+        chosen, others = pick(importance, wanted, units)
+        order = np.argsort(-host, 1, kind="stable")
+        assert chosen.tolist() == np.sort(order[:, :wanted]).tolist()
+        assert others.tolist() == np.sort(order[:, wanted:]).tolist()
+
+
+def test_the_best_units_are_picked_in_order_and_ties_go_to_the_lower_index() -> None:
+    importance = torch.tensor([[3.0, torch.inf, 1, 3, 3, 0, 2, 3], [0, 0, 0, 0, 0, 0, 0, 0]])
+    units, others = pick(importance, 3, 6)
+    assert units.tolist() == [[0, 1, 3], [0, 1, 2]] and others.tolist() == [[4, 6, 7], [3, 4, 5]]
+    units, others = pick(importance, 8, 8)
+    assert units.tolist() == [list(range(8))] * 2 and others.shape == (2, 0) and units.dtype == torch.int32
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_rest_is_the_mapped_mean_of_components(shape: tuple[int, ...]) -> None:
+    one, random = made(*shape), torch.Generator().manual_seed(1)
+    batch, heads, key_heads, units = *shape[:3], shape[5]
+    inputs, value_dim = one.keys.leading, 10
+    maps = torch.randint(-127, 128, (batch, inputs + 1, key_heads, value_dim), generator=random).to(torch.int8)
+    scale = torch.rand(batch, inputs + 1, generator=random) * 0.01
+    log_ratio = torch.randn(batch, heads, generator=random)
+    scores = torch.from_numpy(expected(one, 0)[0])
+    components = one.keys.components(slice(None), torch.arange(one.keys.tokens)).double()[:, :inputs]
+    components = components + torch.from_numpy(one.keys.coding.offsets[:inputs])[:, None]
+    low, constant, _ = project(one.queries, *one.keys.asks, one.sinks, one.recent, SCALING)
+    asked = low, constant, one.keys.codes, one.keys.coding.counts, shape[4]
+    for rows in (batch, batch * key_heads):
+        others = torch.stack([torch.randperm(units, generator=random)[:5].sort().values for _ in range(rows)]).int()
+        value, weight = rest(*asked, others, maps, scale, log_ratio, one.keys.asks.offsets)
+        for sequence in range(batch):
+            for head in range(heads):
+                row = sequence * (rows // batch) + head // (heads // (rows // batch))
+                of_head = scores[sequence, head, others[row].long()].flatten()
+                tokens = (others[row].long()[:, None] * shape[4] + torch.arange(shape[4])).flatten()
+                mean = components[sequence][:, tokens] @ of_head.softmax(0)
+                wide = maps[sequence, :, head // (heads // key_heads)].double() * scale[sequence, :, None]
+                wanted = mean @ wide[:-1] + wide[-1]
+                torch.testing.assert_close(value[sequence, head].double(), wanted, rtol=1e-3, atol=1e-4)
+                mass = of_head.logsumexp(0) + log_ratio[sequence, head]
+                assert float(weight[sequence, head]) == pytest.approx(float(mass), rel=1e-4, abs=1e-4)

@@ -1,0 +1,98 @@
+"""The twins of the kernels that keep records in slots: against the processor's table, and against plain attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_offload_cache.fetch import SlotTable
+from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.kernels.slots import attend, bring, exchange
+from hf_offload_cache.stores import MemoryStore
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_slots_are_exchanged_as_the_processors_table_does(data: st.DataObject) -> None:
+    """A row is a table, first in, first out: the same units are in the same slots after any sequence of steps."""
+    units, rows = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3))
+    most = data.draw(st.integers(1, units))
+    count = data.draw(st.integers(most, units + 5))
+    slot_of = torch.full((rows, units), -1, dtype=torch.int32)
+    unit_in, order = torch.full((rows, count), -1, dtype=torch.int32), torch.arange(count).int().repeat(rows, 1)
+    tables = [SlotTable(count) for _ in range(rows)]
+    for _ in range(data.draw(st.integers(1, 8))):
+        width = data.draw(st.integers(1, most))
+        chosen = [sorted(data.draw(st.sets(st.integers(0, units - 1), min_size=width, max_size=width))) for _ in tables]
+        slots, absent, counts = exchange(torch.tensor(chosen, dtype=torch.int32), slot_of, unit_in, order)
+        for row, table in enumerate(tables):
+            wanted = np.array(chosen[row])
+            before = table.locate(wanted)
+            table.insert(wanted[before < 0], before[before >= 0])
+            assert slots[row].tolist() == table.locate(wanted).tolist()
+            assert absent[row].tolist() == np.where(before < 0, wanted, -1).tolist()
+            assert int(counts[row]) == (before < 0).sum()
+            assert slot_of[row].tolist() == table.locate(np.arange(units)).tolist()
+            full = (unit_in[row] >= 0).nonzero()[:, 0]
+            assert slot_of[row][unit_in[row][full].long()].tolist() == full.tolist()
+            assert sorted(order[row].tolist()) == list(range(count))
+
+
+def form_of(bits: int | None, dtype: torch.dtype = torch.float32) -> RecordFormat:
+    return RecordFormat(2, 24, 2, 40, dtype, 5, bits)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_absent_records_are_read_into_their_slots_and_others_stay(bits: int | None) -> None:
+    form, random = form_of(bits), torch.Generator().manual_seed(0)
+    store = MemoryStore(form.record_bytes, "layer 0")
+    store._chunk_records = 4
+    records = torch.randint(256, (12, form.record_bytes), generator=random).to(torch.uint8)
+    ids = store.allocate(12)[torch.randperm(12, generator=random).numpy()]
+    store.write(ids, records)
+    chunk, row = np.divmod(ids, 4)
+    begins = np.array([one.data_ptr() for one in store._chunks])[chunk] + row * form.record_bytes
+    data = torch.zeros(2, 5, form.payload_width, dtype=form.payload_dtype)
+    absent, slots = torch.tensor([[3, -1, 5], [-1, 0, -1]]).int(), torch.tensor([[4, 1, 0], [2, 3, 1]]).int()
+    bring(torch.from_numpy(begins).view(2, 6), absent, slots, data)
+    payloads = form.payload(records).view(torch.uint8)
+    expected = torch.zeros_like(data).view(torch.uint8)
+    expected[0, 4], expected[0, 0], expected[1, 3] = payloads[3], payloads[5], payloads[6]
+    assert torch.equal(data.view(torch.uint8), expected)
+    store.close()
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("estimated", [False, True])
+def test_attention_is_one_softmax_over_slots_latest_entries_and_the_estimate(
+    bits: int | None, apart: bool, estimated: bool
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    heads, key_heads, rows = 6, 2, 4 if apart else 2
+    form = RecordFormat(1 if apart else 2, 24, 1 if apart else 2, 40, torch.float32, 5, bits)
+    query = torch.randn(2, heads, 24, generator=random)
+    entries = torch.randn(rows * 7, 5, form.entry_width, generator=random)
+    data = torch.zeros(rows * 7, form.payload_width, dtype=form.payload_dtype)
+    form.pack(entries, data)
+    entries = form.unpacked(data).view(rows, 7, 5, -1)
+    slots = torch.stack([torch.randperm(7, generator=random)[:3] for _ in range(rows)]).int()
+    recent = torch.randn(rows, 9, form.entry_width, generator=random)[:, 2:]
+    value, weight = torch.randn(2, heads, 40, generator=random), torch.randn(2, heads, generator=random)
+    rest = (value, weight) if estimated else (None, None)
+    output, logarithm = attend(query, data.view(rows, 7, -1), slots, recent, form, 0.2, *rest)
+    for sequence in range(2):
+        for head in range(heads):
+            of_keys = head // (heads // key_heads)
+            row, at = (sequence * 2 + of_keys, 0) if apart else (sequence, of_keys)
+            held = torch.cat([entries[row, slots[row].long()].flatten(0, 1), recent[row]])
+            keys, values = (part[0, at] for part in form.split(held[None]))
+            scores = keys @ query[sequence, head] * 0.2
+            if estimated:
+                scores = torch.cat([scores, weight[sequence, head][None]])
+                values = torch.cat([values, value[sequence, head][None]])
+            torch.testing.assert_close(output[sequence, head], scores.softmax(0) @ values)
+            torch.testing.assert_close(logarithm[sequence, head], scores.logsumexp(0))
