@@ -53,7 +53,7 @@ class Step:
     """`time.perf_counter()` at its beginning, for decoding steps; None for all others."""
     ids: torch.Tensor | None = None
     padding: torch.Tensor | None = None
-    """Mask of added padding: bool (B, tokens) in host memory; None: no padding."""
+    """Mask of added padding: bool (B, tokens), see `padding_of`; None: no padding."""
     lengths: list[int] = field(default_factory=list)
     """Lengths before the step, of the layers that have a length."""
     guessed: int = 0
@@ -228,7 +228,8 @@ def check_positions(positions: Any, mask: Any, held: int) -> None:
 
 
 def padding_of(tokens: TokenLog, mask: Any, held: int, length: int, *, compare: bool) -> torch.Tensor | None:
-    """Mask of padding among the step's own tokens, [held, length): bool (B, t) in host memory, or None.
+    """Mask of padding among the step's own tokens, [held, length): bool (B, t), or None. In host memory, but on the
+    mask's device in a step of one token, which need not wait for it.
 
     With `compare`, raises `PromptError` for a mask (B, length) that shows stored padding. A missing mask always raises
     it if there is padding. A mask that hides stored tokens is allowed, and so is a mask of another kind.
@@ -250,7 +251,8 @@ def padding_of(tokens: TokenLog, mask: Any, held: int, length: int, *, compare: 
                 f"attention_mask shows token {position} of sequence {row}, which is stored as padding: pass the mask "
                 "of the complete conversation, as `cache.attention_mask` begins it"
             )
-    return mask[:, held:].detach().to("cpu") == 0
+    own = mask[:, held:].detach()
+    return (own if held and length - held == 1 else own.to("cpu")) == 0
 
 
 def check_model(own: OwnModel, other: torch.nn.Module | None) -> None:

@@ -7,18 +7,21 @@ from typing import ClassVar
 import torch
 
 from ..history.state import Array, State
+from ..kernels.on_a_device import to_host
 from ..memory.account import MemoryAccount
 
 
 class TokenLog:
     """Ids (B, length), int64, in host memory, and which are padding; `UNKNOWN` where the model was given embeddings.
 
-    Allocates room for `max_context` ids a row at once, if that is known.
+    Allocates room for `max_context` ids a row at once, if that is known. Ids on a CUDA device are copied from there when
+    they are needed, or when there are `_MOST_THERE` calls' of them, so that steps do not wait for the device.
     """
 
     # A padding id is stored as -3 minus the id: this works for UNKNOWN too, and no second array has to follow changes.
 
     UNKNOWN = -1
+    _MOST_THERE = 64
     STATE: ClassVar[State] = State(
         "token ids", "token ids", {"tokens": "length"}, ids=Array("rows tokens", torch.int64, at="_ids")
     )
@@ -28,8 +31,8 @@ class TokenLog:
         self._most = max_context
         self._ids = torch.empty(0, 0, dtype=torch.int64, device="cpu")
         self.length = 0
-        self.padded = False
-        """Some stored token is padding."""
+        self._padded = False
+        self._there: list[tuple[int, torch.Tensor, bool]] = []  # see `append`
 
     @staticmethod
     def planned(context: int, batch: int) -> int:
@@ -48,41 +51,63 @@ class TokenLog:
     def _forget(self) -> None:
         """Free the ids; an empty view would keep the memory."""
         self._account.free("token ids", self._ids)
+        self._there = []
         self._ids = torch.empty(0, 0, dtype=torch.int64, device="cpu")
-        self.padded = False
+        self._padded = False
 
     @property
     def ids(self) -> torch.Tensor:
         """A copy (B, length)."""
-        held = self._ids[:, : self.length]
+        held = self._known()
         return torch.where(held < self.UNKNOWN, -3 - held, held)
+
+    def _known(self) -> torch.Tensor:
+        """(B, length) as stored, after the copies from a device: a view."""
+        if self._there:
+            there, self._there = self._there, []
+            for (at, _, perhaps), ids in zip(there, to_host(*(ids for _, ids, _ in there)), strict=True):
+                self._ids[:, at : at + ids.shape[1]] = ids
+                self._padded |= perhaps and bool((ids < self.UNKNOWN).any())
+        return self._ids[:, : self.length]
+
+    @property
+    def padded(self) -> bool:
+        """Whether some stored token is padding."""
+        if any(perhaps for _, _, perhaps in self._there):
+            self._known()
+        return self._padded
 
     @property
     def visible(self) -> torch.Tensor:
         """Mask of tokens that are not padding: bool (B, length)."""
-        return self._ids[:, : self.length] >= self.UNKNOWN
+        return self._known() >= self.UNKNOWN
 
     def capture(self, batch: int, length: int) -> torch.Tensor:
         """The known ids of `length` tokens a sequence, for `restore`: a view, valid until the next change, or a copy. A
         model may store another number of keys than it was given ids."""
         if (self.batch, self.length) == (batch, length):
-            return self._ids[:, :length]
+            return self._known()
         held = torch.full((batch, length), self.UNKNOWN, device="cpu")
         if self.batch == batch:
             known = min(self.length, length)
-            held[:, :known] = self._ids[:, :known]
+            held[:, :known] = self._known()[:, :known]
         return held
 
     def restore(self, held: torch.Tensor) -> None:
         """Take over a captured state, in an empty log."""
         self.append(held, 0)
-        self.padded = True  # perhaps
+        self._padded = True  # perhaps
         self._look_for_padding()
 
     def append(self, ids: torch.Tensor, at: int, padding: torch.Tensor | None = None) -> None:
         """Add ids (B, t) of a step that began at position `at`; ids missing before it are unknown. `padding`: bool
-        (B, t), True for padding."""
+        (B, t), True for padding, on the ids' device or the host.
+
+        Ids on a CUDA device stay there: their position, a copy with padding as it is stored, and whether there may be
+        some."""
         stop = at + ids.shape[1]
+        if self._there and (at < self.length or len(self._there) == self._MOST_THERE or ids.shape[0] != self.batch):
+            self._known()
         self.length = min(self.length, at)
         if stop > self._ids.shape[1] or ids.shape[0] != self._ids.shape[0]:
             self.length = self.length if ids.shape[0] == self.batch else 0
@@ -91,13 +116,17 @@ class TokenLog:
             room = max(stop, self._most or stop + stop // 8 + 64)  # with a known maximum, allocated once
             self.STATE.remake(self, rows=ids.shape[0], tokens=room)
         self._ids[:, self.length : at] = self.UNKNOWN
-        ids = ids.detach()
-        self.padded = self.padded or (padding is not None and bool(padding.any()))
-        self._ids[:, at:stop] = ids if padding is None else torch.where(padding.to(ids.device), -3 - ids, ids)
-        self.length = stop
+        self.length, ids = stop, ids.detach()
+        stored = ids if padding is None else torch.where(padding.to(ids.device), -3 - ids, ids)
+        if ids.device.type == "cuda":
+            self._there.append((at, stored.clone() if padding is None else stored, padding is not None))
+            return
+        self._padded = self._padded or (padding is not None and bool(padding.any()))
+        self._ids[:, at:stop] = stored
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` ids of every row."""
+        self._known()
         self.length = min(self.length, length)
         if not self.length:
             self._forget()
@@ -105,12 +134,13 @@ class TokenLog:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Replace row i by the present row `rows[i]`."""
+        self._known()
         if self.length:
             self.STATE.select_rows(self, rows.nonzero().reshape(-1) if rows.dtype == torch.bool else rows)
         self._look_for_padding()
 
     def _look_for_padding(self) -> None:
-        self.padded = self.padded and not bool(self.visible.all())
+        self._padded = self.padded and not bool(self.visible.all())
 
     def first_difference(self, ids: torch.Tensor) -> int | None:
         """The first position where ids (B, t) differ from the known ids of the first t tokens; None: no difference. Ids
