@@ -14,8 +14,8 @@ from ..memory.account import MemoryAccount
 class TokenLog:
     """Ids (B, length), int64, in host memory, and which are padding; `UNKNOWN` where the model was given embeddings.
 
-    Allocates room for `max_context` ids a row at once, if that is known. Ids on a CUDA device are copied from there when
-    they are needed, or when there are `_MOST_THERE` calls' of them, so that steps do not wait for the device.
+    Allocates room for `max_context` ids a row at once, if that is known. Ids on a CUDA device are copied when they are
+    needed, or are those of `_MOST_THERE` calls, so that steps do not wait for the device.
     """
 
     # A padding id is stored as -3 minus the id: this works for UNKNOWN too, and no second array has to follow changes.
