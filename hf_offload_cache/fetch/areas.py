@@ -51,11 +51,13 @@ class Outgoing:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def copied(self, records: torch.Tensor, aligned: bool) -> tuple[torch.Tensor, Callable[[], object]]:
-        """`records` (n, record_bytes) of the device in host memory, which the caller owns, and a callable that blocks
-        until they are there, in any thread. Does not block, unless no more memory can be pinned. `aligned`: to
-        `DEVICE_BLOCK`."""
-        host = pinned_empty(*records.shape)
+    def copied(
+        self, records: torch.Tensor, aligned: bool, into: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Callable[[], object]]:
+        """`records` (n, record_bytes) of the device in host memory: `into`, or new memory, which the caller owns. And a
+        callable that blocks until they are there, in any thread. Does not block, unless no more memory can be pinned.
+        `aligned`: to `DEVICE_BLOCK`."""
+        host = pinned_empty(*records.shape) if into is None else into
         if aligned and host.data_ptr() % DEVICE_BLOCK:  # CUDA pins whole pages
             host = aligned_empty(*records.shape, pinned=host.is_pinned())
         self._stream.wait_stream(torch.cuda.current_stream(records.device))
@@ -65,6 +67,10 @@ class Outgoing:
             copied.record(self._stream)
         records.record_stream(self._stream)
         return host, copied.synchronize
+
+    def join(self, device: torch.device) -> None:
+        """Let work that the current stream of the device gets from now on see what was copied. Does not block."""
+        torch.cuda.current_stream(device).wait_stream(self._stream)
 
 
 # Memory that reads fill, and its copy to the device

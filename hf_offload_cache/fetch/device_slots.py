@@ -13,10 +13,7 @@ from .storage import Storage
 
 
 class Addresses:
-    """Where one layer's records are in pinned host memory, on its device. For the thread that runs the model.
-
-    After new records it waits until they are written.
-    """
+    """Where one layer's records are in pinned host memory, on its device. For the thread that runs the model."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -29,16 +26,17 @@ class Addresses:
         return 0 if self._known is None else self._known.nbytes
 
     def of(self, history: Source) -> torch.Tensor | None:
-        """The address of each unit's record, (rows, units) int64; None if some are in memory that is not pinned. Valid
-        until records move or rows change: see `forget`."""
+        """The address of each unit's record, (rows, units) int64, which work of the current stream may read from now
+        on; None if some are in memory that is not pinned. Valid until records move or rows change: see `forget`."""
         if self._elsewhere:
             return None
         known, units = self._known, history.records
-        if known is None or known.shape[1] != units:
-            first = 0 if known is None or known.shape[1] > units else known.shape[1]
+        if known is None or known.shape[1] != units or len(known) != history.rows:
+            first = known.shape[1] if known is not None and len(known) == history.rows else 0
+            first = 0 if first > units else first
             new = np.broadcast_to(np.arange(first, units), (history.rows, units - first))
             records = history.extents(new).records
-            self._storage.prefetcher.flush(history.store)  # finishes the writes behind
+            self._storage.catch_up(history.store, history.device)
             if (addresses := history.store.addresses(records.reshape(-1))) is None:
                 self._elsewhere, self._known = True, None
                 return None
@@ -83,8 +81,7 @@ class DeviceSlots:
 
     def bring(self, history: Source, units: torch.Tensor) -> torch.Tensor | None:
         """Slots (rows, S) int32 of a step's `units` (rows, S) int32, distinct and ascending, at most `count`, after
-        their records were read into them. Does not wait, but for new records' writes. None if the device cannot read
-        some record."""
+        their records were read into them. Does not wait. None if the device cannot read some record."""
         if (addresses := self._addresses.of(history)) is None:
             return None
         missing = addresses.shape[1] - self._slot_of.shape[1]

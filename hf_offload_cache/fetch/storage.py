@@ -101,6 +101,7 @@ class Storage:
         self._audits = False
         self.stream_buffers: list[Staging] = []
         self._outgoing: dict[torch.device, Outgoing] = {}
+        self._copies: weakref.WeakSet[Store] = weakref.WeakSet()  # whose records the writer copies, since `catch_up`
 
     # --- stores ------------------------------------------------------------------------------------------------
 
@@ -151,15 +152,30 @@ class Storage:
 
     # --- writing -----------------------------------------------------------------------------------------------
 
-    def copied_out(self, records: torch.Tensor, store: Store) -> tuple[torch.Tensor, Callable[[], object] | None]:
+    def copied_out(
+        self, records: torch.Tensor, store: Store, ids: np.ndarray | None = None
+    ) -> tuple[torch.Tensor, Callable[[], object] | None]:
         """The `records` (n, record_bytes) of a device in host memory, to write them to `store`, and a callable that
-        blocks until they are there, for `Prefetcher.write`."""
+        blocks until they are there, for `Prefetcher.write`. With `ids`, which they will have, in the store's own memory
+        where that is possible."""
         if records.device.type != "cuda":
             host = aligned_empty(*records.shape)
             return host.copy_(records), None
         if records.device not in self._outgoing:
             self._outgoing[records.device] = Outgoing(records.device)
-        return self._outgoing[records.device].copied(records, aligned=not store.in_memory)
+        into = None if ids is None or store in self._copies else store.in_place(ids)  # a late copy must not overwrite it
+        if into is None:
+            self._copies.add(store)
+        return self._outgoing[records.device].copied(records, not store.in_memory, into)
+
+    def catch_up(self, store: Store, device: torch.device) -> None:
+        """Let work that the current stream of a CUDA device gets from now on read, in host memory, what was written to
+        `store`. Blocks only for what the writer copies there."""
+        if device in self._outgoing:
+            self._outgoing[device].join(device)
+        if store in self._copies or device not in self._outgoing:
+            self.prefetcher.flush(store)
+            self._copies.discard(store)
 
     # --- reading -----------------------------------------------------------------------------------------------
 

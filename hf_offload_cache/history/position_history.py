@@ -290,7 +290,7 @@ class PositionHistory:
             records[:, form.payload_bytes :] = 0
             form.pack(entries.reshape(-1, form.group_size, form.entry_width), form.payload(records))
         if records.device.type != "cpu":
-            records, arrived = self._storage.copied_out(records, self.store)
+            records, arrived = self._storage.copied_out(records, self.store, ids.reshape(-1))
         self._storage.prefetcher.write(self.store, ids.reshape(-1), records, arrived)
         return form.payload(records), arrived
 

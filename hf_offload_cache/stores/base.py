@@ -281,6 +281,11 @@ class Store(ABC):
         written again. None: some records are not in such memory."""
         return None
 
+    def in_place(self, ids: np.ndarray) -> torch.Tensor | None:
+        """The memory (n, record_bytes) uint8 of these allocated records, which a GPU may fill before it is passed to
+        `write` with them. None: they are not adjacent, or not in memory that a GPU reaches by itself."""
+        return None
+
     @property
     @abstractmethod
     def capacity(self) -> int:

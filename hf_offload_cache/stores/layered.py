@@ -272,6 +272,12 @@ class LayeredStore(FreezableStore):
         assert layout.own is not None
         layout.own.write(ids - layout.base, records)
 
+    def in_place(self, ids: np.ndarray) -> torch.Tensor | None:
+        layout = self._layout
+        if layout.own is None or not ids.size or int(ids.min()) < layout.base:
+            return None
+        return layout.own.in_place(ids - layout.base)
+
     def advise(self, ids: np.ndarray) -> None:
         for store, some, _ in self._layout.pieces(ids):
             store.advise(some)

@@ -149,9 +149,10 @@ class MemoryStore(FreezableStore):
         check_batch(ids, records, self.record_bytes)
         check_range(self.name, ids, self.capacity, self.first_id)
         self._check_not_frozen(self._frozen)
-        source = records.numpy()
-        for chunk, rows, positions in self._by_chunk(ids):
-            chunk[rows] = source[positions]
+        source, there = records.numpy(), self.in_place(ids)
+        if there is None or there.data_ptr() != records.data_ptr():
+            for chunk, rows, positions in self._by_chunk(ids):
+                chunk[rows] = source[positions]
         with self._tables:
             self._written[ids] = True
         self.count_written(records.numel())
@@ -184,6 +185,14 @@ class MemoryStore(FreezableStore):
         begin = np.zeros(len(self._chunks), dtype=np.int64)
         begin[some] = [self._chunks[chunk].data_ptr() for chunk in some.tolist()]
         return begin[chunks] + rows * self.record_bytes
+
+    def in_place(self, ids: np.ndarray) -> torch.Tensor | None:
+        if self._frozen or not self._pinned or not ids.size or (np.diff(ids) != 1).any():
+            return None
+        chunk, row = divmod(int(ids[0]), self._chunk_records)
+        if row + ids.size > self._chunk_records or not self._chunks[chunk].is_pinned():
+            return None
+        return self._chunks[chunk][row : row + ids.size]
 
     def _by_chunk(self, ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """For each chunk with some of `ids`: the chunk, the rows in it, and their positions in `ids`."""

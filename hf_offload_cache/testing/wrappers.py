@@ -67,7 +67,8 @@ class WrapperStore(FreezableStore):
     memory_bytes, tables_bytes = map(_attribute, ("memory_bytes", "tables_bytes"))
     written, inode = _attribute("written", True), _attribute("inode", True)
     allocate, free, write, advise, read = map(_method, ("allocate", "free", "write", "advise", "read"))
-    read_parts, count_read, addresses, close = map(_method, ("read_parts", "count_read", "addresses", "close"))
+    read_parts, count_read, close = map(_method, ("read_parts", "count_read", "close"))
+    addresses, in_place = map(_method, ("addresses", "in_place"))
     freeze, share, verify = _method("freeze", True), _method("share", True), _method("verify", True)
     export = _method("export", True)
 

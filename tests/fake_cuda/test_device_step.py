@@ -65,8 +65,10 @@ def of_slots(cache: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("way", "rows"), [(way, 1 + index % 2) for index, way in enumerate(WAYS)])
-def test_steps_on_a_device_are_as_close_as_on_the_host(way: str, rows: int) -> None:
-    """And wait for nothing."""
+def test_steps_on_a_device_are_as_close_as_on_the_host(
+    way: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And wait for nothing, the writer included."""
     ids, fields = prompt(llama(), rows, TOKENS + STEPS), WAYS[way]
     exact = decoded(llama(), DynamicCache(config=llama().config), ids, host)
     sizes = {"max_context": TOKENS + 128, "max_batch": rows, "num_selected": 128, "engine": "memory"}
@@ -82,7 +84,10 @@ def test_steps_on_a_device_are_as_close_as_on_the_host(way: str, rows: int) -> N
             steps.append(fed(model, cache, part, Fake))
             if len(steps) == 1:  # which frees the prefill's buffers
                 counts.clear()
+                monkeypatch.setattr(cache.storage.prefetcher, "flush", None)
         assert not counts.syncs and not counts.blocking
+        monkeypatch.undo()
+        assert all(layer.history.units > (TOKENS - 32) // 16 for layer in cache.selective)  # some were sealed
         assert all(slots is not None for slots in of_slots(cache))
         report = cache.report()
     on_device = torch.cat(steps, 1)

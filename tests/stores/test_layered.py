@@ -434,3 +434,33 @@ def test_direct_parts_are_left_to_other_threads(tmp_path: Path) -> None:
         ids, own = fill(store, 2)
         assert store.start(np.array([2, 3]), aligned_empty(2, RECORD_BYTES)) is None and not store.advises
         assert torch.equal(read(store, np.r_[0:3, ids]), torch.cat([records, own]))
+
+
+def test_adjacent_records_of_pinned_memory_are_filled_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one chunk. They are written where they are; other stores, records and memory have no such place."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    store = MemoryStore(4096, "records", pinned=True)
+    store._chunk_records = 4
+    ids = store.allocate(8)
+    into = store.in_place(ids[1:3])
+    assert into is not None and into.shape == (2, 4096)
+    into.fill_(7)
+    store.write(ids[1:3], into)
+    out = aligned_empty(2, 4096)
+    store.read(ids[1:3], out)
+    assert (out == 7).all() and store.written.tolist() == [False, True, True, *[False] * 5]
+    for apart in (ids[[1, 3]], ids[3:5], ids[:0], ids[[2, 1]]):
+        assert store.in_place(apart) is None
+    assert MemoryStore(4096, "plain").in_place(np.arange(1)) is None
+    store.write(ids, aligned_empty(8, 4096).fill_(1))
+    store.freeze()
+    assert store.in_place(ids[:1]) is None
+    layered = LayeredStore([store], lambda: MemoryStore(4096, "own", pinned=True))
+    more = layered.allocate(2)
+    place = layered.in_place(more)
+    assert layered.in_place(ids[:1]) is None and place is not None
+    place.fill_(9)
+    layered.write(more, place)
+    layered.read(more, out)
+    assert (out == 9).all()
+    layered.close()

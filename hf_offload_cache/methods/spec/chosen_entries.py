@@ -13,6 +13,7 @@ import torch
 from ...errors import BudgetError
 from ...fetch.areas import Areas
 from ...fetch.choice import Choice, Source
+from ...fetch.device_slots import Addresses
 from ...fetch.fetcher import Fetcher
 from ...fetch.storage import Storage
 from ...history.records import places_within
@@ -227,29 +228,25 @@ def _among(these: torch.Tensor, those: torch.Tensor) -> torch.Tensor:
 class PinnedEntries:
     """One layer's entries, if its records are in pinned host memory. For the thread that runs the model.
 
-    It never waits for a read. After new records, it waits until they are written and their addresses are on the device.
+    It never waits for a read.
     """
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._addresses: torch.Tensor | None = None
-        """Address of each record, (rows, units) int64, on the device."""
-        self._elsewhere = False
-        """True if some records are not in pinned memory."""
+        self._storage, self._addresses = storage, Addresses(storage)
         self._stream: torch.cuda.Stream | None = None
         self._gathered: torch.cuda.Event | None = None
         """Recorded after the last `gather`."""
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._addresses is None else self._addresses.nbytes
+        return self._addresses.nbytes
 
     def forget(self) -> None:
         """Drop the addresses, because records move or rows change. Blocks until the last `gather` has finished."""
         if self._gathered is not None:
             self._gathered.synchronize()
-        self._addresses = self._gathered = None
-        self._elsewhere = False
+        self._gathered = None
+        self._addresses.forget()
 
     def exchange(self, history: Source, chosen: ChosenEntries, wanted: torch.Tensor) -> torch.Tensor | None:
         """Make the `wanted` tokens (rows, heads, m) resident in `chosen`, by reads on a separate stream: Pre-fetch of
@@ -293,22 +290,8 @@ class PinnedEntries:
         self._storage.counters.tell_later(lambda read: store.count_read(read, read * entry), entries)
 
     def _where(self, history: Source) -> torch.Tensor | None:
-        """Addresses of all units, after their writes. None if some are in memory that is not pinned."""
-        if self._elsewhere or not has_kernels(history.device):
-            return None
-        known = self._addresses
-        first = known.shape[1] if known is not None and len(known) == history.rows else 0
-        if known is None or first != history.records:
-            first = 0 if first > history.records else first
-            units = np.broadcast_to(np.arange(first, history.records), (history.rows, history.records - first))
-            records = history.extents(units).records
-            self._storage.prefetcher.flush(history.store)  # finishes the writes behind
-            if (addresses := history.store.addresses(records.reshape(-1))) is None:
-                self._elsewhere, self._addresses = True, None
-                return None
-            new = torch.from_numpy(addresses.reshape(records.shape)).to(history.device)
-            self._addresses = known = new if known is None or not first else torch.cat([known, new], 1)
-        return known
+        """Addresses of all units. None if some are in memory that is not pinned."""
+        return self._addresses.of(history) if has_kernels(history.device) else None
 
 
 # Single entries of each key head, from complete records that are read or from parts of records in host memory
