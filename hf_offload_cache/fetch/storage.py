@@ -163,7 +163,8 @@ class Storage:
             return host.copy_(records), None
         if records.device not in self._outgoing:
             self._outgoing[records.device] = Outgoing(records.device)
-        into = None if ids is None or store in self._copies else store.in_place(ids)  # a late copy must not overwrite it
+        late = store in self._copies  # a copy must not overwrite what comes in place after it
+        into = None if ids is None or late else store.in_place(ids)
         if into is None:
             self._copies.add(store)
         return self._outgoing[records.device].copied(records, not store.in_memory, into)
