@@ -1,0 +1,261 @@
+"""The kernels of `slots`, one launch each: see its functions.
+
+They run on a CUDA device's current stream, `with_kernel` launches them there; under `TRITON_INTERPRET=1` on a CPU, for
+tests.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .low_bit_triton import wide
+from .ranking_triton import _merged, _rounded, _times, counters, split
+
+_PROGRAMS = 64
+"""Enough to keep a bus busy; more would keep the device from other work."""
+_COPIED = 16384
+"""Bytes of a record that a program copies at a time."""
+_TOKENS = 32
+"""Entries at a time; half as many of more than 128 channels."""
+_TILE = 8192
+"""Elements of parts that a program merges at a time."""
+
+
+# Tables
+
+@triton.jit(do_not_specialize=["count"])
+def _exchange(  # type: ignore[no-untyped-def]
+    units, slot_of, unit_in, order, slots, absent, counts, scratch, count, unit_row, of_row, in_row, order_row, held,
+    PLACES: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    place, slot = tl.arange(0, PLACES), tl.arange(0, SLOTS)
+    asked, there = place < count, slot < held
+    slot_of += row * of_row
+    unit_in += row * in_row
+    order += row * order_row
+    taken = scratch + row * (2 * held)
+    given = taken + held
+    # slots that a unit of this step is in
+    unit = tl.load(units + row * unit_row + place, mask=asked, other=0)
+    own = tl.load(slot_of + unit, mask=asked, other=0)
+    new = asked & (own < 0)
+    tl.store(taken + slot, tl.zeros((SLOTS,), dtype=tl.int32), mask=there)
+    tl.debug_barrier()
+    tl.store(taken + own, tl.full((PLACES,), 1, dtype=tl.int32), mask=asked & (own >= 0))
+    tl.debug_barrier()
+    # the first of the others, in their order, get the new units
+    number = tl.sum(new.to(tl.int32), 0)
+    turn = tl.load(order + slot, mask=there, other=0)
+    free = there & (tl.load(taken + turn, mask=there, other=1) == 0)
+    rank = tl.cumsum(free.to(tl.int32), 0)
+    filled = free & (rank <= number)
+    old = tl.load(unit_in + turn, mask=filled, other=-1)
+    tl.store(given + rank - 1, turn, mask=filled)
+    stays = there & (filled == 0)
+    to = tl.where(stays, tl.cumsum(stays.to(tl.int32), 0) - 1, held - number + rank - 1)
+    tl.debug_barrier()  # all of the tables is read
+    tl.store(order + to, turn, mask=there)
+    tl.store(slot_of + old, tl.full((SLOTS,), -1, dtype=tl.int32), mask=old >= 0)
+    own = tl.where(new, tl.load(given + tl.cumsum(new.to(tl.int32), 0) - 1, mask=new, other=0), own)
+    tl.store(slot_of + unit, own, mask=new)
+    tl.store(unit_in + own, unit, mask=new)
+    tl.store(slots + row * count + place, own, mask=asked)
+    tl.store(absent + row * count + place, tl.where(new, unit, -1), mask=asked)
+    tl.store(counts + row, number)
+
+
+def exchange(
+    units: torch.Tensor, slot_of: torch.Tensor, unit_in: torch.Tensor, order: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `slots.exchange`, of tensors that are contiguous in the last dimension."""
+    (rows, count), held = units.shape, order.shape[1]
+    options: dict[str, Any] = {"dtype": torch.int32, "device": units.device}
+    slots, absent = torch.empty(rows, count, **options), torch.empty(rows, count, **options)
+    counts = torch.empty(rows, dtype=torch.int64, device=units.device)
+    scratch = torch.empty(rows, 2, held, **options)
+    places, wide_held = wide(count), wide(held)
+    _exchange[(rows,)](
+        units, slot_of, unit_in, order, slots, absent, counts, scratch, count, units.stride(0), slot_of.stride(0),
+        unit_in.stride(0), order.stride(0), held, places, wide_held, num_warps=4 if wide_held <= 1024 else 8,
+    )  # fmt: skip
+    return slots, absent, counts
+
+
+# Records of host memory
+
+@triton.jit(do_not_specialize=["total", "count"])
+def _bring(  # type: ignore[no-untyped-def]
+    addresses, absent, slots, data, total, count, units, held, WORDS: tl.constexpr, BODY: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    for place in range(tl.program_id(0), total, tl.num_programs(0)):
+        unit = tl.load(absent + place)
+        if unit >= 0:
+            row = (place // count).to(tl.int64)
+            record = tl.load(addresses + row * units + unit).to(tl.pointer_type(data.dtype.element_ty))
+            record = tl.multiple_of(record, 16)
+            into = tl.multiple_of(data + (row * held + tl.load(slots + place)) * WORDS, ALIGNED)
+            for first in range(0, BODY, BLOCK):
+                word = first + tl.arange(0, BLOCK)
+                tl.store(into + word, tl.load(record + word, mask=word < BODY), mask=word < BODY)
+            if BODY < WORDS:
+                word = BODY + tl.arange(0, TAIL)
+                tl.store(into + word, tl.load(record + word, mask=word < WORDS), mask=word < WORDS)
+
+
+def bring(addresses: torch.Tensor, absent: torch.Tensor, slots: torch.Tensor, data: torch.Tensor) -> None:
+    """As `slots.bring`, of contiguous tensors, `addresses` in the last dimension. Reads are of 16 bytes, except the
+    last of a record whose length is no multiple of 16; writes are as long as the slots' alignment allows."""
+    (rows, count), nbytes = absent.shape, data.shape[2] * data.itemsize
+    aligned = math.gcd(nbytes, data.data_ptr(), 16)
+    word = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[min(4, aligned)]
+    words, each = nbytes // word.itemsize, 16 // word.itemsize
+    _bring[(min(_PROGRAMS, rows * count),)](
+        addresses, absent, slots, data.view(word), rows * count, count, addresses.stride(0), data.shape[1], words,
+        words // each * each, aligned, min(triton.next_power_of_2(words), _COPIED // word.itemsize), each, num_warps=8,
+    )  # fmt: skip
+
+
+# Attention
+
+@triton.jit
+def _scale(largest, at, there, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scales of heads in 8 bits, as `RecordFormat` rounds them."""
+    found = tl.div_rn(tl.load(largest + at, mask=there, other=0.0).to(tl.float32), 127.0)
+    return _rounded(found) if KIND == "bfloat16" else found
+
+
+@triton.jit
+def _in_type(number, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A float32 `number` in the entries' type; still float32."""
+    if KIND == "bfloat16":
+        return _rounded(number)
+    return number.to(tl.float16).to(tl.float32) if KIND == "float16" else number
+
+
+@triton.jit
+def _added(  # type: ignore[no-untyped-def]
+    query, keys, values, there, most, shares, found, scaling, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Largest score, sum of weights and weighted sum, with further keys (D, n) and values (n, Dv), at least one."""
+    own = tl.where(there[None, :], tl.dot(query, keys, input_precision=PRECISION) * scaling, float("-inf"))
+    above = tl.maximum(most, tl.max(own, 1))
+    own, before = tl.exp(own - above[:, None]), tl.exp(most - above)
+    return above, shares * before + tl.sum(own, 1), found * before[:, None] + _times(own, values, PRECISION)
+
+
+@triton.jit(do_not_specialize=["each", "selected", "stored_parts", "per_part", "recent_count", "slot_row"])
+def _attend(  # type: ignore[no-untyped-def]
+    query, data, largest, slots, recent, value, weight, best, total, parted, done, output, logarithm, scaling, each,
+    heads, selected, stored_parts, per_part, recent_count, held, query_row, query_head, slot_row, recent_row,
+    recent_token, EACH: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, VALUES_AT: tl.constexpr, ENTRY: tl.constexpr, KEY_WIDE: tl.constexpr,
+    VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
+    KIND: tl.constexpr, ESTIMATED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    program, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, head = program // heads, program % heads
+    asked, key, channel = tl.arange(0, QUERIES), tl.arange(0, KEY_WIDE), tl.arange(0, VALUE_WIDE)
+    of_query, of_key, of_value = asked < EACH, key < KEY, channel < VALUE
+    own_query = ((row % each) * heads + head) * EACH + asked  # of the sequence's
+    state = tl.load(
+        query + row // each * query_row + own_query[:, None] * query_head + key[None, :],
+        mask=of_query[:, None] & of_key[None, :], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
+    shares = tl.zeros((QUERIES,), dtype=tl.float32)
+    found = tl.zeros((QUERIES, VALUE_WIDE), dtype=tl.float32)
+    for first in range(part * per_part, min((part + 1) * per_part, selected * GROUP), TOKENS):
+        token = first + tl.arange(0, TOKENS)
+        there = token < selected * GROUP
+        slot = tl.load(slots + row * slot_row + token // GROUP, mask=there, other=0)
+        begin, place = (row * held + slot) * WIDTH, token % GROUP
+        key_at, value_at = begin + place * ENTRY + head * KEY, begin + place * ENTRY + VALUES_AT + head * VALUE
+        keys = tl.load(
+            data + key_at[None, :] + key[:, None], mask=there[None, :] & of_key[:, None], other=0
+        ).to(tl.float32)  # fmt: skip
+        values = tl.load(
+            data + value_at[:, None] + channel[None, :], mask=there[:, None] & of_value[None, :], other=0
+        ).to(tl.float32)  # fmt: skip
+        if PACKED:
+            at = (row * held + slot) * (WIDTH // largest.dtype.element_ty.itemsize) + LARGEST + head
+            at += place * (2 * heads)
+            keys = _in_type(keys * _scale(largest, at, there, KIND)[None, :], KIND)
+            values = _in_type(values * _scale(largest, at + heads, there, KIND)[:, None], KIND)
+        most, shares, found = _added(state, keys, values, there, most, shares, found, scaling, PRECISION)
+    begin = (part - stored_parts) * per_part
+    for first in range(max(begin, 0), min(begin + per_part, recent_count), TOKENS):
+        token = first + tl.arange(0, TOKENS)
+        there = token < recent_count
+        entry = recent + row * recent_row + token.to(tl.int64) * recent_token
+        keys = tl.load(
+            entry[None, :] + head * KEY + key[:, None], mask=there[None, :] & of_key[:, None], other=0.0
+        ).to(tl.float32)  # fmt: skip
+        values = tl.load(
+            entry[:, None] + VALUES_AT + head * VALUE + channel[None, :], mask=there[:, None] & of_value[None, :],
+            other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        most, shares, found = _added(state, keys, values, there, most, shares, found, scaling, PRECISION)
+    into = (program * parts + part) * QUERIES + asked
+    tl.store(best + into, most)
+    tl.store(total + into, shares)
+    tl.store(parted + into[:, None] * VALUE + channel[None, :], found, mask=of_query[:, None] & of_value[None, :])
+    tl.debug_barrier()  # before the program counts as done, all of it is stored
+    if tl.atomic_add(done + program, 1) == parts - 1:
+        tl.store(done + program, 0)
+        most, shares, found = _merged(best, total, parted, program, parts, EACH, VALUE, QUERIES, VALUE_WIDE, PARTS)
+        to = program * EACH + asked
+        at = to[:, None] * VALUE + channel[None, :]
+        within = of_query[:, None] & of_value[None, :]
+        if ESTIMATED:
+            own = tl.load(weight + to, mask=of_query, other=0.0)
+            above = tl.maximum(most, own)
+            now, before = tl.exp(own - above), tl.exp(most - above)
+            found = found * before[:, None] + now[:, None] * tl.load(value + at, mask=within, other=0.0)
+            shares = shares * before + now
+            most = above
+        found = found / shares[:, None]
+        if output.dtype.element_ty == tl.bfloat16:
+            found = _rounded(found)
+        tl.store(output + at, found.to(output.dtype.element_ty), mask=within)
+        tl.store(logarithm + to, most + tl.log(shares), mask=of_query)
+
+
+def attend(
+    query: torch.Tensor, data: torch.Tensor, slots: torch.Tensor, recent: torch.Tensor, form: Any, scaling: float,
+    value: torch.Tensor | None, weight: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `slots.attend`, of contiguous tensors; `query` and `slots` in the last dimension. As many heads of values as
+    of keys, and entries of at most 32 bits. The last program of a key head merges its parts."""
+    (batch, count, _), (rows, selected), heads = query.shape, slots.shape, form.num_key_heads
+    assert heads == form.num_value_heads and form.dtype.itemsize <= 4, form
+    (_, held, width), key, dim, packed = data.shape, form.key_dim, form.value_dim, form.bits is not None
+    options: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    output = torch.empty(batch, count, dim, dtype=query.dtype, device=query.device)
+    logarithm = torch.empty(batch, count, **options)
+    each = batch * count // (rows * heads)
+    queries, value_wide, at_once = wide(each), wide(dim), _TOKENS if max(key, dim) <= 128 else _TOKENS // 2
+    stored_parts, per_part = split(selected * form.group_size, rows * heads, at_once, 2 * _TOKENS)
+    parts = stored_parts + triton.cdiv(recent.shape[1], per_part)
+    best, total = torch.empty(2, rows * heads, parts, queries, **options)
+    parted = torch.empty(rows * heads, parts, queries, dim, **options)
+    single = torch.float32 in (query.dtype, form.dtype, recent.dtype)
+    largest_at = width - 2 * heads * form.group_size * form.dtype.itemsize
+    grid: Any = (rows * heads, parts)
+    _attend[grid](
+        query, data.view(torch.int8) if packed else data, data.view(form.dtype) if packed else data, slots, recent,
+        logarithm if value is None else value, logarithm if weight is None else weight, best, total, parted,
+        counters(query.device, triton.next_power_of_2(rows * heads)), output, logarithm, scaling, rows // batch, heads,
+        selected, stored_parts, per_part, recent.shape[1], held, *query.stride()[:2], slots.stride(0),
+        *recent.stride()[:2], each, form.group_size, width, largest_at // form.dtype.itemsize, key, dim,
+        form.key_width, form.entry_width, wide(key), value_wide, queries, at_once,
+        max(1, _TILE // (queries * value_wide)), packed, str(form.dtype).removeprefix("torch."), weight is not None,
+        "ieee" if single else "tf32", num_warps=4 if max(key, dim) <= 128 else 8,
+    )  # fmt: skip
+    return output, logarithm

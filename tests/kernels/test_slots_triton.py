@@ -1,0 +1,180 @@
+"""Slots on a device against their twins: in Triton's interpreter (`make test-kernels`), and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_kernels import DEVICES, Launches, fill_what_is_empty, kernels, move
+
+from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.kernels import slots
+
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize(
+    ("rows", "units", "selected", "count"),
+    [(3, 40, 7, 7), (2, 100, 20, 33), (2, 300, 1, 4), (1, 5000, 512, 600), (1, 6000, 300, 4096), (2, 9, 5, 16)],
+)
+def test_slots_are_given_as_the_twin_gives_them(
+    device: str, rows: int, units: int, selected: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, made = kernels("slots_triton", device, monkeypatch), torch.Generator().manual_seed(count)
+    order = torch.arange(count, dtype=torch.int32).repeat(rows, 1)
+    tables = [torch.full((rows, units), -1, dtype=torch.int32), torch.full((rows, count), -1, dtype=torch.int32), order]
+    # rows of wider tables
+    wider = [torch.cat([table, torch.full((rows, 3), -5, dtype=torch.int32)], 1).to(device) for table in tables]
+    on_device = [table[:, :-3] for table in wider]
+    fill_what_is_empty(monkeypatch)
+    drawn = min(units, 2 * selected + 1)
+    for step in range(30):
+        first = int(torch.randint(0, units - drawn + 1, (), generator=made)) if step % 3 else 0
+        wanted = torch.stack([torch.randperm(drawn, generator=made)[:selected].sort().values for _ in range(rows)])
+        wanted = (wanted + first).int()
+        expected = slots.exchange(wanted, *tables)
+        found = kernel.exchange(wanted.to(device), *on_device)
+        for one, other in zip((*found, *on_device), (*expected, *tables), strict=True):
+            assert torch.equal(one.cpu(), other)
+    assert all(bool((table[:, -3:] == -5).all()) for table in wider)
+    assert int(expected[2].sum()) < rows * selected or units > 4 * count
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(37, torch.uint8), (5940, torch.uint8), (264, torch.uint8), (7, torch.float32), (96, torch.bfloat16)],
+)
+@pytest.mark.parametrize("copied", [64, 16384])
+def test_records_arrive_in_their_slots(
+    device: str, width: int, dtype: torch.dtype, copied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, made = kernels("slots_triton", device, monkeypatch), torch.Generator().manual_seed(width)
+    monkeypatch.setattr(kernel, "_PROGRAMS", 4)  # which have several rounds
+    monkeypatch.setattr(kernel, "_COPIED", copied)
+    rows, units, selected, count = 2, 11, 5, 8
+    record = -(-width * dtype.itemsize // 512) * 512
+    records = torch.randint(0, 256, (rows * units, record), dtype=torch.uint8, generator=made)
+    records = records.pin_memory() if device == "cuda" else records
+    places = torch.randperm(rows * units, generator=made).view(rows, units)
+    absent = torch.stack([torch.randperm(units, generator=made)[:selected] for _ in range(rows)]).int()
+    absent[0, 1], absent[1, ::2] = -1, -1
+    into = torch.stack([torch.randperm(count, generator=made)[:selected] for _ in range(rows)]).int()
+    addresses = records.data_ptr() + places * record
+    data = torch.zeros(rows, count, width, dtype=dtype)
+    expected = data.clone()
+    slots.bring(addresses, absent, into, expected)
+    found = data.to(device)
+    wider = torch.cat([addresses, torch.zeros_like(addresses)], 1)
+    kernel.bring(wider.to(device)[:, :units], absent.to(device), into.to(device), found)
+    assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
+    row = records[places[1, absent[1, 1]], : width * dtype.itemsize]
+    assert torch.equal(expected[1, into[1, 1]].view(torch.uint8), row)
+
+
+SHAPES = {
+    "smol": (2, 9, 3, 64, 64, 15),
+    "llama": (1, 32, 8, 128, 128, 4),
+    "odd": (2, 6, 2, 24, 40, 5),
+    "wide": (1, 5, 1, 256, 256, 8),
+    "many queries": (1, 20, 1, 40, 16, 16),
+}
+"""Sequences, query heads, key heads, channels of keys and of values, tokens of a record."""
+TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.float16: (1e-3, 1e-3), torch.bfloat16: (2**-7, 1e-3)}
+"""Relative and absolute; in bfloat16 the last bit."""
+
+
+def attention(
+    shape: str, dtype: torch.dtype, bits: int | None, apart: bool, selected: int, recent: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, RecordFormat]:
+    """The first five arguments of `attend`, on the host."""
+    (batch, heads, key_heads, key, value, group), made = SHAPES[shape], torch.Generator().manual_seed(selected)
+    rows, own = (batch * key_heads, 1) if apart else (batch, key_heads)
+    form, count = RecordFormat(own, key, own, value, dtype, group, bits), selected + 2
+    entries = torch.randn(rows * count, group, form.entry_width, generator=made).to(dtype)
+    data = torch.empty(rows * count, form.payload_width, dtype=form.payload_dtype)
+    form.pack(entries, data)
+    query = torch.randn(batch, heads, 2, key, generator=made).to(dtype)[:, :, 1]
+    places = torch.stack([torch.randperm(count, generator=made)[:selected] for _ in range(rows)]).int()
+    latest = torch.randn(rows, recent + 3, form.entry_width, generator=made).to(dtype)[:, 2 : recent + 2]
+    return query, data.view(rows, count, -1), places, latest, form
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize(
+    ("shape", "dtype", "bits", "apart", "selected", "recent", "programs"),
+    [
+        ("smol", torch.bfloat16, 8, False, 9, 70, 7),
+        ("smol", torch.bfloat16, None, True, 3, 7, 264),
+        ("llama", torch.bfloat16, None, True, 9, 7, 264),
+        ("llama", torch.float16, 8, False, 1, 0, 264),
+        ("odd", torch.float32, None, False, 23, 70, 7),
+        ("odd", torch.float32, 8, True, 19, 7, 264),
+        ("odd", torch.bfloat16, 8, True, 3, 5, 264),
+        ("odd", torch.float16, None, False, 1, 0, 264),
+        ("wide", torch.float32, None, False, 9, 3, 264),
+        ("wide", torch.bfloat16, 8, False, 4, 0, 264),
+        ("many queries", torch.float32, 8, True, 9, 70, 264),
+        ("many queries", torch.float16, None, False, 5, 7, 1),
+    ],
+)
+def test_one_softmax_over_slots_the_latest_and_an_estimate(
+    device: str, shape: str, dtype: torch.dtype, bits: int | None, apart: bool, selected: int, recent: int,
+    programs: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    kernel = kernels("slots_triton", device, monkeypatch)
+    monkeypatch.setattr(kernels("ranking_triton", device, monkeypatch), "_PROGRAMS", programs)
+    monkeypatch.setattr(kernel, "_TILE", 512 * (programs % 2))  # one part after the other is merged, or several
+    *given, form = attention(shape, dtype, bits, apart, selected, recent)
+    query, scaling, made = given[0], form.key_dim**-0.5, torch.Generator().manual_seed(1)
+    value = torch.randn(*query.shape[:2], form.value_dim, generator=made)
+    weight = torch.randn(query.shape[:2], generator=made) + 2
+    expected = [slots.attend(*given, form, scaling, *more) for more in ((None, None), (value, weight))]
+    fill_what_is_empty(monkeypatch)
+    moved = [move(one, device) for one in given]
+    rtol, atol = TOLERANCES[dtype]
+    for more, (output, logarithm) in zip(((None, None), (value.to(device), weight.to(device))), expected, strict=True):
+        found = kernel.attend(*moved, form, scaling, *more)
+        assert found[0].dtype == dtype
+        torch.testing.assert_close(found[0].cpu(), output, rtol=rtol, atol=atol)
+        torch.testing.assert_close(found[1].cpu(), logarithm, rtol=min(rtol, 1e-3), atol=atol)
+    assert (expected[1][1] > expected[0][1]).all()
+
+
+@EACH_DEVICE
+def test_an_estimate_of_no_weight_adds_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = kernels("slots_triton", device, monkeypatch)
+    *given, form = attention("odd", torch.float32, None, False, 4, 3)
+    value = torch.ones(2, 6, 40, device=device)
+    moved = [one.to(device) for one in given]
+    with_it = kernel.attend(*moved, form, 0.2, value, torch.full((2, 6), -torch.inf, device=device))
+    without = kernel.attend(*moved, form, 0.2, None, None)
+    assert all(torch.equal(one, other) for one, other in zip(with_it, without, strict=True))
+
+
+@EACH_DEVICE
+def test_counters_are_zero_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = kernels("slots_triton", device, monkeypatch)
+    *given, form = attention("odd", torch.float32, None, True, 30, 3)
+    kernel.attend(*[one.to(device) for one in given], form, 0.2, None, None)
+    counts = kernel.counters(given[0].to(device).device, 4)
+    assert counts.tolist() == [0] * 4 and kernel.counters(counts.device, 4) is counts
+
+
+@EACH_DEVICE
+def test_each_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = kernels("slots_triton", device, monkeypatch)
+    *given, form = attention("odd", torch.bfloat16, 8, False, 4, 3)
+    query, data, places, recent = (one.to(device) for one in given)
+    tables = [places.new_full((2, 50), -1), places.new_full((2, 6), -1), places.new_zeros(2, 6)]
+    addresses = torch.zeros(2, 50, dtype=torch.int64, device=device)
+    value, weight = torch.ones(2, 6, 40, device=device), torch.ones(2, 6, device=device)
+    kernel.counters(query.device, 4)
+    with Launches(kernel, monkeypatch) as launches:
+        kernel.exchange(places, *tables)
+        assert (launches.count, launches.others) == (1, [])
+        kernel.bring(addresses, places, places, data)
+        assert (launches.count, launches.others) == (2, [])
+        kernel.attend(query, data, places, recent, form, 0.2, value, weight)
+        kernel.attend(query, data, places, recent, form, 0.2, None, None)
+        assert (launches.count, launches.others) == (4, [])

@@ -1,0 +1,67 @@
+"""Each function that is marked with `with_kernel` has its kernel, without importing Triton."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_offload_cache import kernels
+from hf_offload_cache.kernels import on_a_device
+
+PACKAGE = Path(kernels.__file__).parent
+
+
+def unpaired(twins: dict[str, tuple[Callable[..., Any], int]]) -> list[str]:
+    """The functions of `kernels` without a function of the same name and arguments in "<module>_triton.py"."""
+    found = []
+    for name, (twin, _) in sorted(twins.items()):
+        package, _, module = twin.__module__.rpartition(".")
+        if package != kernels.__name__:
+            continue
+        path = PACKAGE / f"{module}_triton.py"
+        nodes = ast.parse(path.read_text()).body if path.exists() else []
+        arguments = {node.name: list(map(str, names(node.args))) for node in nodes if isinstance(node, ast.FunctionDef)}
+        asked = [str(one) for one in inspect.signature(twin).parameters]
+        if arguments.get(twin.__name__) != asked:
+            found.append(f"{name}({', '.join(asked)}): {path.name} has {arguments.get(twin.__name__)}")
+    return found
+
+
+def names(arguments: ast.arguments) -> list[str]:
+    return [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+def test_each_marked_function_has_its_kernel() -> None:
+    modules = [one.name for one in pkgutil.iter_modules(kernels.__path__) if not one.name.endswith("_triton")]
+    for name in modules:
+        importlib.import_module(f"{kernels.__name__}.{name}")
+    assert {"ranking.pick", "slots.attend"} <= on_a_device.TWINS.keys()
+    assert unpaired(on_a_device.TWINS) == []
+
+
+def test_a_function_without_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_a_device, "TWINS", {})
+
+    def pick(importance: torch.Tensor, among: int, wanted: int) -> None: ...
+    def picked(importance: torch.Tensor) -> None: ...
+    def elsewhere(keys: torch.Tensor) -> None: ...
+    def attend(query: torch.Tensor) -> None: ...
+
+    pick.__module__ = picked.__module__ = f"{kernels.__name__}.ranking"
+    attend.__module__ = f"{kernels.__name__}.nothing"
+    for twin in (pick, picked, elsewhere, attend):
+        on_a_device.with_kernel()(twin)
+    assert len(on_a_device.TWINS) == 4
+    assert unpaired(on_a_device.TWINS) == [
+        "nothing.attend(query): nothing_triton.py has None",
+        "ranking.pick(importance, among, wanted): ranking_triton.py has ['importance', 'wanted', 'among']",
+        "ranking.picked(importance): ranking_triton.py has None",
+    ]
