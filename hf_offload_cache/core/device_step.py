@@ -9,7 +9,8 @@ import torch
 
 from ..fetch.device_slots import DeviceSlots
 from ..kernels.on_a_device import has_step
-from ..kernels.slots import attend
+from ..kernels.ranking import MOST_UNITS
+from ..kernels.slots import attend, slots_bytes
 from ..model.attention_call import AttentionCall
 
 Layer = Any
@@ -26,6 +27,8 @@ def is_possible(layer: Layer) -> bool:
         history.device.type == "cuda"
         and history.store.in_memory
         and hasattr(layer.predictor, "choose_on_device")
+        and history.form.num_key_heads == history.form.num_value_heads
+        and history.form.dtype.itemsize <= 4
         and has_step(history.device, history.form.key_dim, history.form.value_dim)
     )
     return possible
@@ -43,7 +46,7 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
     history, storage, selecting = layer.history, layer.shared.storage, layer.selecting
     predictor: Any = layer.predictor
     assert selecting is not None
-    if selecting.watch is not None:
+    if selecting.watch is not None or history.records > MOST_UNITS:
         return None
     counters, query = storage.counters, layer.query_of(call.query[:, :, 0], None)
     looks = (counters.decode_steps + layer.layer_idx) % LOOKED_AT == 0
@@ -66,7 +69,9 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
         layer.on_device = False
         return None
     made_of = query.states, slots.data, where, history.recent, history.form, layer.scaling
-    output, logarithm = attend(*made_of, value, weight)
+    sizes = history.form, *call.query.shape[:2], history.rows, units.shape[1], slots.count
+    with storage.account.holding("scores", slots_bytes(*sizes)):
+        output, logarithm = attend(*made_of, value, weight)
     attended = units.shape[1] * history.form.group_size + history.recent.shape[1]
     counters.attend(call.query.shape[0], history.length, attended)
     if looks and weight is not None:

@@ -23,6 +23,10 @@ HIDDEN = -1e30
 """Score of a unit that must not count."""
 LEAST = -80.0
 """Least logarithm of a weight; less is as little."""
+MOST_UNITS = 1 << 15
+"""Most units of a row that are ranked; for more, a program of `pick` would not have the registers."""
+PROGRAMS = 264
+"""Most programs that share a step's sums over tokens, if the heads are fewer."""
 
 Counts = tuple[int, int, int]
 
@@ -34,6 +38,15 @@ class Asks(NamedTuple):
     scale: torch.Tensor
     mean: torch.Tensor
     offsets: torch.Tensor
+
+
+def ranking_bytes(batch: int, heads: int, rows: int, units: int, rank: int, near: int, among: int, dim: int) -> int:
+    """Upper bound on the device memory of a step's ranking and estimate, for `near` keys with exact scores, `among`
+    units picked in each row, and values of `dim` channels."""
+    programs = max(PROGRAMS, batch * heads)
+    sums = 4 * programs * 32 * ((1 << rank.bit_length()) + 2)
+    results = 4 * batch * heads * (2 * rank + near + units + 2 * (units // BLOCK + 1) + dim + 4)
+    return results + sums + 4 * rows * (units + among)
 
 
 @with_kernel()

@@ -14,11 +14,9 @@ import triton
 import triton.language as tl
 
 from .low_bit_triton import wide
-from .ranking import BLOCK, HIDDEN, LEAST, Counts
+from .ranking import BLOCK, HIDDEN, LEAST, MOST_UNITS, PROGRAMS, Counts
 
 _HIDDEN, _LEAST = tl.constexpr(HIDDEN), tl.constexpr(LEAST)
-_PROGRAMS = 264
-"""Enough to keep a device busy: with fewer rows, the sum over the tokens is split."""
 _HEADS = 64
 """Query heads whose scores a program computes at most."""
 _BYTES = 32
@@ -29,8 +27,6 @@ _TOKENS = 32
 """Tokens at a time."""
 _UNITS = 256
 """Units whose importance a program computes."""
-MOST_UNITS = (1 << 16) - 1
-"""Upper bound per row of `pick`, which holds them all, and counts them in 16 bits. From 32,769 on it is slow."""
 
 
 @triton.jit
@@ -96,7 +92,7 @@ def counters(device: torch.device, size: int) -> torch.Tensor:
 def split(tokens: int, heads: int, at_once: int, least: int) -> tuple[int, int]:
     """In how many parts `heads` programs of `tokens` tokens each are split, and the tokens of a part: at least `least`,
     a multiple of `at_once`, which divides it."""
-    parts = max(1, min(_PROGRAMS // heads, tokens // least))
+    parts = max(1, min(PROGRAMS // heads, tokens // least))
     each = triton.cdiv(triton.cdiv(tokens, parts), at_once) * at_once
     return triton.cdiv(tokens, each), each
 

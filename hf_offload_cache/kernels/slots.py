@@ -16,6 +16,16 @@ import numpy as np
 import torch
 
 from .on_a_device import with_kernel
+from .ranking import PROGRAMS
+
+
+def slots_bytes(form: Any, batch: int, heads: int, rows: int, selected: int, count: int) -> int:
+    """Upper bound on the device memory of a step's exchange and attention, for `count` slots a row of which so many are
+    `selected`."""
+    key_heads = rows * form.num_key_heads
+    queries = max(16, 1 << (batch * heads // key_heads).bit_length())
+    programs = 2 * max(PROGRAMS, key_heads) + key_heads
+    return 4 * (programs * queries + batch * heads) * (form.value_dim + 2) + 8 * rows * (count + 2 * selected + 1)
 
 
 @with_kernel()
@@ -33,21 +43,25 @@ def exchange(
     Returns the units' slots (R, S) int32; `absent` (R, S) int32, each unit that was in no slot and has to be read into
     its new one, -1 for the others; and `counts` (R,) int64, how many these are. All are new.
     """
+    (rows, count), held = units.shape, unit_in.shape[1]
     slots = slot_of.gather(1, units.long())
-    absent = torch.where(slots < 0, units, -1)
-    for row in range(len(units)):
-        new = absent[row][absent[row] >= 0].long()
-        used = torch.zeros_like(unit_in[row], dtype=torch.bool)
-        used[slots[row][slots[row] >= 0].long()] = True
-        free = order[row][~used[order[row].long()]][: len(new)]
-        old = unit_in[row][free.long()]
-        slot_of[row][old[old >= 0].long()] = -1
-        slot_of[row][new], unit_in[row][free.long()] = free, new.int()
-        slots[row][absent[row] >= 0] = free
-        taken = torch.zeros_like(used)
-        taken[free.long()] = True
-        order[row] = torch.cat([order[row][~taken[order[row].long()]], free])
-    return slots, absent, (absent >= 0).sum(1)
+    new = slots < 0
+    absent, counts = torch.where(new, units, -1), new.sum(1)
+    used = torch.zeros(rows, held + 1, dtype=torch.bool, device=units.device)
+    used.scatter_(1, torch.where(new, held, slots).long(), True)
+    free = ~used.gather(1, order.long())
+    rank = free.cumsum(1)
+    filled = free & (rank <= counts[:, None])
+    given = torch.zeros(rows, count + 1, dtype=torch.int32, device=units.device)
+    given.scatter_(1, torch.where(filled, rank - 1, count), order)
+    slots = torch.where(new, given.gather(1, (new.cumsum(1) - 1).clamp_(min=0)), slots)
+    old = unit_in.gather(1, order.long())
+    leaves = torch.where(filled & (old >= 0), old, units[:, :1])  # a unit of this step is told its slot again below
+    slot_of.scatter_(1, leaves.long(), -1)
+    slot_of.scatter_(1, units.long(), slots)
+    unit_in.scatter_(1, slots.long(), units)
+    order.copy_(order.gather(1, filled.int().sort(dim=1, stable=True).indices))
+    return slots, absent, counts
 
 
 @with_kernel()

@@ -16,7 +16,7 @@ from ...fetch.choice import DeviceChoice, Estimates
 from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...history.state import LARGEST, Array, Number, State, Table
-from ...kernels.ranking import pick, project, rest, score, share
+from ...kernels.ranking import pick, project, ranking_bytes, rest, score, share
 from ...memory.account import MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
 from ...predictors.base import Query
@@ -436,18 +436,20 @@ class FittedKeys:
         asks, counts, group, latest = keys.asks, keys.coding.counts, form.group_size, query.recent()
         recent = latest.view(self.rows, form.num_key_heads, *latest.shape[2:])
         first, apart = (recent[:, :, :0], 0) if sinks is None else (sinks.keys, sinks.units.shape[1])
-        low, constant, near = project(query.states, *asks, first, recent, query.scaling)
-        best, tops, sums = score(low, constant, keys.codes, counts, group, apart)
-        importance = share(best, tops, sums, near, self.rows * self.heads, apart)
-        maps, units = self.maps, best.shape[2]
+        maps, units, rows, heads = self.maps, self.units, self.rows * self.heads, query.states.shape[1]
         if maps is not None and maps.ratio.shape[1] != query.states.shape[1]:
             maps = None
-        most = wanted if maps is None else min(CANDIDATES * wanted, units)
-        chosen, others = pick(importance, wanted, most)
-        value = weight = lost = None
-        if maps is not None and most > wanted:
-            on = maps.on(keys.device)
-            value, weight = rest(low, constant, keys.codes, counts, group, others, *on, asks.offsets)
+        most, value, weight, lost = wanted if maps is None else min(CANDIDATES * wanted, units), None, None, None
+        on = maps.on(keys.device) if maps is not None and most > wanted else None
+        near_keys = first.shape[2] + recent.shape[2]
+        nbytes = ranking_bytes(self.rows, heads, rows, units, keys.rank, near_keys, most, form.value_dim)
+        with self._shared.account.holding("scores", nbytes):
+            low, constant, near = project(query.states, *asks, first, recent, query.scaling)
+            best, tops, sums = score(low, constant, keys.codes, counts, group, apart)
+            importance = share(best, tops, sums, near, rows, apart)
+            chosen, others = pick(importance, wanted, most)
+            if on is not None:
+                value, weight = rest(low, constant, keys.codes, counts, group, others, *on, asks.offsets)
         if looks:
             mass = importance[:, apart:].sum() - importance.gather(1, chosen[:, apart:].long()).sum()
             if value is not None:
