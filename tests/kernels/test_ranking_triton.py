@@ -154,8 +154,7 @@ def test_importance_is_a_share_of_one_softmax(
 @pytest.mark.parametrize(
     ("units", "wanted", "among"),
     [
-        (1, 1, 1), (5, 0, 5), (70, 70, 70), (1000, 3, 999), (5000, 400, 400), (16384, 9, 800), (32768, 400, 1600),
-        (65535, 9, 33000),
+        (1, 1, 1), (5, 0, 5), (70, 70, 70), (1000, 3, 999), (5000, 400, 400), (16384, 9, 800), (32768, 9, 32768),
     ],
 )
 @pytest.mark.parametrize("ties", [False, True])
@@ -194,7 +193,7 @@ def test_the_estimate_of_the_others(
 ) -> None:
     shape = SHAPES[name]
     given, kernel = Inputs(shape), kernels("ranking_triton", device, monkeypatch)
-    monkeypatch.setattr(kernel, "_PROGRAMS", programs)
+    monkeypatch.setattr(kernel, "PROGRAMS", programs)
     monkeypatch.setattr(kernel, "_TILE", 512)  # one part after the other is merged
     rows = shape.batch * (shape.key_heads if apart else 1)
     others = torch.stack([torch.randperm(shape.units, generator=given.made)[:count].sort().values for _ in range(rows)])

@@ -123,7 +123,7 @@ def test_one_softmax_over_slots_the_latest_and_an_estimate(
     programs: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     kernel = kernels("slots_triton", device, monkeypatch)
-    monkeypatch.setattr(kernels("ranking_triton", device, monkeypatch), "_PROGRAMS", programs)
+    monkeypatch.setattr(kernels("ranking_triton", device, monkeypatch), "PROGRAMS", programs)
     monkeypatch.setattr(kernel, "_TILE", 512 * (programs % 2))  # one part after the other is merged, or several
     *given, form = attention(shape, dtype, bits, apart, selected, recent)
     query, scaling, made = given[0], form.key_dim**-0.5, torch.Generator().manual_seed(1)
