@@ -423,7 +423,7 @@ def _open_stores(
                 raise ContextError(f"{name}: its tags are not those of {part.file} in {reader.place!r}")
             place = reader.folder_fd, part.file, part.records, entry.size_of(part)
             store = open_named(storage.engine, *place, name, storage.ring, guard)
-            if cache.config.records_apart:
+            if cache.config.records_apart or (storage.pinned and storage.engine == "memory"):
                 with contextlib.closing(store):
                     _check_room(int(store.written.sum()) * store.record_bytes, name)
                     store = MemoryStore.copy_of(store, guard.fresh(), pinned=storage.pinned)

@@ -28,7 +28,7 @@ from ..model import attach
 from ..model.attention_call import untraced
 from ..model.geometry import Geometry, rows_of_ids
 from ..model.peft_adapters import adapter_fields
-from ..model.place import OwnModel, inner_model, no_place, offloaded_layers, unoffloaded
+from ..model.place import OwnModel, device_type, inner_model, no_place, offloaded_layers, unoffloaded
 from ..model.plain_caches import crops_all
 from ..report.report import CacheReport, StreamReport
 from ..stores.engines import resolve_engine
@@ -86,7 +86,7 @@ class OffloadCache(Cache):
         """Measurements of this cache and of the others, if `offload_cache` chose it."""
         self.stream_report: StreamReport | None = None
         """Report of the `stream_context` that filled this cache; None: nothing was streamed."""
-        self.shared = Shared(self.config, Storage(self.config, path))
+        self.shared = Shared(self.config, Storage(self.config, path, device_type(inner)))
         self.storage = self.shared.storage
         self.timeline = self.storage.timeline
         self.watches_blocks = True

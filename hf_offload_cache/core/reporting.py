@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ..model.place import untested
-from ..report.report import CacheReport
+from ..report.report import CacheReport, size_text
 
 
 def report_of(cache: Any) -> CacheReport:
@@ -36,6 +36,11 @@ def _notes(cache: Any) -> list[str]:
     notes = [] if (newer := untested()) is None else [newer]
     if cache.storage.engine == "direct" and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
         notes.append("set OMP_WAIT_POLICY=PASSIVE before importing torch: waiting threads take the readers' cores")
+    if pageable := sum(store.pageable_bytes for store in cache.storage.stores):
+        notes.append(
+            f"{size_text(pageable)} of the records in host memory are not pinned, because the system pins no more: the "
+            "device waits for their copies"
+        )
     if (failure := cache.storage.timeline.failure) is not None:
         notes.append(f"trace {str(cache.config.trace)!r} ends early, it could not be written: {failure.strerror}")
     return notes

@@ -35,7 +35,7 @@ class DryStorage:
 
     def __init__(self, config: OffloadConfig, device_type: str) -> None:
         self.account, self.write_queue = DryRun(device_type), parse_size(config.write_queue)
-        self._kind = config.engine, config.encryption_key is not None, config.records_apart and device_type == "cuda"
+        self._kind = config.engine, config.encryption_key is not None, device_type == "cuda"
         self.stores: list[DryStore] = []
         self.table_bytes = 0
         """Bytes of tables on the disk."""
@@ -60,8 +60,8 @@ class DryStorage:
 class Storage:
     """Made and closed by the cache; used by the thread that runs the model. A forked child can only close it.
 
-    Raises `StoreError` if `path` cannot contain the stores, `ConfigError` if `trace` cannot be written, and
-    `EncryptionKeyError`; nothing is left behind then.
+    `device_type`: of the device that attention runs on. Raises `StoreError` if `path` cannot contain the stores,
+    `ConfigError` if `trace` cannot be written, and `EncryptionKeyError`; nothing is left behind then.
 
     Attributes:
         directory, engine, description: the folder, how records are read, and the reason.
@@ -71,13 +71,12 @@ class Storage:
         stores: the open stores, one a layer.
         tables: the tables on the disk.
         torn: a signal's exception interrupted a change: the contents are uncertain until `reset`.
-        pinned: new stores in host memory are pinned, so that a GPU reads them by itself.
+        pinned: stores in host memory are pinned, so that a GPU reads them by itself.
     """
 
-    pinned = False
-
-    def __init__(self, config: OffloadConfig, path: str | Path | None) -> None:
+    def __init__(self, config: OffloadConfig, path: str | Path | None, device_type: str = "cpu") -> None:
         self.process = Process()
+        self.pinned = device_type == "cuda"
         self.key = None if config.encryption_key is None else load_key(config.encryption_key)
         self.directory = Path(tempfile.gettempdir() if path is None else path).absolute()
         self.engine, self.description = choose_engine(config.engine, self.directory)

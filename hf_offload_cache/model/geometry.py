@@ -13,7 +13,7 @@ from ..errors import UnsupportedModelError
 from ..history.records import RecordFormat
 from ..memory.account import tensors_in
 from .config_values import config_value
-from .place import inner_model, is_offloaded
+from .place import device_type, inner_model, is_offloaded
 
 _STATES = ("conv_states", "recurrent_states")
 """Attributes of transformers' layers with linear states."""
@@ -115,7 +115,6 @@ class Geometry:
             kept += [_linear_states(layer, item), _others_kept([layers[layer_idx] for layers in longer], item)]
         kept = [layer for layer in kept if layer != KeptLayer(most_tokens=layer.most_tokens)]
         weights = {id(tensor): tensor.nbytes for tensor in (*inner.parameters(), *inner.buffers())}
-        device = getattr(inner, "device", torch.device("cpu")).type
         hidden = config_value(text, "hidden_size")
         return cls(
             layers=tuple(offloaded),
@@ -124,7 +123,7 @@ class Geometry:
             weight_bytes=sum(weights.values()),
             num_blocks=len(seen.layers),
             hidden_size=hidden if isinstance(hidden, int) else 0,
-            device="cuda" if device == "cuda" else "cpu",
+            device=device_type(inner),
             rows_of_ids=rows_of_ids(inner),
         )
 

@@ -43,6 +43,13 @@ def attention_devices(model: PreTrainedModel) -> dict[int, torch.device]:
     return devices
 
 
+def device_type(model: PreTrainedModel) -> str:
+    """Type of the device that attention runs on: "cuda" if any block's does, else "cpu"."""
+    if model.device.type == "cuda":
+        return "cuda"
+    return "cuda" if any(device.type == "cuda" for device in attention_devices(model).values()) else "cpu"
+
+
 # Conflicts between training and a cache
 
 class _NoBackward(torch.autograd.Function):

@@ -307,6 +307,11 @@ class Store(ABC):
         """Bytes of host memory that hold records now; zero for a store on disk that bypasses the page cache."""
 
     @property
+    def pageable_bytes(self) -> int:
+        """The part of `memory_bytes` that was to be pinned, and that the system did not pin."""
+        return 0
+
+    @property
     @abstractmethod
     def tables_bytes(self) -> int:
         """Bytes of host memory for the store's tables: which records are allocated, and their tags."""
@@ -332,9 +337,15 @@ def run_edges(ids: np.ndarray) -> np.ndarray:
 
 def aligned_empty(count: int, record_bytes: int, *, pinned: bool = False) -> torch.Tensor:
     """Uninitialised uint8 tensor (count, record_bytes) in host memory, aligned to `DEVICE_BLOCK`. The caller owns it.
-    `pinned`: page-locked memory, which needs a CUDA device."""
+    `pinned`: page-locked memory, which needs a CUDA device; plain memory if no more can be pinned."""
+    nbytes = count * record_bytes + DEVICE_BLOCK
     with torch.inference_mode(False):  # an inference tensor cannot be written to later
-        raw = torch.empty(count * record_bytes + DEVICE_BLOCK, dtype=torch.uint8, pin_memory=pinned, device="cpu")
+        try:
+            raw = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned, device="cpu")
+        except RuntimeError:
+            if not pinned:
+                raise
+            raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     skip = -raw.data_ptr() % DEVICE_BLOCK
     return raw[skip : skip + count * record_bytes].view(count, record_bytes)
 

@@ -196,6 +196,7 @@ class LayeredStore(FreezableStore):
     capacity = _total("capacity")
     disk_bytes = _total("disk_bytes")
     memory_bytes = _total("memory_bytes")
+    pageable_bytes = _total("pageable_bytes")
     tables_bytes = _total("tables_bytes")
 
     def __init__(self, parts: Sequence[FreezableStore], make_own: Callable[[], FreezableStore]) -> None:

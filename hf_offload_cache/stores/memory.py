@@ -253,9 +253,17 @@ class MemoryStore(FreezableStore):
 
     @property
     def memory_bytes(self) -> int:
-        pinned = sum(chunk.is_pinned() for chunk in self._chunks) if self._pinned else 0
-        nbytes = self._chunk_records * self.record_bytes
+        pinned, nbytes = self._pinned_chunks, self._chunk_records * self.record_bytes
         return pinned * _taken(nbytes, True) + (len(self._chunks) - pinned) * nbytes
+
+    @property
+    def pageable_bytes(self) -> int:
+        pageable = len(self._chunks) - self._pinned_chunks if self._pinned else 0
+        return pageable * self._chunk_records * self.record_bytes
+
+    @property
+    def _pinned_chunks(self) -> int:
+        return sum(chunk.is_pinned() for chunk in self._chunks) if self._pinned else 0
 
     @property
     def tables_bytes(self) -> int:

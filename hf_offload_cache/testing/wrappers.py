@@ -64,7 +64,7 @@ class WrapperStore(FreezableStore):
     bytes_read, bytes_written, reads = map(_attribute, ("bytes_read", "bytes_written", "reads"))
     directory, in_memory, capacity = map(_attribute, ("directory", "in_memory", "capacity"))
     disk_bytes, own_disk_bytes = map(_attribute, ("disk_bytes", "own_disk_bytes"))
-    memory_bytes, tables_bytes = map(_attribute, ("memory_bytes", "tables_bytes"))
+    memory_bytes, pageable_bytes, tables_bytes = map(_attribute, ("memory_bytes", "pageable_bytes", "tables_bytes"))
     written, inode = _attribute("written", True), _attribute("inode", True)
     allocate, free, write, advise, read = map(_method, ("allocate", "free", "write", "advise", "read"))
     read_parts, count_read, close = map(_method, ("read_parts", "count_read", "close"))

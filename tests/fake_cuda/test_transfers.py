@@ -129,3 +129,46 @@ def test_a_step_copies_and_waits_so_often(name: str, tmp_path: Path) -> None:
         assert copies <= (MOST[name][0] * LAYERS + 2) * STEPS, counts.to_host
         assert waits <= (MOST[name][2] * LAYERS + 5) * STEPS, counts.syncs
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("refuses", [False, True], ids=["pinned", "refused"])
+@pytest.mark.parametrize("name", CACHES)
+def test_records_in_host_memory_are_pinned(
+    name: str, refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every cache, those of an opened context too. A system that pins nothing gives plain memory: tokens are the
+    same, and the report says so."""
+    wanted, empty = expected(), torch.empty  # on the CPU
+    pinned: set[int] = set()
+
+    def asked(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory and refuses:
+            raise RuntimeError("CUDA error: out of memory")
+        made = empty(*shape, **options)
+        if pin_memory:
+            pinned.add(made.untyped_storage().data_ptr())
+        return made
+
+    def is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
+        return tensor.untyped_storage().data_ptr() in pinned
+
+    def check(cache: Any) -> None:
+        report, stores = cache.report(), cache.storage.stores
+        notes = [warning for warning in report.warnings if "not pinned" in warning]
+        assert all(store.in_memory and store.memory_bytes > 0 for store in stores) and len(stores) == LAYERS
+        assert all(store.pageable_bytes == (store.memory_bytes if refuses else 0) for store in stores)
+        assert len(notes) == refuses and report.disk_bytes == 0
+
+    with on_the_device(llama()) as (model, counts):
+        monkeypatch.setattr(torch, "empty", asked)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", is_pinned)
+        copied = functools.partial(asked, pin_memory=True)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda one: copied(one.shape, dtype=one.dtype).copy_(one))
+        fields: dict[str, Any] = {"engine": "memory", "num_selected": 512, "path": tmp_path}
+        with cache_class(name)(model, **fields) as cache:
+            found = steps(model, cache, Fake, counts)
+            check(cache)
+            cache.save(tmp_path / "saved")
+        with cache_class(name).open(tmp_path / "saved", model, **fields) as opened:
+            check(opened)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)

@@ -165,8 +165,6 @@ class SpecCache(SelectiveCache):
         for layer in self.selective:
             if isinstance(layer, SpecLayer):
                 layer.top_up = self._top_up
-        if self.config.records_apart and any(weight.is_cuda for weight in model.parameters()):
-            self.storage.pinned = True
         if self.selecting is None or not self.config.speculative or not self.config.chosen:
             return
         if reason := reason_against_guesses(model, self.layers):
