@@ -123,7 +123,8 @@ class OffloadConfig:
     """Tokens per sequence in a block of a streamed history."""
     engine: str = "auto"
     """Read engine: "uring" (io_uring), "direct" (O_DIRECT, threads), "mapped" (memory map with advice), "memory" (no
-    disk), or "auto": the first of uring, direct, mapped that works here."""
+    disk), or "auto": the first of uring, direct, mapped that works here. For a model on a GPU "auto" is "memory" if
+    `max_context` and `max_batch` are given and the records fit into host memory."""
     write_queue: int | str = "4MiB"
     """Maximum bytes waiting to be written; `update` blocks until there is room. With `memory`, while steps select, at
     most one unit of each layer, or two of one layer."""

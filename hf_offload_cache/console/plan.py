@@ -112,11 +112,10 @@ def _plan(
 ) -> tuple[dict[str, Any], bool]:
     """Print the plan of one cache. Returns values for JSON, and whether this machine has enough."""
     from ..core.budget import missed_goal
-    from ..stores.engines import resolve_engine
     from . import named_cache
 
     cls = named_cache.offloading_class(arguments.cache or named_cache.default_for(None))
-    fields = resolve_engine(fields, folder)
+    fields = cls.choose_store(geometry, arguments.context, arguments.batch, fields, folder)
     memory, _ = _memory(arguments, geometry)
     missed: list[str] = []
     if memory is None:
@@ -170,12 +169,11 @@ def _compare(
     arguments: argparse.Namespace, fields: dict[str, Any], geometry: Geometry, room: dict[str, int | None], folder: str
 ) -> tuple[dict[str, Any], bool]:
     """Print the plans of all caches. Returns values for JSON, and whether this machine has enough for any."""
-    from ..stores.engines import resolve_engine
     from ..tuning.which_cache import compare_plans, measured_caches, shape_of, which_cache
 
     cells = measured_caches(arguments.measured, shape_of(arguments.model or "the default model", geometry), fields)
     memory, full = _memory(arguments, geometry)
-    plans = compare_plans(geometry, memory, arguments.context, arguments.batch, resolve_engine(fields, folder))
+    plans = compare_plans(geometry, memory, arguments.context, arguments.batch, fields, path=folder)
     fitting = [one for one in plans if one.plan is not None and False not in _fits(one.plan, room).values()]
     names = [one.name for one in fitting]
     chosen = {}

@@ -13,7 +13,6 @@ import torch
 from ..config import OffloadConfig, parse_memory
 from ..errors import ConfigError, ContextError, shown
 from ..model.geometry import Geometry
-from ..stores.engines import resolve_engine
 from .manifest import Manifest
 
 _KINDS = ("image", "video", "audio", "vision", "boi", "boa")
@@ -105,9 +104,11 @@ def opened_config(
         saved = {name: value for name, value in saved.items() if name not in config_class.not_with_exact}
     if memory is None:
         return config_class.load(None, {**saved, **fields}), []
-    fields, geometry = resolve_engine(fields, path), Geometry.of(model)
+    geometry = Geometry.of(model)
     context = fields.get("max_context") or manifest.tokens + _SPARE_TOKENS
     batch = fields.get("max_batch") or manifest.batch
+    engine = cls.choose_store(geometry, context, batch, {**saved, **fields}, path)["engine"]
+    fields = {**fields, "engine": engine}
     limit = parse_memory(memory, geometry.full_kv_bytes(context, batch))
     limits = {"memory": limit, "max_context": context, "max_batch": batch}
     for usual in ({}, {"candidates": False}):  # that a small budget has none is not stored

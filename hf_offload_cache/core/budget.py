@@ -6,6 +6,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -15,10 +16,13 @@ import numpy as np
 from ..config import GOALS, OffloadConfig, parse_memory, parse_size
 from ..errors import BudgetError, ConfigError, shown
 from ..memory.fit import fit_nothing, slow_blocks
+from ..memory.machine import free_memory
 from ..memory.plan import MemoryPlan
 from ..model.fingerprint import fingerprint
-from ..model.geometry import Geometry
-from ..report.report import least_size_text
+from ..model.geometry import Geometry, unknown_shapes
+from ..model.place import device_type, offloaded_layers
+from ..report.report import least_size_text, size_text
+from ..stores.engines import resolve_engine
 from .plan import search
 
 if TYPE_CHECKING:
@@ -196,6 +200,64 @@ def _lost_note(cls: Any, config: OffloadConfig, geometry: Geometry, given: dict[
 
 
 _MEASURED = "(measured on SmolLM2-135M up to 8K tokens)"
+
+
+# Where the records of a model on a GPU lie
+
+HOST_SHARE = Fraction(3, 4)
+"""Share of the available host memory that records may take. Pinned memory is neither swapped nor reclaimed, and the
+available memory includes the page cache, from which weights and saved contexts are read. Queues, staging, activations
+and other processes need the remainder. vLLM refuses more than .7 of a host's memory for swapped keys and values."""
+_LIMITS_UNKNOWN = "records go to host memory if max_context and max_batch are given and there is room"
+
+
+def choose_store(
+    cls: Any, geometry: Geometry, context: int, batch: int, fields: dict[str, Any], path: str | Path | None
+) -> dict[str, Any]:
+    """`fields` of a cache class with engine "auto" resolved, for `batch` sequences of `context` tokens: "memory" for a
+    model on a GPU whose records fit into host memory; otherwise the engine that reads files in the folder `path`."""
+    if fields.get("engine", "auto") == "auto" and geometry.device == "cuda":
+        in_memory = {**fields, "engine": "memory"}
+        if _has_host_room(cls, geometry, cls.config_class.load(None, in_memory), context, batch)[0]:
+            return in_memory
+    return resolve_engine(fields, path)
+
+
+def configured(
+    cls: Any, config: Any, fields: dict[str, Any], model: PreTrainedModel
+) -> tuple[OffloadConfig, str | None]:
+    """The configuration of a cache of `model`, within its budget. Raises as `load_config` does, and `BudgetError`.
+
+    For a model on a GPU, engine "auto" is "memory" if limits are given for which the records fit into host memory, and
+    the text, for the report, says how much of it they need."""
+    given, where = load_config(cls.config_class, config, fields, model), None
+    if device_type(model) == "cuda":
+        context, batch, automatic = given.max_context, given.max_batch, given.engine == "auto"
+        if context is not None and batch is not None and (unknown := unknown_shapes(model)) is None:
+            in_memory = load_config(cls.config_class, config, {**fields, "engine": "memory"}, model)
+            fits, where = _has_host_room(cls, Geometry.of(model), in_memory, context, batch)
+            given = in_memory if automatic and fits else given
+        elif automatic:
+            where = _LIMITS_UNKNOWN if None in (context, batch) else f"records do not go to host memory: {unknown}"
+    given = given.for_layers(offloaded_layers(model))
+    check_budget(given, model, cls.plan)
+    return given, where
+
+
+def _has_host_room(cls: Any, geometry: Geometry, config: OffloadConfig, context: int, batch: int) -> tuple[bool, str]:
+    """Whether the records of a cache with engine "memory" fit into this machine's host memory, and the figures."""
+    try:
+        plan: MemoryPlan = cls.plan(geometry, config, context, batch)
+    except NotImplementedError:  # a method that does not declare its memory
+        return False, f"it is not known how much host memory the records of {cls.__name__} need"
+    free = free_memory()
+    if free is None:
+        return False, "it is not known how much host memory is free"
+    room = math.floor(HOST_SHARE * free)
+    return plan.host_bytes <= room, (
+        f"the records need {size_text(plan.host_bytes)}, and {size_text(room)} of host memory may be used, "
+        f"{HOST_SHARE.numerator}/{HOST_SHARE.denominator} of what is available"
+    )
 
 
 # Fields for a budget

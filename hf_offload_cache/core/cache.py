@@ -28,11 +28,10 @@ from ..model import attach
 from ..model.attention_call import untraced
 from ..model.geometry import Geometry, rows_of_ids
 from ..model.peft_adapters import adapter_fields
-from ..model.place import OwnModel, device_type, inner_model, no_place, offloaded_layers, unoffloaded
+from ..model.place import OwnModel, device_type, inner_model, no_place, unoffloaded
 from ..model.plain_caches import crops_all
 from ..report.report import CacheReport, StreamReport
-from ..stores.engines import resolve_engine
-from .budget import Goals, check_budget, fit_goal, load_config, missed_goal, notes_of
+from .budget import Goals, choose_store, configured, fit_goal, missed_goal, notes_of
 from .contents import Contents
 from .layer import OffloadLayer
 from .layers import make_layers
@@ -77,16 +76,15 @@ class OffloadCache(Cache):
         **fields: Any,
     ) -> None:  # fmt: skip
         inner = inner_model(model)
-        given = load_config(self.config_class, config, fields, inner)
         if (why := no_place(model)) is not None:
             raise UnsupportedModelError(why)
-        self.config: OffloadConfig = given.for_layers(offloaded_layers(inner))
-        check_budget(self.config, inner, self.plan)
+        self.config: OffloadConfig
+        self.config, where = configured(type(self), config, fields, inner)
         self.why = ""
         """Measurements of this cache and of the others, if `offload_cache` chose it."""
         self.stream_report: StreamReport | None = None
         """Report of the `stream_context` that filled this cache; None: nothing was streamed."""
-        self.shared = Shared(self.config, Storage(self.config, path, device_type(inner)))
+        self.shared = Shared(self.config, Storage(self.config, path, device_type(inner), where))
         self.storage = self.shared.storage
         self.timeline = self.storage.timeline
         self.watches_blocks = True
@@ -318,7 +316,7 @@ class OffloadCache(Cache):
 
     @property
     def host_bytes(self) -> int:
-        """The part of `memory_bytes` that budgets do not count: see `OffloadConfig.records_apart`."""
+        """The part of `memory_bytes` that budgets do not count: see `host_side`."""
         self.contents.account_live()
         return self.storage.account.apart
 
@@ -389,7 +387,8 @@ class OffloadCache(Cache):
         at_least(max_context=max_context, max_batch=max_batch)
         if (why := no_place(model)) is not None:
             raise UnsupportedModelError(why)
-        geometry, fields = Geometry.of(model), resolve_engine(fields, path)
+        geometry = Geometry.of(model)
+        fields = cls.choose_store(geometry, max_context, max_batch, fields, path)
         limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
         config = cls.fit(geometry, limit, max_context, max_batch, fields, goal)
         plan, cache = cls.plan(geometry, config, max_context, max_batch), cls(model, path=path, config=config)
@@ -398,6 +397,8 @@ class OffloadCache(Cache):
             for note in [*missed_goal(cls, goal, config, fields), *cls.notes(plan, config, geometry, fields)]:
                 cache.warn(note)
         return cache
+
+    choose_store = classmethod(choose_store)
 
     @classmethod
     def missing(cls) -> str | None:

@@ -11,7 +11,7 @@ from ..config import OffloadConfig, parse_size
 from ..fetch.areas import Staging
 from ..fetch.write_queue import WriteQueue
 from ..history.records import RecordFormat, latest_tokens
-from ..memory.account import RECORDS
+from ..memory.account import RECORDS, host_side
 from ..memory.fit import Search
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..model.geometry import Geometry, LayerShape
@@ -123,7 +123,7 @@ def plan_cache(
         read = [each.get("stream buffers", 0) + each.get("staging", 0) for each in (held.prefill, held.decode)]
         held = held + Planned(*({RECORDS: nbytes // sides} for nbytes in read))
     on_disk = 0 if config.engine == "memory" else store_bytes
-    apart = RECORDS if config.records_apart else None
+    apart = host_side(geometry.device, config.records_apart)
     return MemoryPlan.of(held, on_disk, geometry.full_kv_bytes(context, batch), geometry.weight_bytes, apart)
 
 

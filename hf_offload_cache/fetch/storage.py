@@ -15,7 +15,7 @@ import torch
 
 from ..config import OffloadConfig, parse_size
 from ..errors import StalledError
-from ..memory.account import RECORDS, MemoryAccount
+from ..memory.account import MemoryAccount, host_side
 from ..memory.dry_run import DryRun
 from ..memory.plan import LayerPlan
 from ..report.counters import Counters
@@ -60,8 +60,9 @@ class DryStorage:
 class Storage:
     """Made and closed by the cache; used by the thread that runs the model. A forked child can only close it.
 
-    `device_type`: of the device that attention runs on. Raises `StoreError` if `path` cannot contain the stores,
-    `ConfigError` if `trace` cannot be written, and `EncryptionKeyError`; nothing is left behind then.
+    `device_type`: of the device that attention runs on; `where`: added to the description. Raises `StoreError` if
+    `path` cannot contain the stores, `ConfigError` if `trace` cannot be written, and `EncryptionKeyError`; nothing is
+    left behind then.
 
     Attributes:
         directory, engine, description: the folder, how records are read, and the reason.
@@ -74,14 +75,17 @@ class Storage:
         pinned: stores in host memory are pinned, so that a GPU reads them by itself.
     """
 
-    def __init__(self, config: OffloadConfig, path: str | Path | None, device_type: str = "cpu") -> None:
+    def __init__(
+        self, config: OffloadConfig, path: str | Path | None, device_type: str = "cpu", where: str | None = None
+    ) -> None:
         self.process = Process()
         self.pinned = device_type == "cuda"
         self.key = None if config.encryption_key is None else load_key(config.encryption_key)
         self.directory = Path(tempfile.gettempdir() if path is None else path).absolute()
-        self.engine, self.description = choose_engine(config.engine, self.directory)
+        self.engine, reason = choose_engine(config.engine, self.directory)
+        self.description = reason if where is None else f"{reason}; {where}"
         limit = None if config.memory is None else parse_size(config.memory, "memory")
-        self.account = MemoryAccount(limit, [RECORDS] if config.records_apart else [])
+        self.account = MemoryAccount(limit, host_side(device_type, config.records_apart))
         self.counters = Counters()
         self.timeline: Timeline = NO_TIMELINE
         if config.trace is not None:

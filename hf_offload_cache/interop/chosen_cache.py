@@ -13,7 +13,6 @@ from ..model.config_values import config_value
 from ..model.geometry import Geometry
 from ..model.place import inner_model, nothing_to_offload
 from ..registry import cache_class
-from ..stores.engines import resolve_engine
 from ..tuning.which_cache import compare_plans, identity_of, measured_caches, not_measured, which_cache
 
 
@@ -60,9 +59,8 @@ def offload_cache(
     geometry = Geometry.of(model)
     full = geometry.full_kv_bytes(max_context, max_batch)
     limit = parse_memory(memory, full)
-    resolved = resolve_engine(fields, path)
     fastest = "speed" if goal == "speed" else None
-    plans = compare_plans(geometry, limit, max_context, max_batch, resolved, installed=True, goal=fastest)
+    plans = compare_plans(geometry, limit, max_context, max_batch, fields, installed=True, goal=fastest, path=path)
     cells = measured_caches(measured, None if measured is None else identity_of(model), fields)
     chosen = which_cache(plans, cells, limit / full, max_context, goal, hint)
     cache: OffloadCache = cache_class(chosen.name)(model, path=path, config=chosen.plan.config)
@@ -74,7 +72,8 @@ def offload_cache(
             cache.why += f"\n{needless}"
         if measured is None and cells and fields:
             try:
-                usual = type(cache).fit(geometry, limit, max_context, max_batch, resolve_engine({}, path), fastest)
+                engine = cache.choose_store(geometry, max_context, max_batch, {}, path)
+                usual = type(cache).fit(geometry, limit, max_context, max_batch, engine, fastest)
             except BudgetError:
                 usual = type(cache.config)()
             if others := not_measured(fields, usual):

@@ -80,6 +80,12 @@ SLOTS = "reuse slots"
 """Owner of the entries that stay resident after they were read."""
 
 
+def host_side(device_type: str, records_apart: bool) -> frozenset[str]:
+    """Owners that are not within the limit `memory`: records, if attention runs on a CUDA device, which has memory of
+    its own, or if a configuration has `records_apart`."""
+    return frozenset([RECORDS] if device_type == "cuda" or records_apart else [])
+
+
 class Spare(Protocol):
     """An owner of memory that it can read again: copies of stored data."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -85,16 +85,18 @@ class MemoryPlan:
     full_kv_bytes: int
     weight_bytes: int
     host_bytes: int = 0
-    """Records in host memory that budgets do not count: see `OffloadConfig.records_apart`."""
+    """Memory of the owners that budgets do not count: see `host_side`."""
 
     @classmethod
     def of(
-        cls, planned: Planned, disk_bytes: int, full_kv_bytes: int, weight_bytes: int, apart: str | None = None
+        cls, planned: Planned, disk_bytes: int, full_kv_bytes: int, weight_bytes: int, apart: Container[str] = ()
     ) -> Self:
-        """The sum over all owners, except the one that is `apart`."""
+        """The sum over all owners, except those that are `apart`."""
         both = planned.prefill, planned.decode
-        host = 0 if apart is None else max(each.get(apart, 0) for each in both)
-        prefill, decode = ({owner: held for owner, held in each.items() if held and owner != apart} for each in both)
+        host = max(sum(held for owner, held in each.items() if owner in apart) for each in both)
+        prefill, decode = (
+            {owner: held for owner, held in each.items() if held and owner not in apart} for each in both
+        )
         return cls(prefill, decode, disk_bytes, full_kv_bytes, weight_bytes, host)
 
     @property

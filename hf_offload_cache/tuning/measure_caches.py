@@ -163,7 +163,7 @@ def measure_caches(
     full, free = geometry.full_kv_bytes(held, 1), free_memory(geometry.device)
     used, room = resolve_engine(fields, path), None if free is None else free // 2
     limit = parse_memory(memory, full)
-    plans = compare_plans(geometry, limit, held, 1, used, installed=True)
+    plans = compare_plans(geometry, limit, held, 1, fields, installed=True, path=path)
     refused = [f"{one.name}: {one.refused}" for one in plans if one.plan is None]
     fitting = {one.name: one for one in plans if one.plan is not None}
     if not fitting:
@@ -172,7 +172,8 @@ def measure_caches(
     for name, one in fitting.items():
         cls: Any = cache_class(name)
         contenders[name] = Contender(inner, functools.partial(cls, inner, path=path, config=one.config))
-        needs[name] = one.plan.peak_bytes + one.plan.host_bytes  # type: ignore[union-attr]
+        assert one.plan is not None
+        needs[name] = one.plan.peak_bytes + (0 if geometry.device == "cuda" else one.plan.host_bytes)
     if room is None or full <= room:
         plain = without_seams(inner)
         whole = Contender(plain, lambda: contextlib.nullcontext(dynamic_cache(plain)))

@@ -49,7 +49,7 @@ class ComparedPlan:
 
 def compare_plans(
     geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any],
-    installed: bool = False, goal: str | None = None,
+    installed: bool = False, goal: str | None = None, path: str | Path | None = None,
 ) -> list[ComparedPlan]:  # fmt: skip
     """Plans of all caches, in the order of the registry.
 
@@ -58,6 +58,7 @@ def compare_plans(
         fields: fields for all caches.
         installed: refuse caches that lack a package here.
         goal: "speed": each with its fastest fields; None: with those that it usually chooses.
+        path: the folder on the disk; None: the temporary one.
 
     Raises `ConfigError` for a field that one of them lacks.
     """
@@ -68,18 +69,19 @@ def compare_plans(
         if installed and (missing := cache_class(name).missing()) is not None:
             plans.append(ComparedPlan(name, None, None, missing, (), None, None))
             continue
-        plans.append(_planned(name, geometry, memory, context, batch, fields, goal))
+        plans.append(_planned(name, geometry, memory, context, batch, fields, goal, path))
     return plans
 
 
 def _planned(
     name: str, geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any],
-    goal: str | None,
+    goal: str | None, path: str | Path | None,
 ) -> ComparedPlan:  # fmt: skip
     from ..config import SelectiveConfig
     from ..registry import cache_class
 
     cls = cache_class(name)
+    fields = cls.choose_store(geometry, context, batch, fields, path)
     try:
         if memory is None:
             config = cls.config_class.load(None, fields)

@@ -93,5 +93,5 @@ def test_the_worst_moment_of_a_plan() -> None:
 
 def test_what_is_apart_is_in_no_sum() -> None:
     held = Planned({"a": 5, "stored": 30}, {"a": 3, "stored": 40})
-    plan = MemoryPlan.of(held, disk_bytes=0, full_kv_bytes=50, weight_bytes=70, apart="stored")
+    plan = MemoryPlan.of(held, disk_bytes=0, full_kv_bytes=50, weight_bytes=70, apart={"stored"})
     assert (plan.prefill, plan.decode, plan.peak_bytes, plan.host_bytes) == ({"a": 5}, {"a": 3}, 5, 40)
