@@ -99,7 +99,8 @@ class OffloadConfig:
     stored_format: ClassVar[tuple[str, ...]] = ("group_size",)
     """Fields that the stored format fixes: a context cannot be opened with another value."""
     of_a_run: ClassVar[tuple[str, ...]] = (
-        "memory", "max_context", "max_batch", "candidates", "trace", "engine", "verify", "io_timeout", "encryption_key",
+        "memory", "host_memory", "max_context", "max_batch", "candidates", "trace", "engine", "verify", "io_timeout",
+        "encryption_key",
     )  # fmt: skip
     """Fields of a machine or a run, which a context does not store. Those that are in `stored_format` too are stored in
     the layers' states, and cannot be given when a context is opened."""
@@ -129,7 +130,12 @@ class OffloadConfig:
     """Maximum bytes waiting to be written; `update` blocks until there is room. With `memory`, while steps select, at
     most one unit of each layer, or two of one layer."""
     memory: int | str | None = None
-    """Memory limit of the cache, in bytes or as "300MiB". A step that would exceed it raises `BudgetError`."""
+    """Memory limit of the cache, in bytes or as "300MiB". A step that would exceed it raises `BudgetError`. With a
+    model on a GPU it limits device memory."""
+    host_memory: int | str | None = None
+    """With a model on a GPU: limit of the host memory, in bytes or as "64GiB", for records, host slots, tables, and
+    buffers of reads and writes. A step that would exceed it raises `BudgetError`. With a model on a CPU it raises
+    `ConfigError`, because `memory` limits everything there."""
     max_context: int | None = None
     """Maximum tokens per sequence; a step that would exceed it raises `BudgetError`. None: no limit."""
     max_batch: int | None = None
@@ -167,6 +173,8 @@ class OffloadConfig:
             raise ConfigError(f"write_queue must be at least 64KiB, got {self.write_queue!r}: use '64KiB'")
         if self.memory is not None and parse_size(self.memory, "memory") < 1:
             raise ConfigError(f"memory must be at least one byte, got {self.memory!r}: see `hf-offload-cache plan`")
+        if self.host_memory is not None and parse_size(self.host_memory, "host_memory") < 1:
+            raise ConfigError(f"host_memory must be at least one byte, got {self.host_memory!r}: use '64GiB'")
         for name in ("max_context", "max_batch"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)

@@ -19,6 +19,8 @@ class BudgetError(ValueError):
 
     needed: int | None = None
     """Bytes that would be enough, if a plan found them."""
+    of_host: bool = False
+    """They are of host memory, with a model on a GPU: `memory` is enough."""
 
 
 class UnsupportedModelError(ValueError):

@@ -41,6 +41,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str, Any]] = [
     ("num_selected", 0, "at least 1", 1),
     ("reuse_capacity", -5, "at least 0", 0),
     ("rank", 0, "at least 1", 1),
+    ("host_memory", 0, "at least one byte", "64GiB"),
 ]
 
 

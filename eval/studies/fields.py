@@ -43,7 +43,7 @@ OWN: dict[str, Values] = {
         "dense_chunk_size": (16, 64),
         "resident_layers": (0,),
         "compress": (0.5, 1.0),
-        "host_memory": ("8MiB", "32MiB"),
+        "host_slots": ("8MiB", "32MiB"),
         "entry_bits": (8,),
     },
     "cluster": {

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import OffloadConfig, parse_memory
+from ..config import OffloadConfig, parse_memory, parse_size
 from ..errors import ConfigError, ContextError, shown
 from ..model.geometry import Geometry
 from .manifest import Manifest
@@ -107,14 +107,15 @@ def opened_config(
     geometry = Geometry.of(model)
     context = fields.get("max_context") or manifest.tokens + _SPARE_TOKENS
     batch = fields.get("max_batch") or manifest.batch
-    engine = cls.choose_store(geometry, context, batch, {**saved, **fields}, path)["engine"]
+    engine = cls.choose_store(geometry, (None, context, batch), {**saved, **fields}, path)["engine"]
     fields = {**fields, "engine": engine}
     limit = parse_memory(memory, geometry.full_kv_bytes(context, batch))
     limits = {"memory": limit, "max_context": context, "max_batch": batch}
     for usual in ({}, {"candidates": False}):  # that a small budget has none is not stored
         config = config_class.load(None, {**saved, **usual, **fields, **limits})
         plan, given = cls.plan(geometry, config, context, batch), {**saved, **fields}
-        if plan.peak_bytes <= limit:
+        host = config.host_memory
+        if plan.peak_bytes <= limit and (host is None or plan.host_bytes <= parse_size(host)):
             break
     else:
         given = {**cls.stored_fields(config_class.load(None, saved), geometry), **fields}

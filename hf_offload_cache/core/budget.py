@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -142,15 +143,21 @@ def _check_model(made_for: dict[str, str], path: Path, model: Any) -> None:
 
 def check_budget(config: OffloadConfig, model: PreTrainedModel, plan: Callable[..., MemoryPlan]) -> None:
     """Raise `BudgetError` if a configuration's limits do not fit its budget. `plan`: the cache class's."""
-    memory, context, batch = config.memory, config.max_context, config.max_batch
-    if memory is None or context is None or batch is None:
+    context, batch = config.max_context, config.max_batch
+    if (config.memory is None and config.host_memory is None) or context is None or batch is None:
         return
-    peak = plan(Geometry.of(model), config, context, batch).peak_bytes
-    if peak > parse_size(memory, "memory"):
-        raise BudgetError(
-            f"memory is {parse_size(memory):,} bytes, and {batch} x {context:,} tokens can take {peak:,} with "
-            "these fields: raise memory, or let for_budget() choose the fields"
-        )
+    planned = plan(Geometry.of(model), config, context, batch)
+    kinds = (" of device memory", " of host memory") if planned.device == "cuda" else ("", "")
+    for name, peak, kind, advice in (
+        ("memory", planned.peak_bytes, kinds[0], "let for_budget() choose the fields"),
+        ("host_memory", planned.host_bytes, kinds[1], "lower max_context or max_batch"),
+    ):
+        limit = getattr(config, name)
+        if limit is not None and peak > parse_size(limit, name):
+            raise BudgetError(
+                f"{name} is {parse_size(limit):,} bytes, and {batch} x {context:,} tokens can take {peak:,}{kind} with "
+                f"these fields: raise {name}, or {advice}"
+            )
 
 
 def notes_of(
@@ -212,15 +219,34 @@ _LIMITS_UNKNOWN = "records go to host memory if max_context and max_batch are gi
 
 
 def choose_store(
-    cls: Any, geometry: Geometry, context: int, batch: int, fields: dict[str, Any], path: str | Path | None
-) -> dict[str, Any]:
-    """`fields` of a cache class with engine "auto" resolved, for `batch` sequences of `context` tokens: "memory" for a
-    model on a GPU whose records fit into host memory; otherwise the engine that reads files in the folder `path`."""
+    cls: Any, geometry: Geometry, limits: tuple[int | None, int, int], fields: dict[str, Any],
+    path: str | Path | None, goal: str | None = None, here: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """`fields` of a cache class with engine "auto" resolved, for `limits` (memory or None, context, batch).
+
+    "auto" is "memory" for a model on a GPU whose records fit into host memory; otherwise it is the engine that reads
+    files in the folder `path`. With a memory, the records are those of the fields that `fit_goal` chooses for it.
+    Unless the machine is `here`, only `host_memory` says what it has, and "auto" stays if that is not enough. Raises
+    `ConfigError` for a `host_memory` of a model on a CPU."""
+    _check_host_memory(fields.get("host_memory"), geometry.device)
     if fields.get("engine", "auto") == "auto" and geometry.device == "cuda":
-        in_memory = {**fields, "engine": "memory"}
-        if _has_host_room(cls, geometry, cls.config_class.load(None, in_memory), context, batch)[0]:
-            return in_memory
-    return resolve_engine(fields, path)
+        in_memory, (memory, context, batch) = {**fields, "engine": "memory"}, limits
+        with contextlib.suppress(BudgetError):
+            config = cls.config_class.load(None, in_memory)
+            if memory is not None:
+                config = cls.fit(geometry, memory, context, batch, in_memory, goal)
+            if _has_host_room(cls, geometry, config, context, batch, here)[0]:
+                return in_memory
+    return resolve_engine(fields, path) if here else fields
+
+
+def _check_host_memory(host_memory: int | str | None, device: str) -> None:
+    """Raise `ConfigError` for a limit of the host side if there is none."""
+    if host_memory is not None and device != "cuda":
+        raise ConfigError(
+            f"host_memory={host_memory!r} is a limit for a model on a GPU, and this one is on a CPU, where memory "
+            "limits everything: leave host_memory out"
+        )
 
 
 def configured(
@@ -231,7 +257,8 @@ def configured(
     For a model on a GPU, engine "auto" is "memory" if limits are given for which the records fit into host memory, and
     the text, for the report, says how much of it they need."""
     given, where = load_config(cls.config_class, config, fields, model), None
-    if device_type(model) == "cuda":
+    _check_host_memory(given.host_memory, device := device_type(model))
+    if device == "cuda":
         context, batch, automatic = given.max_context, given.max_batch, given.engine == "auto"
         if context is not None and batch is not None and (unknown := unknown_shapes(model)) is None:
             in_memory = load_config(cls.config_class, config, {**fields, "engine": "memory"}, model)
@@ -244,19 +271,25 @@ def configured(
     return given, where
 
 
-def _has_host_room(cls: Any, geometry: Geometry, config: OffloadConfig, context: int, batch: int) -> tuple[bool, str]:
-    """Whether the records of a cache with engine "memory" fit into this machine's host memory, and the figures."""
+def _has_host_room(
+    cls: Any, geometry: Geometry, config: OffloadConfig, context: int, batch: int, here: bool = True
+) -> tuple[bool, str]:
+    """Whether a cache with engine "memory" fits into host memory, and the figures. What may be used is its
+    `host_memory`, or a share of what this machine has available."""
     try:
         plan: MemoryPlan = cls.plan(geometry, config, context, batch)
     except NotImplementedError:  # a method that does not declare its memory
         return False, f"it is not known how much host memory the records of {cls.__name__} need"
-    free = free_memory()
-    if free is None:
+    free = free_memory() if here else None
+    if config.host_memory is not None:
+        limit = parse_size(config.host_memory, "host_memory")
+        room, words = (limit, "host_memory") if free is None or limit <= free else (free, "all that is available")
+    elif free is not None:
+        room, words = math.floor(HOST_SHARE * free), f"{HOST_SHARE} of what is available"
+    else:
         return False, "it is not known how much host memory is free"
-    room = math.floor(HOST_SHARE * free)
     return plan.host_bytes <= room, (
-        f"the records need {size_text(plan.host_bytes)}, and {size_text(room)} of host memory may be used, "
-        f"{HOST_SHARE.numerator}/{HOST_SHARE.denominator} of what is available"
+        f"records in host memory need {size_text(plan.host_bytes)} of it, and {size_text(room)} may be used ({words})"
     )
 
 
@@ -389,7 +422,7 @@ def fit_goal(
             return config
     try:
         if last is None:
-            raise min(refused, key=lambda error: error.needed or 1 << 62)
+            raise min(refused, key=lambda error: (not error.of_host, error.needed or 1 << 62))
     finally:
         refused.clear()  # an error that this frame holds would hold the frame, and its callers
     return last

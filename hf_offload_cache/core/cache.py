@@ -318,7 +318,7 @@ class OffloadCache(Cache):
     def host_bytes(self) -> int:
         """The part of `memory_bytes` that budgets do not count: see `host_side`."""
         self.contents.account_live()
-        return self.storage.account.apart
+        return self.storage.account.host_bytes
 
     @property
     def disk_bytes(self) -> int:
@@ -388,8 +388,8 @@ class OffloadCache(Cache):
         if (why := no_place(model)) is not None:
             raise UnsupportedModelError(why)
         geometry = Geometry.of(model)
-        fields = cls.choose_store(geometry, max_context, max_batch, fields, path)
         limit = parse_memory(memory, geometry.full_kv_bytes(max_context, max_batch))
+        fields = cls.choose_store(geometry, (limit, max_context, max_batch), fields, path, goal)
         config = cls.fit(geometry, limit, max_context, max_batch, fields, goal)
         plan, cache = cls.plan(geometry, config, max_context, max_batch), cls(model, path=path, config=config)
         cache.given = frozenset(fields)

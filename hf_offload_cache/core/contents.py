@@ -301,6 +301,7 @@ class Contents:
             self._renew_kept(model)
         self._cropped = None
         self.tokens.truncate(0)
+        self.account_live()
 
     def _renew_kept(self, model: PreTrainedModel) -> None:
         """Replace transformers' own layers, which would keep their states' batch size, by new ones."""

@@ -318,7 +318,7 @@ class OffloadLayer(CacheLayerMixin):
         """Make all parts as large as `context` tokens a row can make them, in a dry run. A method with more parts
         extends this, for steps that select."""
         self.rehearse_history(run, kind, context)
-        run.passes("stream buffers", decode=stream_bytes(kind, self.config))
+        run.stages("stream buffers", decode=stream_bytes(kind, self.config))
 
     def rehearse_history(self, run: DryRun, kind: LayerKind, context: int) -> None:
         """Rehearse the history, its stores, and the buffers that a prefill streams it through."""
@@ -327,7 +327,7 @@ class OffloadLayer(CacheLayerMixin):
         self.history.rehearse(run, context)
         run.keeps("tables", self.history.tables_nbytes)
         run.keeps(RECORDS, sum(store.memory_bytes for store in self.shared.storage.stores))
-        run.passes("stream buffers", prefill=stream_bytes(kind, self.config))
+        run.stages("stream buffers", prefill=stream_bytes(kind, self.config))
         run.passes("unpacked entries", prefill=unpacking_bytes(kind.form, kind.rows * streamed(kind, self.config)))
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:

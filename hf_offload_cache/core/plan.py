@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import OffloadConfig, parse_size
-from ..fetch.areas import Staging
 from ..fetch.write_queue import WriteQueue
 from ..history.records import RecordFormat, latest_tokens
 from ..memory.account import RECORDS, host_side
@@ -68,8 +67,8 @@ def streamed(kind: LayerKind, config: OffloadConfig) -> int:
 
 
 def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
-    """Bytes of the two buffers that a history is streamed through."""
-    return 2 * kind.rows * streamed(kind, config) * kind.form.record_bytes * Staging.sides(kind.device)
+    """Bytes of the two buffers that a history is streamed through, without their copy in host memory: see `staged`."""
+    return 2 * kind.rows * streamed(kind, config) * kind.form.record_bytes
 
 
 def decoding_queue(write_queue: int, units: Iterable[int]) -> int:
@@ -119,12 +118,12 @@ def plan_cache(
     )
     held = Planned.sum_of([(held, 1), (planned, 1), (outside_layers, 1)])
     if config.engine == "mapped":  # pages that were requested and not yet released
-        sides = Staging.sides(geometry.device)
         read = [each.get("stream buffers", 0) + each.get("staging", 0) for each in (held.prefill, held.decode)]
-        held = held + Planned(*({RECORDS: nbytes // sides} for nbytes in read))
+        held = held + Planned(*({RECORDS: nbytes} for nbytes in read))
     on_disk = 0 if config.engine == "memory" else store_bytes
-    apart = host_side(geometry.device, config.records_apart)
-    return MemoryPlan.of(held, on_disk, geometry.full_kv_bytes(context, batch), geometry.weight_bytes, apart)
+    host = host_side(geometry.device, config.records_apart)
+    sizes = on_disk, geometry.full_kv_bytes(context, batch), geometry.weight_bytes
+    return MemoryPlan.of(held, *sizes, host, geometry.device)
 
 
 def search(
@@ -142,7 +141,9 @@ def search(
     records = [(form.record_bytes, form.group_size) for form in forms]
     full = geometry.full_kv_bytes(*limits[1:])
 
-    def peak_of(config: OffloadConfig) -> int:
-        return plan(geometry, config, *limits[1:]).peak_bytes
+    def plan_of(config: OffloadConfig) -> MemoryPlan:
+        return plan(geometry, config, *limits[1:])
 
-    return Search(config_class, peak_of, records, *limits, {**of_goal, **fields}, full, frozenset(fields))
+    host_memory = None if settings.host_memory is None else parse_size(settings.host_memory)
+    sides = geometry.device, host_memory
+    return Search(config_class, plan_of, records, *limits, {**of_goal, **fields}, full, frozenset(fields), *sides)

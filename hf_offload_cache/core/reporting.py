@@ -26,6 +26,7 @@ def report_of(cache: Any) -> CacheReport:
         counters=storage.counters,
         stores=storage.stores,
         store=storage.description,
+        device="cuda" if storage.pinned else "cpu",
         layers=states,
         warnings=[*cache.warnings, *_notes(cache)],
     )

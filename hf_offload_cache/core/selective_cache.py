@@ -239,7 +239,9 @@ class SelectiveCache(OffloadCache):
         is held now counts too: some of it was allocated for the longest context."""
         config = replace(self.config, reuse_capacity=self.config.reuse_capacity + lent)
         planned = self.plan(geometry, config, self._lent_for[1], self._lent_for[0]).decode
-        held = {**self.storage.account.by_owner, SLOTS: 0, "stream buffers": 0, RECORDS: 0}
+        account = self.storage.account
+        held = {owner: nbytes for owner, nbytes in account.by_owner.items() if owner not in account.host}
+        held |= {SLOTS: 0, "stream buffers": 0, RECORDS: 0}
         return sum(max(held.get(owner, 0), planned.get(owner, 0)) for owner in {*held, *planned})
 
     def _room_for_slots(self, context: int) -> tuple[int, int]:
@@ -256,10 +258,12 @@ class SelectiveCache(OffloadCache):
         planned, _ = LayerPlan.of_layers(((plan, count) for plan, count, _ in plans), Planned())
         usual = [(plan, count) for plan, count, config in plans if config.reuse_capacity <= self.config.reuse_capacity]
         slots = sum(plan.own.decode.get(SLOTS, 0) * count for plan, count in usual)
-        apart = {*planned.decode, RECORDS, "stream buffers", "write queue", "layers not offloaded"}
+        host = {RECORDS, *self.storage.account.host}
+        selecting = sum(held for owner, held in planned.decode.items() if owner not in host)
+        apart = {*planned.decode, *host, "stream buffers", "write queue", "layers not offloaded"}
         others = sum(held for owner, held in self.storage.account.by_owner.items() if owner not in apart)
         full = sum(layer.full_bytes for layer in self.offloaded)  # state that is not offloaded is on both sides
-        return full - others - sum(planned.decode.values()) + planned.decode.get(RECORDS, 0) + slots, slots
+        return full - others - selecting + slots, slots
 
     def wants_blocks(self) -> bool:
         """Also while the look-ahead runs: it has learned enough when the other way is tried."""

@@ -221,7 +221,7 @@ class SelectiveLayer(OffloadLayer):
         whole = widest if waiting else 0  # complete units are copied too if other entries follow them
         area = rows * min(records, soon) * form.record_bytes
         whole = kept if self.widens(context) else whole
-        self.selecting.areas.rehearse(run, area, (view, widest), (kept, whole), kind.device)
+        self.selecting.areas.rehearse(run, area, (view, widest), (kept, whole))
 
     # --- memory ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..kernels.on_a_device import to_device
-from ..memory.account import MemoryAccount
+from ..memory.account import MemoryAccount, staged
 from ..memory.dry_run import DryRun
 from ..stores.base import DEVICE_BLOCK, aligned_empty, pinned_empty
 from .choice import Extents
@@ -78,8 +78,8 @@ class Outgoing:
 class Staging:
     """Bytes of host memory to read into, and on CUDA as many bytes of device memory; seen as rows of any size.
 
-    The bytes are booked in `account` under `owner` until `release`. For the thread that runs the model. Raises
-    `BudgetError`, with nothing booked.
+    The bytes are booked in `account` under `owner` until `release`, and on CUDA those in host memory under its second
+    name: see `staged`. For the thread that runs the model. Raises `BudgetError`, with nothing booked.
     """
 
     def __init__(self, nbytes: int, device: torch.device, account: MemoryAccount, owner: str) -> None:
@@ -87,9 +87,9 @@ class Staging:
         self._cuda = device.type == "cuda"
         self.device = device
         self._account = account
-        self._owner = owner
-        self._held_bytes = nbytes * self.sides(device.type)
-        account.hold(owner, self._held_bytes)
+        self._owners = staged(owner, device.type)
+        account.hold_all(self._owners, nbytes)
+        self._held_bytes = nbytes
         self._host = aligned_empty(1, nbytes, pinned=self._cuda)[0]
         self._device = self._host
         self._payloads: dict[tuple[int, int, torch.dtype], ByteRows] = {}
@@ -98,11 +98,6 @@ class Staging:
                 self._device = torch.empty_like(self._host, device=device)
             self._stream = torch.cuda.Stream(device)
             self._copied = torch.cuda.Event()
-
-    @staticmethod
-    def sides(device_type: str) -> int:
-        """Number of copies of each byte read: one in host memory, and on CUDA one on the device too."""
-        return 2 if device_type == "cuda" else 1
 
     def fits(self, nbytes: int, device: torch.device) -> bool:
         """Whether there is room for `nbytes` on their way to `device`."""
@@ -156,7 +151,8 @@ class Staging:
         self._payloads = {}
         self._host = self._device = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.nbytes = 0
-        self._account.release(self._owner, self._held_bytes)
+        for owner in self._owners:
+            self._account.release(owner, self._held_bytes)
         self._held_bytes = 0
 
 
@@ -249,15 +245,14 @@ class Areas:
         """The view's contents, if their fetcher may use them again; None after the next `view`."""
 
     def rehearse(
-        self, run: DryRun, area_bytes: int, view_bytes: tuple[int, int], kept_bytes: tuple[int, int], device_type: str
+        self, run: DryRun, area: int, view_bytes: tuple[int, int], kept_bytes: tuple[int, int]
     ) -> None:
-        """Declare areas of `area_bytes` (one for missing records and those for prefetches), the view, and the kept
+        """Declare areas of `area` bytes (one for missing records and those for prefetches), the view, and the kept
         entries. Counts a usual step or a wider one, which prefetches nothing, whichever is larger."""
-        area = area_bytes * Staging.sides(device_type)
         usual = {"staging": (1 + self._most_ahead) * area, "selection": view_bytes[0], "kept": kept_bytes[0]}
         wider = {"staging": area, "selection": view_bytes[1], "kept": kept_bytes[1]}
         for owner, nbytes in max(usual, wider, key=lambda held: sum(held.values())).items():
-            run.passes(owner, decode=nbytes, together=True)
+            (run.stages if owner == "staging" else run.passes)(owner, decode=nbytes, together=True)
 
     def borrow(self, nbytes: int, device: torch.device) -> Staging:
         """An area of at least `nbytes` for `device`. Raises `BudgetError`."""
@@ -280,7 +275,7 @@ class Areas:
             if area.nbytes >= nbytes and area.device == device:
                 break
         else:
-            if not self._account.has_room(nbytes * Staging.sides(device.type)):
+            if not all(self._account.has_room(nbytes, owner) for owner in staged("staging", device.type)):
                 return None
         area = self.borrow(nbytes, device)
         self._lent += 1

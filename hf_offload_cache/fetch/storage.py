@@ -85,7 +85,8 @@ class Storage:
         self.engine, reason = choose_engine(config.engine, self.directory)
         self.description = reason if where is None else f"{reason}; {where}"
         limit = None if config.memory is None else parse_size(config.memory, "memory")
-        self.account = MemoryAccount(limit, host_side(device_type, config.records_apart))
+        host_limit = None if config.host_memory is None else parse_size(config.host_memory, "host_memory")
+        self.account = MemoryAccount(limit, host_limit, host_side(device_type, config.records_apart))
         self.counters = Counters()
         self.timeline: Timeline = NO_TIMELINE
         if config.trace is not None:
@@ -116,7 +117,8 @@ class Storage:
 
     def _new_store(self, record_bytes: int, name: str) -> FreezableStore:
         guard = make_guard(self.key, self._verify)
-        return open_store(self.engine, self.directory, record_bytes, name, self.ring, guard, pinned=self.pinned)
+        account = self.account if self.pinned else None
+        return open_store(self.engine, self.directory, record_bytes, name, self.ring, guard, account)
 
     def layer_store(self, parts: Sequence[FreezableStore], record_bytes: int, name: str) -> Store:
         """A store over the frozen `parts`, which it owns; new records go to a store of its own."""
@@ -262,7 +264,7 @@ class Storage:
         """Restart all figures of the report."""
         self.counters = Counters(flight_seen=self.prefetcher.seconds_in_flight)
         self._units_seen = (0, 0, 0)
-        self.account.peak = self.account.current
+        self.account.reset_peaks()
         for store in self.stores:
             store.bytes_read = store.bytes_written = store.reads = 0
 

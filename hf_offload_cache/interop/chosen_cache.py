@@ -72,7 +72,7 @@ def offload_cache(
             cache.why += f"\n{needless}"
         if measured is None and cells and fields:
             try:
-                engine = cache.choose_store(geometry, max_context, max_batch, {}, path)
+                engine = cache.choose_store(geometry, (limit, max_context, max_batch), {}, path, fastest)
                 usual = type(cache).fit(geometry, limit, max_context, max_batch, engine, fastest)
             except BudgetError:
                 usual = type(cache.config)()

@@ -80,10 +80,26 @@ SLOTS = "reuse slots"
 """Owner of the entries that stay resident after they were read."""
 
 
+HOST_SLOTS = "host slots"
+"""Owner of entries in host memory besides the device's slots."""
+
+
+def staged(owner: str, device_type: str) -> tuple[str, ...]:
+    """Owners of memory that reads fill: on CUDA as many bytes lie on the device, as `owner`, and in host memory."""
+    return (owner, f"{owner}, host") if device_type == "cuda" else (owner,)
+
+
+_ON_THE_HOST = frozenset(
+    {RECORDS, HOST_SLOTS, "tables", "token ids", "write queue", "stalled reads", "io ring", "timeline", "saving"}
+    | {staged(owner, "cuda")[1] for owner in ("staging", "stream buffers")}
+)
+
+
 def host_side(device_type: str, records_apart: bool) -> frozenset[str]:
-    """Owners that are not within the limit `memory`: records, if attention runs on a CUDA device, which has memory of
-    its own, or if a configuration has `records_apart`."""
-    return frozenset([RECORDS] if device_type == "cuda" or records_apart else [])
+    """Owners that `host_memory` limits, and not `memory`. If attention runs on a CUDA device: those of host memory; an
+    owner with some memory on both sides counts as the device's. Otherwise none, or records, if a configuration has
+    `records_apart`."""
+    return _ON_THE_HOST if device_type == "cuda" else frozenset([RECORDS] if records_apart else [])
 
 
 class Spare(Protocol):
@@ -100,20 +116,25 @@ class MemoryAccount:
     Each owner of an allocation calls `hold` *before* it allocates and `release` after it freed.
 
     Args:
-        limit: maximum bytes in use; None: no limit.
-        apart: owners whose bytes the limit does not count.
+        limit: maximum bytes in use, without those of the host side; None: no limit.
+        host_limit: maximum bytes of the host side; None: no limit.
+        host: owners on the host side: see `host_side`.
 
     Attributes:
+        current, host_bytes: bytes in use, and those of the host side among them.
+        peak, host_peak: the most bytes in use at a time, without the host side's, and of the host side.
         sparing: spare memory is freed before a booking fails: see `not_sparing`.
         pressed: how often an owner freed spare memory so that a booking succeeded.
     """
 
-    def __init__(self, limit: int | None = None, apart: Iterable[str] = ()) -> None:
+    def __init__(
+        self, limit: int | None = None, host_limit: int | None = None, host: frozenset[str] = frozenset()
+    ) -> None:
         self._lock = threading.Lock()
-        self.limit, self._apart = limit, frozenset(apart)
+        self.limit, self.host_limit, self.host = limit, host_limit, host
         self.by_owner: Counter[str] = Counter()
-        self.current = 0
-        self.peak = 0
+        self.current = self.host_bytes = 0
+        self.peak = self.host_peak = 0
         self.pressed = 0
         self._spare: list[weakref.ref[Spare]] = []
         self.sparing = True
@@ -132,43 +153,58 @@ class MemoryAccount:
         finally:
             self.sparing = before
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` more are within the limit, with nothing freed."""
-        return self.limit is None or self.current - self.apart + nbytes <= self.limit
+    def has_room(self, nbytes: int, owner: str | None = None) -> bool:
+        """Whether `nbytes` more of `owner` (None: not of the host side) are within the limit, with nothing freed."""
+        if owner in self.host:
+            return self.host_limit is None or self.host_bytes + nbytes <= self.host_limit
+        return self.limit is None or self.current - self.host_bytes + nbytes <= self.limit
 
-    @property
-    def apart(self) -> int:
-        """Bytes of `current` that the limit does not count."""
-        return sum(self.by_owner[owner] for owner in self._apart)
+    def reset_peaks(self) -> None:
+        """Begin the peaks anew."""
+        self.peak, self.host_peak = self.current - self.host_bytes, self.host_bytes
 
     def hold(self, owner: str, nbytes: int) -> None:
         """Book `nbytes` more (or less, if negative). Above the limit, owners that `spare` memory free it first, one
         after the other until there is room. Raises `BudgetError`, with nothing booked, if there is none."""
-        limited = nbytes > 0 and self.limit is not None
-        if limited and not self.has_room(nbytes) and self.sparing:
-            self._press(nbytes)
+        on_host = owner in self.host
+        limited = nbytes > 0 and (self.host_limit if on_host else self.limit) is not None
+        if limited and not self.has_room(nbytes, owner) and self.sparing:
+            self._press(nbytes, owner)
         with self._lock:
-            if limited and not self.has_room(nbytes):
-                held = ", ".join(f"{name} {size_text(part)}" for name, part in self.by_owner.most_common(3) if part)
-                raise BudgetError(
-                    f"memory: {owner} needs {nbytes:,} bytes in addition to the {self.current:,} in use ({held}), "
-                    f"above the limit of {self.limit:,}: raise memory, or let `for_budget` choose the fields"
-                )
+            if limited and not self.has_room(nbytes, owner):
+                raise self._refusal(owner, nbytes)
             self.by_owner[owner] += nbytes
             self.current += nbytes
-            if self.current > self.peak:
-                self.peak = self.current
+            if on_host:
+                self.host_bytes += nbytes
+                self.host_peak = max(self.host_peak, self.host_bytes)
+            elif self.current - self.host_bytes > self.peak:
+                self.peak = self.current - self.host_bytes
 
-    def _press(self, nbytes: int) -> None:
+    def _refusal(self, owner: str, nbytes: int) -> BudgetError:
+        on_host = owner in self.host
+        name, limit = ("host_memory", self.host_limit) if on_host else ("memory", self.limit)
+        kind = "" if HOST_SLOTS not in self.host else " of host memory" if on_host else " of device memory"
+        used = self.host_bytes if on_host else self.current - self.host_bytes
+        largest = [(one, part) for one, part in self.by_owner.most_common() if part and (one in self.host) == on_host]
+        held = ", ".join(f"{one} {size_text(part)}" for one, part in largest[:3])
+        advice = "lower max_context or max_batch" if on_host else "let `for_budget` choose the fields"
+        return BudgetError(
+            f"{name}: {owner} needs {nbytes:,} bytes{kind} in addition to the {used:,} in use ({held}), "
+            f"above the limit of {limit:,}: raise {name}, or {advice}"
+        )
+
+    def _press(self, nbytes: int, owner: str) -> None:
         """Ask for spare memory until there is room for `nbytes`; not if they exceed the limit by themselves."""
-        if self.limit is None or nbytes > self.limit:
+        limit = self.host_limit if owner in self.host else self.limit
+        if limit is None or nbytes > limit:
             return
         for reference in reversed(self._spare):
             spare, held = reference(), self.current
             if spare is not None:
                 spare.free_memory()
             self.pressed += self.current < held
-            if self.has_room(nbytes):
+            if self.has_room(nbytes, owner):
                 return
 
     def release(self, owner: str, nbytes: int) -> None:
@@ -176,6 +212,20 @@ class MemoryAccount:
         with self._lock:
             self.by_owner[owner] -= nbytes
             self.current -= nbytes
+            if owner in self.host:
+                self.host_bytes -= nbytes
+
+    def hold_all(self, owners: Iterable[str], nbytes: int) -> None:
+        """Book `nbytes` more for each of the `owners`, or nothing, as `hold` does."""
+        held = list[str]()
+        try:
+            for owner in owners:
+                self.hold(owner, nbytes)
+                held.append(owner)
+        except BaseException:
+            for owner in held:
+                self.release(owner, nbytes)
+            raise
 
     def empty(
         self, owner: str, *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -208,9 +258,14 @@ class MemoryAccount:
     def observe(self, owner: str, nbytes: int) -> None:
         """Book `nbytes` as all that `owner` has in use. Others allocated it, so it cannot raise."""
         with self._lock:
-            self.current += nbytes - self.by_owner[owner]
+            more = nbytes - self.by_owner[owner]
+            self.current += more
             self.by_owner[owner] = nbytes
-            self.peak = max(self.peak, self.current)
+            if owner in self.host:
+                self.host_bytes += more
+                self.host_peak = max(self.host_peak, self.host_bytes)
+            else:
+                self.peak = max(self.peak, self.current - self.host_bytes)
 
 
 # Allocation of memory that outlives a step

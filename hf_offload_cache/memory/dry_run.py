@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .account import MemoryAccount
+from .account import MemoryAccount, staged
 from .plan import LayerPlan, Planned
 
 
@@ -50,6 +50,11 @@ class DryRun(MemoryAccount):
         for held, nbytes in ((self._prefill, prefill), (self._decode, decode)):
             before = held.get(owner, 0)
             held[owner] = before + nbytes if together else max(before, nbytes)
+
+    def stages(self, owner: str, *, prefill: int = 0, decode: int = 0, together: bool = False) -> None:
+        """As `passes`, for memory that reads fill: see `staged`."""
+        for one in staged(owner, self.device_type):
+            self.passes(one, prefill=prefill, decode=decode, together=together)
 
     def moves(self, nbytes: int) -> None:
         """Declare a change of rows, which needs `nbytes` twice, one part after the other."""

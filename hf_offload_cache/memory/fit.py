@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from ..config import OffloadConfig
 from ..errors import BudgetError
 from ..report.report import least_size_text, size_text
+from .plan import MemoryPlan
 
 # Configurations of one cache under the user's fields, and whether they fit a budget: every choice is made of these
 
@@ -27,14 +28,16 @@ class Search(Generic[Config]):
     change.
 
     Attributes:
-        peak_of: maximum bytes in use with a configuration, from the cache's plan.
+        plan_of: the cache's plan of a configuration.
         records: (bytes, tokens) of a record, for each kind of layer.
         full_kv_bytes: size of the full KV (`DynamicCache`).
         given: names of the user's fields.
+        device: type of the device that attention runs on.
+        host_memory: limit of the host side; None: no limit.
     """
 
     config_class: type[Config]
-    peak_of: Callable[[Config], int]
+    plan_of: Callable[[Config], MemoryPlan]
     records: list[tuple[int, int]]
     memory: int
     max_context: int
@@ -42,22 +45,31 @@ class Search(Generic[Config]):
     fields: dict[str, Any]
     full_kv_bytes: int
     given: frozenset[str]
-    _peaks: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+    device: str = "cpu"
+    host_memory: int | None = None
+    _peaks: dict[str, tuple[int, int]] = field(default_factory=dict, init=False, repr=False)
 
     def config(self, chosen: dict[str, Any]) -> Config:
         """The configuration of the `chosen` fields, overridden by `fields`, with its limits. Raises `ConfigError`."""
         limits = {"memory": self.memory, "max_context": self.max_context, "max_batch": self.max_batch}
         return self.config_class.load(None, {**chosen, **self.fields, **limits})
 
-    def peak(self, chosen: dict[str, Any]) -> int:
-        """Maximum bytes in use with the `chosen` fields, overridden by `fields`. Each choice is planned once."""
+    def peaks(self, chosen: dict[str, Any]) -> tuple[int, int]:
+        """Maximum bytes in use with the `chosen` fields, overridden by `fields`: those that `memory` limits, and those
+        of the host side. Each choice is planned once."""
         key = repr(sorted({**chosen, **self.fields}.items()))
         if key not in self._peaks:
-            self._peaks[key] = self.peak_of(self.config(chosen))
+            plan = self.plan_of(self.config(chosen))
+            self._peaks[key] = plan.peak_bytes, plan.host_bytes
         return self._peaks[key]
 
+    def excess(self, chosen: dict[str, Any]) -> int:
+        """Bytes by which a choice exceeds the limit that it exceeds most; 0 or less: it fits."""
+        peak, host = self.peaks(chosen)
+        return peak - self.memory if self.host_memory is None else max(peak - self.memory, host - self.host_memory)
+
     def fits(self, chosen: dict[str, Any]) -> bool:
-        return self.peak(chosen) <= self.memory
+        return self.excess(chosen) <= 0
 
     def first_fit(
         self, tried: Iterable[dict[str, Any]], smallest: Callable[[dict[str, Any]], dict[str, Any]] | None = None
@@ -73,11 +85,12 @@ class Search(Generic[Config]):
                 return chosen
             refused.append(chosen)
         small = [(smallest or self._with_least_streams)(chosen) for chosen in refused]
-        peaks = [self.peak(chosen) for chosen in small]
-        for chosen, peak in zip(small, peaks, strict=True):
-            if peak <= self.memory:
+        for chosen in small:
+            if self.fits(chosen):
                 return chosen
-        raise self.refusal(min(peaks))
+        peaks = [self.peaks(chosen) for chosen in small]
+        hosts = [host for peak, host in peaks if peak <= self.memory]
+        raise self.host_refusal(min(hosts)) if hosts else self.refusal(min(peak for peak, _ in peaks))
 
     def _with_least_streams(self, chosen: dict[str, Any]) -> dict[str, Any]:
         return {**chosen, **self.least_streams(chosen.get("num_recent"))}
@@ -95,17 +108,17 @@ class Search(Generic[Config]):
             return {**chosen, name: min(most, count * step) if count > first else chosen[name]}
 
         least, above_it, halve = first, -(-most // step), False
-        below, above = self.peak(chosen), self.peak(tried(above_it))
-        if above <= self.memory:
+        below, above = self.excess(chosen), self.excess(tried(above_it))
+        if above <= 0:
             return tried(above_it)
         while above_it - least > 1:  # `least` fits, and `above_it` does not
             width = above_it - least
-            middle = least + (width // 2 if halve else int((self.memory - below) / (above - below) * width))
+            middle = least + (width // 2 if halve else int(-below / (above - below) * width))
             middle = min(max(middle, least + 1), above_it - 1)
-            if (peak := self.peak(tried(middle))) <= self.memory:
-                least, below = middle, peak
+            if (excess := self.excess(tried(middle))) <= 0:
+                least, below = middle, excess
             else:
-                above_it, above = middle, peak
+                above_it, above = middle, excess
             halve = 2 * (above_it - least) > width and not halve
         return tried(least)
 
@@ -169,18 +182,34 @@ class Search(Generic[Config]):
     def refusal(self, needed: int) -> BudgetError:
         """The error for a budget below `needed` bytes, the minimum. That number is enough as `memory`, and so is the
         rounded size printed after it."""
-        given = ", ".join(f"{name}={value!r}" for name, value in self.fields.items() if name in self.given)
-        advice = "raise memory, or lower max_context or max_batch"
-        if given:
-            given, advice = f" with {given}", f"{advice}, or leave fields to the planner"
+        given, advice = self._given(), "raise memory, or lower max_context or max_batch"
+        advice += ", or leave fields to the planner" if given else ""
         if needed >= self.full_kv_bytes:
             advice = f"{advice}; no cache is needed: the full KV (DynamicCache) takes {size_text(self.full_kv_bytes)}"
+        kind = " of device memory" if self.device == "cuda" else ""
         error = BudgetError(
             f"memory is {self.memory:,} bytes ({size_text(self.memory)}), which is too small: {self.max_batch} x "
-            f"{self.max_context:,} tokens need at least {needed:,} ({least_size_text(needed)}){given}: {advice}"
+            f"{self.max_context:,} tokens need at least {needed:,} ({least_size_text(needed)}){kind}{given}: {advice}"
         )
         error.needed = needed
         return error
+
+    def host_refusal(self, needed: int) -> BudgetError:
+        """As `refusal`, for host memory below `needed` bytes."""
+        limit = self.host_memory or 0
+        advice = ", or pass engine=\"auto\"" if self.fields.get("engine") == "memory" else ""
+        error = BudgetError(
+            f"host_memory is {limit:,} bytes ({size_text(limit)}), which is too small: {self.max_batch} x "
+            f"{self.max_context:,} tokens need at least {needed:,} ({least_size_text(needed)}) of host memory"
+            f"{self._given()}: raise host_memory, or lower max_context or max_batch{advice}"
+        )
+        error.needed, error.of_host = needed, True
+        return error
+
+    def _given(self) -> str:
+        """The user's fields."""
+        given = [f"{name}={value!r}" for name, value in self.fields.items() if name in self.given - {"host_memory"}]
+        return f" with {', '.join(given)}" if given else ""
 
 
 LEAST_SELECTED = 64

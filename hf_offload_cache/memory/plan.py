@@ -74,6 +74,9 @@ class LayerPlan:
         return Planned.sum_of([*own_plans, (shared, 1)]), sum([layer.store_bytes * count for layer, count in counted])
 
 
+_TOTALS = "prefill_bytes", "decode_bytes", "peak_bytes", "host_bytes", "needless"
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes by owner, named as in the account, at the worst moment of a prefill and of decoding."""
@@ -84,20 +87,24 @@ class MemoryPlan:
     """Bytes the store needs. It takes up to an eighth more, at most 64 MiB a layer, while the disk has room."""
     full_kv_bytes: int
     weight_bytes: int
-    host_bytes: int = 0
-    """Memory of the owners that budgets do not count: see `host_side`."""
+    host_prefill: dict[str, int] = field(default_factory=dict)
+    """Of the owners on the host side, which `memory` does not limit: see `host_side`."""
+    host_decode: dict[str, int] = field(default_factory=dict)
+    device: str = "cpu"
+    """Type of the device that attention runs on."""
 
     @classmethod
     def of(
-        cls, planned: Planned, disk_bytes: int, full_kv_bytes: int, weight_bytes: int, apart: Container[str] = ()
-    ) -> Self:
-        """The sum over all owners, except those that are `apart`."""
-        both = planned.prefill, planned.decode
-        host = max(sum(held for owner, held in each.items() if owner in apart) for each in both)
-        prefill, decode = (
-            {owner: held for owner, held in each.items() if held and owner not in apart} for each in both
+        cls, planned: Planned, disk_bytes: int, full_kv_bytes: int, weight_bytes: int, host: Container[str] = (),
+        device: str = "cpu",
+    ) -> Self:  # fmt: skip
+        """The sum over all owners, those of the `host` side apart."""
+        prefill, decode, host_prefill, host_decode = (
+            {owner: held for owner, held in each.items() if held and (owner in host) == on_host}
+            for on_host in (False, True)
+            for each in (planned.prefill, planned.decode)
         )
-        return cls(prefill, decode, disk_bytes, full_kv_bytes, weight_bytes, host)
+        return cls(prefill, decode, disk_bytes, full_kv_bytes, weight_bytes, host_prefill, host_decode, device)
 
     @property
     def needless(self) -> str | None:
@@ -126,17 +133,32 @@ class MemoryPlan:
     def peak_bytes(self) -> int:
         return max(self.prefill_bytes, self.decode_bytes)
 
+    @property
+    def host_bytes(self) -> int:
+        """Peak of the host side."""
+        return max(sum(self.host_prefill.values()), sum(self.host_decode.values()))
+
+    def rows(self) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+        """Owner, and bytes in a prefill and in decoding, as text: of the memory that `memory` limits, and of the host
+        side, which has no rows if it is empty. The last row is the sum."""
+        sides = (self.prefill, self.decode), (self.host_prefill, self.host_decode)
+        words = ("device memory", "host memory") if self.device == "cuda" else ("sum", "host memory")
+        tables = []
+        for (prefill, decode), word in zip(sides, words, strict=True):
+            rows = [(owner, prefill.get(owner, 0), decode.get(owner, 0)) for owner in {**prefill, **decode}]
+            if rows or word != "host memory":
+                rows.append((word, sum(prefill.values()), sum(decode.values())))
+            tables.append([(name, size_text(first), size_text(second)) for name, first, second in rows])
+        return tables[0], tables[1]
+
     def _repr_html_(self) -> str:
         """The plan as a table for a notebook: memory by owner, at the worst moment of a prefill and of decoding."""
-        both = self.prefill, self.decode
-        rows = [(owner, *(size_text(each.get(owner, 0)) for each in both)) for owner in {**self.prefill, **self.decode}]
-        rows.append(("sum", size_text(self.prefill_bytes), size_text(self.decode_bytes)))
+        own, host = self.rows()
         others = {"full KV": self.full_kv_bytes, "on disk": self.disk_bytes, "weights": self.weight_bytes}
-        others |= {"host memory": self.host_bytes} if self.host_bytes else {}
-        rows += [(name, size_text(nbytes), "") for name, nbytes in others.items()]
+        rows = [*own, *host, *((name, size_text(nbytes), "") for name, nbytes in others.items())]
         return html_table(f"memory plan: {size_text(self.peak_bytes)}", rows, ("", "prefill", "decode"))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values; "needless" is None if a cache is useful."""
-        totals = {name: getattr(self, name) for name in ("prefill_bytes", "decode_bytes", "peak_bytes", "needless")}
+        totals = {name: getattr(self, name) for name in _TOTALS}
         return {**asdict(self), **totals}

@@ -140,8 +140,10 @@ class CacheReport:
     memory_bytes: int
     """Compute and host memory in use by the cache now, including layers that are not offloaded."""
     host_bytes: int
-    """The part of `memory_bytes` outside the budget: records in host memory (`SpecCache` with engine="memory")."""
+    """The part of `memory_bytes` that `memory` does not limit: host memory, with a model on a GPU; on a CPU the records
+    of `SpecCache` with engine="memory"."""
     peak_memory_bytes: int
+    """The most memory in use at a time, without `host_bytes`: what `memory` limits."""
     memory_by_owner: dict[str, int]
     disk_bytes: int
     replica_bytes: int
@@ -192,7 +194,13 @@ class CacheReport:
     """Number of layers in each state: unknown, tagged, full, kept (not offloaded)."""
     warnings: list[str] = field(default_factory=list)
     memory_budget: int | None = None
-    """Upper limit of `memory_bytes`; None: no limit."""
+    """Upper limit of `peak_memory_bytes`; None: no limit."""
+    host_budget: int | None = None
+    """Upper limit of `host_peak_bytes`; None: no limit."""
+    host_peak_bytes: int = 0
+    """The most of `host_bytes` at a time."""
+    device: str = "cpu"
+    """Type of the device that attention runs on: "cuda" or "cpu"."""
 
     @classmethod
     def of(cls, *, account: Any, counters: Counters, stores: Sequence[Any], **figures: Any) -> CacheReport:
@@ -201,7 +209,9 @@ class CacheReport:
         estimated = _ratio(counters.estimated_millionths / 1e6, counters.times_estimated)
         lost = _ratio(counters.lost_millionths / 1e6, counters.times_lost)
         return cls(
-            host_bytes=account.apart,
+            host_bytes=account.host_bytes,
+            host_peak_bytes=account.host_peak,
+            host_budget=account.host_limit,
             peak_memory_bytes=account.peak,
             memory_by_owner={owner: nbytes for owner, nbytes in account.by_owner.items() if nbytes},
             memory_budget=account.limit,
@@ -226,8 +236,20 @@ class CacheReport:
         def and_also(nbytes: int, what: str) -> str:
             return f"; {size_text(nbytes)} {what}" if nbytes else ""
 
-        share = kv_share_text(self.memory_bytes, self.full_kv_bytes)
-        memory = size_text(self.memory_bytes) + (f" ({share})" if share else "")
+        def limit(budget: int | None) -> str:
+            return "-" if budget is None else size_text(budget)
+
+        own, kind = self.memory_bytes - self.host_bytes, "device memory" if self.device == "cuda" else "memory"
+        share = kv_share_text(own, self.full_kv_bytes)
+        memory = {
+            f"{kind} now": size_text(own) + (f" ({share})" if share else ""),
+            f"{kind} peak": size_text(self.peak_memory_bytes),
+            f"{kind} budget": limit(self.memory_budget),
+        }
+        if self.device == "cuda" or self.host_peak_bytes:
+            memory["host memory now"] = size_text(self.host_bytes)
+            memory["host memory peak"] = size_text(self.host_peak_bytes)
+            memory["host memory budget"] = limit(self.host_budget)
         copies = f", unpacked in {self.unpack_seconds:.3f} s" if self.compressed_fraction else ""
         decode = f"{self.decode_steps:,} steps, {self.decode_seconds:.2f} s"
         wait = f"{self.stall_seconds:.3f} s, {self.decode_stall_seconds:.3f} s of it while decoding"
@@ -236,9 +258,7 @@ class CacheReport:
             wait += f" ({self.decode_stall_seconds / self.decode_seconds:.1%} of that time)"
         return {
             "full KV": size_text(self.full_kv_bytes),
-            "memory now": memory + and_also(self.host_bytes, "of it in host memory, outside the budget"),
-            "memory peak": size_text(self.peak_memory_bytes),
-            "memory budget": "-" if self.memory_budget is None else size_text(self.memory_budget),
+            **memory,
             "memory by component": ", ".join(f"{k} {size_text(v)}" for k, v in self.memory_by_owner.items() if v),
             "on disk": size_text(self.disk_bytes) + and_also(self.replica_bytes, "of it 4-bit copies"),
             "read / written": f"{size_text(self.bytes_read)} in {self.reads:,} reads / {size_text(self.bytes_written)}"

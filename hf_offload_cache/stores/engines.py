@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import StoreError
+from ..memory.account import MemoryAccount
 from .base import DEVICE_BLOCK, FreezableStore, aligned_empty
 from .encryption import Encryption
 from .file import DirectStore, FileStore, FrozenFile
@@ -131,17 +132,16 @@ def open_store(
     name: str,
     ring: Ring | None = None,
     guard: RecordGuard | None = None,
-    *,
-    pinned: bool = False,
+    pinned_in: MemoryAccount | None = None,
 ) -> FreezableStore:
     """An empty store that errors call `name`; `engine` comes from `choose_engine`, as do the `StoreError`s.
 
     Stores of engine "uring" share `ring`, or have one each if that is None; the others ignore it. `guard` (None:
-    checksums, checked at every read) has no records yet, and belongs to this store from now on. `pinned`: see
-    `MemoryStore`; the others ignore it.
+    checksums, checked at every read) has no records yet, and belongs to this store from now on. `pinned_in`:
+    see `MemoryStore`; the others ignore it.
     """
     if engine == "memory":
-        return MemoryStore(record_bytes, name, guard, pinned=pinned)
+        return MemoryStore(record_bytes, name, guard, pinned=pinned_in is not None, account=pinned_in)
     if engine == "uring":
         return UringStore(directory, record_bytes, name, ring, guard)
     if engine == "direct":

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..errors import StoreError
+from ..memory.account import RECORDS, MemoryAccount
 from .base import FreezableStore, aligned_empty, byte_view, check_batch, check_range, describe, pinned_empty, runs
 from .guard import Checksums, RecordGuard
 from .record_file import new_file
@@ -85,6 +86,7 @@ class MemoryStore(FreezableStore):
     Nothing is checked here. An exported file is sealed by a fresh guard of `guard`'s kind (None: checksums).
 
     Args:
+        account: books memory for records before it is allocated, until somebody observes it anew; None: only they do.
         pinned: in pages that a GPU reads by itself, while there are any. torch keeps them for later use, also after
             `close`: `torch.accelerator.empty_host_cache` releases them.
     """
@@ -92,11 +94,12 @@ class MemoryStore(FreezableStore):
     advises = True
 
     def __init__(
-        self, record_bytes: int, name: str, guard: RecordGuard | None = None, *, pinned: bool = False
-    ) -> None:
+        self, record_bytes: int, name: str, guard: RecordGuard | None = None, *, pinned: bool = False,
+        account: MemoryAccount | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(record_bytes, name)
         self._chunk_records = max(1, CHUNK_BYTES // record_bytes)
-        self._pinned = pinned
+        self._pinned, self._account = pinned, account
         self._chunks: list[torch.Tensor] = []
         self._free = FreeList(name)
         self._tables = threading.Lock()
@@ -133,6 +136,8 @@ class MemoryStore(FreezableStore):
         self._check_not_frozen(self._frozen)
         while self._free.available < count:
             empty = pinned_empty if self._pinned else aligned_empty
+            if self._account is not None:
+                self._account.hold(RECORDS, _taken(self._chunk_records * self.record_bytes, self._pinned))
             self._chunks.append(empty(self._chunk_records, self.record_bytes))
             self._free.grow(self._chunk_records)
             with self._tables:  # changes of another thread must not be lost

@@ -50,6 +50,7 @@ class ComparedPlan:
 def compare_plans(
     geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any],
     installed: bool = False, goal: str | None = None, path: str | Path | None = None,
+    here: bool = True,
 ) -> list[ComparedPlan]:  # fmt: skip
     """Plans of all caches, in the order of the registry.
 
@@ -58,7 +59,7 @@ def compare_plans(
         fields: fields for all caches.
         installed: refuse caches that lack a package here.
         goal: "speed": each with its fastest fields; None: with those that it usually chooses.
-        path: the folder on the disk; None: the temporary one.
+        path, here: as in `choose_store`.
 
     Raises `ConfigError` for a field that one of them lacks.
     """
@@ -69,19 +70,19 @@ def compare_plans(
         if installed and (missing := cache_class(name).missing()) is not None:
             plans.append(ComparedPlan(name, None, None, missing, (), None, None))
             continue
-        plans.append(_planned(name, geometry, memory, context, batch, fields, goal, path))
+        plans.append(_planned(name, geometry, memory, context, batch, fields, goal, path, here))
     return plans
 
 
 def _planned(
     name: str, geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any],
-    goal: str | None, path: str | Path | None,
+    goal: str | None, path: str | Path | None, here: bool,
 ) -> ComparedPlan:  # fmt: skip
     from ..config import SelectiveConfig
     from ..registry import cache_class
 
     cls = cache_class(name)
-    fields = cls.choose_store(geometry, context, batch, fields, path)
+    fields = cls.choose_store(geometry, (memory, context, batch), fields, path, goal, here)
     try:
         if memory is None:
             config = cls.config_class.load(None, fields)
@@ -157,7 +158,7 @@ def not_measured(fields: dict[str, Any], usual: OffloadConfig) -> dict[str, Any]
 
 
 def _in_bytes(name: str, value: Any) -> Any:
-    return parse_size(value) if name in ("write_queue", "host_memory") and value is not None else value
+    return parse_size(value) if name in ("write_queue", "host_memory", "host_slots") and value is not None else value
 
 
 def check_fields(stored: Any, path: str | Path, fields: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ from hf_offload_cache.testing import open_descriptors
 SPARSE = {**SMALL, "num_selected": 32, "reuse_capacity": 16, "rank": 8, "block_tokens": 64}
 TREE: dict[str, Any] = {
     **SMALL, "num_selected": 32, "num_opened": 64, "reuse_capacity": 16, "block_tokens": 64, "dense_layers": 1,
-    "dense_chunk_size": 8, "early_steps": 3, "host_memory": "8KiB",
+    "dense_chunk_size": 8, "early_steps": 3, "host_slots": "8KiB",
 }  # fmt: skip
 PACKED: dict[str, Any] = {
     **TREE, "group_size": 64, "block_tokens": 128, "num_selected": 64, "num_opened": 128, "dense_layers": 0,

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import offload_cache
 from hf_offload_cache.core import budget
+from hf_offload_cache.errors import BudgetError, ConfigError
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
 
@@ -57,14 +58,14 @@ def test_records_lie_in_host_memory_where_they_fit(
     limits: dict[str, Any] = {"path": tmp_path, "max_context": CONTEXT, "max_batch": 1}
     with cls(on_device, **limits) as cache:
         assert (cache.config.engine, cache.storage.engine) == ("memory", "memory")
-        assert cache.report().store.startswith("memory: records stay in host memory; the records need ")
-        assert "and 48.00 GiB of host memory may be used, 3/4 of what is available" in cache.report().store
+        assert cache.report().store.startswith("memory: records stay in host memory; records in host memory need ")
+        assert "of it, and 48.00 GiB may be used (3/4 of what is available)" in cache.report().store
     least = -(-needed * 4 // 3)
     for free, fits in ((least, True), (least - 2, False)):
         has(monkeypatch, free)
         with cls(on_device, **limits) as cache:
             assert (cache.storage.engine == "memory") == fits
-            assert "of host memory may be used" in cache.report().store
+            assert "records in host memory need" in cache.report().store
     for engine in ("memory", "mapped"):
         with cls(on_device, engine=engine, **limits) as cache:
             assert cache.storage.engine == engine
@@ -100,7 +101,7 @@ def test_a_budget_leaves_out_the_records(
     """The others keep the budget in a prompt and in steps, wherever the records lie."""
     cls = cache_class(name)
     with cls.for_budget(on_device, "3/2", CONTEXT, path=tmp_path) as cache, torch.no_grad():
-        assert cache.storage.engine == "memory" and "the records need" in cache.report().store
+        assert cache.storage.engine == "memory" and "records in host memory need" in cache.report().store
         ids = prompt(llama(), 1, 1200)
         on_device(Fake(ids), past_key_values=cache, logits_to_keep=1)
         for step in range(4):
@@ -110,10 +111,99 @@ def test_a_budget_leaves_out_the_records(
         assert report.host_bytes >= report.memory_by_owner["records in memory"] > 0
     has(monkeypatch, 2**16)
     with cls.for_budget(on_device, "3/2", CONTEXT, path=tmp_path) as cache:
-        assert cache.storage.engine != "memory" and "the records need" in cache.report().store
+        assert cache.storage.engine != "memory" and "records in host memory need" in cache.report().store
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_chosen_cache_lies_in_host_memory(on_device: Any, tmp_path: Path) -> None:
     with offload_cache(on_device, "3/2", CONTEXT, path=tmp_path) as cache:
         assert cache.storage.engine == "memory"
+
+
+def run(model: Any, cache: Any, pieces: tuple[int, ...] = (1200,)) -> None:
+    """A prompt in pieces and four steps."""
+    ids = prompt(llama(), 1, sum(pieces))
+    with torch.no_grad():
+        for part in ids.split(pieces, 1):
+            model(Fake(part), past_key_values=cache, logits_to_keep=1)
+        for step in range(4):
+            model(Fake(ids[:, step : step + 1]), past_key_values=cache)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("engine", ["memory", "mapped"])
+@pytest.mark.parametrize("name", CACHES)
+def test_budgets_of_both_sides_hold(name: str, engine: str, on_device: Any, tmp_path: Path) -> None:
+    """Of the plan, and of what was used. Bytes of the device count in neither limit of the host, and the reverse."""
+    cls, limit = cache_class(name), 16 * 2**20 if engine == "memory" else 2**20
+    fields: dict[str, Any] = {"engine": engine, "host_memory": limit, "path": tmp_path}
+    with cls.for_budget(on_device, "3/2", CONTEXT, **fields) as cache:
+        plan = cls.plan(Geometry.of(on_device), cache.config, CONTEXT, 1)
+        assert plan.peak_bytes <= cache.storage.account.limit and plan.host_bytes <= limit
+        run(on_device, cache)
+        report = cache.report()
+        assert (report.device, report.host_budget, report.memory_budget) == ("cuda", limit, cache.config.memory)
+        assert report.peak_memory_bytes <= report.memory_budget  # steps use what the plan leaves of it, too
+        assert 0 < report.host_peak_bytes <= plan.host_bytes
+        host = sum(report.memory_by_owner.get(owner, 0) for owner in {**plan.host_prefill, **plan.host_decode})
+        assert report.host_bytes == cache.host_bytes == host <= report.host_peak_bytes
+        assert 0 < report.memory_bytes - report.host_bytes <= report.peak_memory_bytes
+        printed = str(report)
+        for kind in ("device memory", "host memory"):
+            assert all(f"{kind} {what}" in printed for what in ("now", "peak", "budget"))
+        assert ("on disk" in printed) and (report.disk_bytes > 0) == (engine == "mapped")
+
+
+def test_records_beyond_the_host_memory_are_refused(on_device: Any, tmp_path: Path) -> None:
+    """Without a plan too, before the memory is taken: the step's tokens are not added, and others still are."""
+    fields: dict[str, Any] = {"engine": "memory", "host_memory": 13 * 2**20, "path": tmp_path}
+    with cache_class("disk-swap")(on_device, **fields) as cache:
+        record = 2 * COMMON["num_key_value_heads"] * (COMMON["hidden_size"] // COMMON["num_attention_heads"]) * 4
+        tokens = 4 * 2**20 // record
+        ids = prompt(llama(), 1, tokens + 600)
+        with torch.no_grad():
+            on_device(Fake(ids[:, :600]), past_key_values=cache, logits_to_keep=1)
+            before = cache.host_bytes
+            with pytest.raises(BudgetError, match=r"host_memory: records in memory needs .* of host memory"):
+                on_device(Fake(ids[:, 600:]), past_key_values=cache, logits_to_keep=1)
+            assert cache.tokens == 600 and cache.host_bytes <= 13 * 2**20 and before > 0
+            on_device(Fake(ids[:, 600:610]), past_key_values=cache, logits_to_keep=1)
+            cache.reset()
+            on_device(Fake(ids[:, :600]), past_key_values=cache, logits_to_keep=1)
+        assert cache.tokens == 600
+
+
+def test_a_host_memory_that_is_too_small(on_device: Any, tmp_path: Path) -> None:
+    cls = cache_class("disk-swap")
+    fields: dict[str, Any] = {"host_memory": "1MiB", "max_context": CONTEXT, "max_batch": 1, "path": tmp_path}
+    with pytest.raises(BudgetError, match=r"host_memory is 1,048,576 bytes, and 1 x 2,048 tokens .* of host memory"):
+        cls(on_device, engine="memory", **fields)
+    needed = None
+    with pytest.raises(BudgetError, match=r"host_memory is 1,048,576 bytes \(1.0 MiB\), which is too small") as caught:
+        cls.for_budget(on_device, "3/2", CONTEXT, engine="memory", host_memory="1MiB", path=tmp_path)
+    needed = caught.value.needed
+    assert caught.value.of_host and 'or pass engine="auto"' in str(caught.value) and needed is not None
+    with cls.for_budget(on_device, "3/2", CONTEXT, engine="memory", host_memory=needed, path=tmp_path) as cache:
+        assert cache.config.host_memory == needed
+    with cls.for_budget(on_device, "3/2", CONTEXT, host_memory="1MiB", path=tmp_path) as cache:
+        assert cache.storage.engine != "memory" and "1.0 MiB may be used (host_memory)" in cache.report().store
+
+
+def test_a_model_on_a_cpu_has_no_host_memory(tmp_path: Path) -> None:
+    cls = cache_class("disk-swap")
+    for make in (cls, functools.partial(cls.for_budget, memory="3/2", max_context=CONTEXT)):
+        with pytest.raises(ConfigError, match=r"on a CPU, where memory limits everything: leave host_memory out"):
+            make(llama(), path=tmp_path, host_memory="64GiB")
+
+
+def test_an_opened_context_keeps_the_budgets(on_device: Any, tmp_path: Path) -> None:
+    cls = cache_class("disk-swap")
+    with cls(on_device, path=tmp_path) as cache:
+        run(on_device, cache)
+        cache.save(tmp_path / "saved")
+    limits: dict[str, Any] = {"memory": "2MiB", "max_context": CONTEXT, "max_batch": 1, "path": tmp_path}
+    for host, engine in ((32 * 2**20, "memory"), (2**20, None)):
+        with cls.open(tmp_path / "saved", on_device, host_memory=host, **limits) as opened:
+            assert (opened.storage.engine == "memory") == (engine == "memory") and opened.tokens == 1204
+            report = opened.report()
+            assert report.host_peak_bytes <= host == report.host_budget

@@ -160,13 +160,16 @@ def test_what_a_change_of_rows_takes() -> None:
 
 
 def test_what_reads_are_held_in() -> None:
-    """On CUDA twice; mapped pages count; records in memory are all, in chunks of 4 MiB; a trace has its room."""
+    """On CUDA on both sides; mapped pages count; records in memory are all, in chunks of 4 MiB; a trace has room."""
     config = DiskSwapConfig(num_selected=64, remainder=False)
     two = [Geometry.uniform(2, 9, 3, 64, device=device) for device in ("cpu", "cuda")]
     host, cuda = (DiskSwapCache.plan(geometry, config, 1040, 1) for geometry in two)
-    for owner in ("stream buffers",):
-        assert cuda.prefill[owner] == 2 * host.prefill[owner]
-    assert cuda.decode["staging"] == 2 * host.decode["staging"]
+    for owner, there, apart, here in (
+        ("stream buffers", cuda.prefill, cuda.host_prefill, host.prefill),
+        ("staging", cuda.decode, cuda.host_decode, host.decode),
+    ):
+        assert there[owner] == apart[f"{owner}, host"] == here[owner] > 0
+    assert host.host_bytes == 0
     mapped = DiskSwapCache.plan(SMOL, DiskSwapConfig(num_selected=64, engine="mapped"), 1040, 1)
     assert mapped.decode["records in memory"] == mapped.decode["staging"]
     memory = DiskSwapCache.plan(SMOL, DiskSwapConfig(engine="memory"), 1040, 1)

@@ -7,6 +7,9 @@ import torch
 
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.memory import DryRun, LayerPlan, MemoryAccount, MemoryPlan, Planned
+from hf_offload_cache.memory.account import host_side, staged
+from hf_offload_cache.model import Geometry
+from hf_offload_cache.registry import CACHES, cache_class
 
 
 def plain(planned: Planned) -> tuple[dict[str, int], dict[str, int]]:
@@ -81,17 +84,92 @@ def test_an_account_allocates_and_books_in_one() -> None:
     assert account.current == 0 and account.peak == 80
 
 
+def test_an_account_has_a_limit_for_each_side() -> None:
+    """Records and what reads fill there are the host's; either side is full by itself, and says so."""
+    account = MemoryAccount(100, 50, host_side("cuda", False))
+    account.hold("slots", 90)
+    account.hold("records in memory", 30)
+    account.hold_all(staged("staging", "cuda"), 10)
+    assert (account.current, account.host_bytes, account.peak, account.host_peak) == (140, 40, 100, 40)
+    assert account.has_room(10, "tables") and not account.has_room(11, "tables") and not account.has_room(1)
+    for owner, nbytes, words in (
+        ("scores", 1, "memory: scores needs 1 bytes of device memory in addition to the 100 in use (slots 90 B, "),
+        ("host slots", 11, "host_memory: host slots needs 11 bytes of host memory in addition to the 40 in use ("),
+    ):
+        with pytest.raises(BudgetError) as caught:
+            account.hold(owner, nbytes)
+        assert str(caught.value).startswith(words) and f"raise {words.partition(':')[0]}, or" in str(caught.value)
+    account.release("staging", 10)
+    account.hold("tables", 5)
+    with pytest.raises(BudgetError, match="staging, host needs 6"):  # then the device's half is not booked either
+        account.hold_all(staged("staging", "cuda"), 6)
+    account.release("tables", 5)
+    assert (account.by_owner["staging"], account.current, account.host_bytes) == (0, 130, 40)
+    account.observe("records in memory", 60)  # which nobody can refuse
+    assert (account.host_bytes, account.host_peak) == (70, 70)
+    account.release("records in memory", 60)
+    account.reset_peaks()
+    assert (account.current, account.host_bytes, account.peak, account.host_peak) == (100, 10, 90, 10)
+
+
+def test_spare_memory_of_a_side_makes_room_there() -> None:
+    class Slots:
+        def free_memory(self) -> None:
+            account.release("host slots", 40)
+
+    account, slots = MemoryAccount(100, 50, host_side("cuda", False)), Slots()
+    account.hold("host slots", 40)
+    account.spare(slots)
+    account.hold("tables", 30)
+    assert (account.by_owner["host slots"], account.host_bytes, account.pressed) == (0, 30, 1)
+    with pytest.raises(BudgetError, match="tables needs 51"):  # more than the limit: nothing is freed for that
+        account.hold("tables", 51)
+
+
+def test_on_a_cpu_there_is_one_side() -> None:
+    account = MemoryAccount(100, None, host_side("cpu", False))
+    account.hold_all(staged("staging", "cpu"), 60)
+    with pytest.raises(BudgetError, match=r"memory: records in memory needs 41 bytes in addition to the 60"):
+        account.hold("records in memory", 41)
+    assert (account.current, account.host_bytes) == (60, 0)
+    assert host_side("cpu", True) == {"records in memory"} < host_side("cuda", False)
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("engine", ["memory", "uring", "mapped"])
+def test_a_plan_has_two_sides_on_a_gpu(name: str, engine: str) -> None:
+    """The same owners as on a CPU, each on one side; what reads fill is on both."""
+    cls, sides = cache_class(name), {}
+    for device in ("cpu", "cuda"):
+        config = cls.config_class.load(None, {"engine": engine, "max_context": 4096, "max_batch": 2})
+        sides[device] = cls.plan(Geometry.uniform(4, 8, 2, 32, torch.bfloat16, device=device), config, 4096, 2)
+    cpu, cuda = sides["cpu"], sides["cuda"]
+    for own, host, there, host_there in (
+        (cpu.prefill, cpu.host_prefill, cuda.prefill, cuda.host_prefill),
+        (cpu.decode, cpu.host_decode, cuda.decode, cuda.host_decode),
+    ):
+        for owner in ("staging", "stream buffers"):
+            assert there.get(owner) == host_there.pop(f"{owner}, host", None) == own.get(owner)
+        assert not there.keys() & host_there.keys() and {*own, *host} <= {*there, *host_there}
+        assert host_there.keys() <= host_side("cuda", False) and {"tables", "token ids"} <= host_there.keys()
+        assert not there.keys() & host_side("cuda", False)
+    assert ("records in memory" in cuda.host_decode) == (engine != "uring")
+    records = cuda.host_bytes if engine == "memory" else cuda.disk_bytes
+    assert records > 0.95 * cuda.full_kv_bytes and cuda.peak_bytes + cuda.host_bytes >= cpu.peak_bytes + cpu.host_bytes
+
+
 def test_the_worst_moment_of_a_plan() -> None:
     plan = MemoryPlan.of(Planned({"a": 5, "b": 0}, {"a": 3, "c": 4}), disk_bytes=9, full_kv_bytes=50, weight_bytes=70)
     assert (plan.prefill, plan.decode) == ({"a": 5}, {"a": 3, "c": 4})
     assert (plan.prefill_bytes, plan.decode_bytes, plan.peak_bytes) == (5, 7, 7)
     assert plan.to_dict() == {
         "prefill": {"a": 5}, "decode": {"a": 3, "c": 4}, "disk_bytes": 9, "full_kv_bytes": 50, "weight_bytes": 70,
-        "host_bytes": 0, "prefill_bytes": 5, "decode_bytes": 7, "peak_bytes": 7, "needless": None,
+        "host_prefill": {}, "host_decode": {}, "device": "cpu", "host_bytes": 0,
+        "prefill_bytes": 5, "decode_bytes": 7, "peak_bytes": 7, "needless": None,
     }  # fmt: skip
 
 
 def test_what_is_apart_is_in_no_sum() -> None:
     held = Planned({"a": 5, "stored": 30}, {"a": 3, "stored": 40})
-    plan = MemoryPlan.of(held, disk_bytes=0, full_kv_bytes=50, weight_bytes=70, apart={"stored"})
+    plan = MemoryPlan.of(held, disk_bytes=0, full_kv_bytes=50, weight_bytes=70, host={"stored"})
     assert (plan.prefill, plan.decode, plan.peak_bytes, plan.host_bytes) == ({"a": 5}, {"a": 3}, 5, 40)

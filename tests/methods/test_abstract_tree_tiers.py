@@ -39,7 +39,7 @@ FIELDS["dense_layers"] = 2
         ({"chunk_size": [128, 16], "block_tokens": 64}, "at least the largest chunk .128."),
         ({"dense_chunk_size": 128, "block_tokens": 64}, "use block_tokens=128"),
         ({"early_steps": -1}, "early_steps must be at least 0"),
-        ({"host_memory": "much"}, "host_memory must be a number of bytes or a size"),
+        ({"host_slots": "much"}, "host_slots must be a number of bytes or a size"),
     ],
 )
 def test_fields_that_are_refused(fields: dict[str, Any], said: str) -> None:
@@ -174,7 +174,7 @@ def test_what_is_used_often_stays_in_host_memory() -> None:
     geometry = Geometry.of(model)
     payload = 16 * 2 * geometry.layers[0].key_dim * geometry.dtype.itemsize
     for host in (None, 3 * 20 * payload):
-        with AbstractTreeCache(model, engine="memory", host_memory=host, **fields) as cache:
+        with AbstractTreeCache(model, engine="memory", host_slots=host, **fields) as cache:
             plan = AbstractTreeCache.plan(geometry, cache.config, LENGTH + 10, 1).decode
             generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=10)
             tiers = [layer.fetcher.tiers for layer in cache.selective]
@@ -188,7 +188,7 @@ def test_what_is_used_often_stays_in_host_memory() -> None:
 def test_slots_follow_what_is_held() -> None:
     model, ids = long_model(), prompt(long_model(), 1, LENGTH)
     payload = 16 * 2 * 16 * 4
-    known: dict[str, Any] = {"resident_layers": 1, "max_context": LENGTH, "host_memory": 2 * 40 * payload}
+    known: dict[str, Any] = {"resident_layers": 1, "max_context": LENGTH, "host_slots": 2 * 40 * payload}
     fields = {**FIELDS, "dense_layers": 0, "reuse_capacity": 0, **known}
     for begin, first in ((300, 40), (120, 16)):  # at the second one two key heads have 7 chunks, and room for 8
         with AbstractTreeCache(model, engine="memory", early_steps=0, **fields) as cache, torch.no_grad():
@@ -205,14 +205,14 @@ def test_slots_follow_what_is_held() -> None:
 def test_host_memory_beside_a_device() -> None:
     """Slots of their own, in the plan as "host slots"; no more than there are chunks."""
     geometry = Geometry.uniform(30, 9, 3, 64, device="cuda")
-    config = AbstractTreeConfig(host_memory="64MiB", reuse_capacity=256, max_context=8192)
-    plan = AbstractTreeCache.plan(geometry, config, 8192, 1).decode
+    config = AbstractTreeConfig(host_slots="64MiB", reuse_capacity=256, max_context=8192)
+    planned = AbstractTreeCache.plan(geometry, config, 8192, 1)
     chunk = 64 * 2 * 64 * 2
     dense = 3 * (8192 // 8) * 8 * 2 * 64 * 2
-    assert plan["host slots"] == 28 * (2**26 // 28 // chunk) * chunk  # resident layers need none
-    assert plan["reuse slots"] == 28 * 3 * 5 * chunk + 2 * dense
-    without = AbstractTreeCache.plan(geometry, AbstractTreeConfig(reuse_capacity=256), 8192, 1).decode
-    assert "host slots" not in without
+    assert planned.host_decode["host slots"] == 28 * (2**26 // 28 // chunk) * chunk  # resident layers need none
+    assert planned.decode["reuse slots"] == 28 * 3 * 5 * chunk + 2 * dense and "host slots" not in planned.decode
+    without = AbstractTreeCache.plan(geometry, AbstractTreeConfig(reuse_capacity=256), 8192, 1)
+    assert "host slots" not in without.host_decode
 
 
 @pytest.mark.gpu
@@ -221,7 +221,7 @@ def test_two_tiers_on_a_gpu() -> None:
     cls, model, hits = checked(AbstractTreeCache), long_model().to("cuda"), []
     fields = {**FIELDS, "dense_layers": 0, "reuse_capacity": 32, "early_steps": 0}
     for host in (None, "1MiB"):
-        with cls(model, engine="memory", host_memory=host, **fields) as cache, torch.no_grad():
+        with cls(model, engine="memory", host_slots=host, **fields) as cache, torch.no_grad():
             ids = prompt(model, 1, LENGTH).to("cuda")
             model(ids, past_key_values=cache)
             for step in range(8):
@@ -299,7 +299,7 @@ def test_early_steps_go_on_in_what_is_forked_and_opened(tmp_path: Path) -> None:
 def test_a_budget_is_kept_with_all_of_it(candidates: bool, tmp_path: Path) -> None:
     """Dense layers in memory, host memory, early steps, candidates: no more than was planned, at any time."""
     model = long_model()
-    fields = {"num_recent": 8, "num_selected": 48, "chunk_size": 16, "host_memory": "16KiB"}
+    fields = {"num_recent": 8, "num_selected": 48, "chunk_size": 16, "host_slots": "16KiB"}
     fields["dense_layers"] = 2
     arguments: dict[str, Any] = {"prompt_lookup_num_tokens": 4} if candidates else {}
     limits: dict[str, Any] = {"max_context": LENGTH + 64, "max_batch": 1}

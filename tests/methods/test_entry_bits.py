@@ -193,7 +193,7 @@ def test_the_same_budget_has_nearly_twice_the_slots(cls: type[Any], share: int) 
 
     def tokens(one: Any) -> float:
         """Number of tokens that the slots of a layer hold."""
-        host = int(getattr(one, "host_memory", None) or 0)
+        host = int(getattr(one, "host_slots", None) or 0)
         return float(one.reuse_capacity + host / (30 * 2 * 3 * 64 * (2 if one.entry_bits is None else 1)))
 
     assert tokens(config[8]) > 1.7 * tokens(config[None])

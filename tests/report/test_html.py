@@ -82,4 +82,9 @@ def test_a_plan() -> None:
         ["on disk", "4.0 KiB", ""],
         ["weights", "1.0 MiB", ""],
     ]
-    assert Table(dataclasses.replace(plan, host_bytes=1024)._repr_html_()).rows[-1] == ["host memory", "1.0 KiB", ""]
+    both = Table(dataclasses.replace(plan, host_decode={"records": 1024}, device="cuda")._repr_html_()).rows
+    assert both[3:6] == [
+        ["device memory", "1.5 KiB", "2.0 KiB"],
+        ["records", "0 B", "1.0 KiB"],
+        ["host memory", "0 B", "1.0 KiB"],
+    ]

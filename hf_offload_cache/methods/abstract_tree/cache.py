@@ -46,7 +46,9 @@ def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
 
     chosen = search.first_fit(_tried(search), smallest)
     most = search.most(chosen, "reuse_capacity", search.max_context)
-    most = search.most({**most, "host_memory": 0}, "host_memory", search.memory)  # less than a chunk a layer
+    room = search.memory if search.device == "cpu" else search.host_memory or 0  # on a CPU, less than a chunk a layer
+    if search.device == "cpu" or search.config(most).engine != "memory":  # there, host memory has all chunks
+        most = search.most({**most, "host_slots": 0}, "host_slots", room)
     return search.config(search.wider_streams(most))
 
 

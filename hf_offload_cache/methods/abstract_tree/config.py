@@ -60,7 +60,7 @@ class AbstractTreeConfig(SelectedShareConfig):
     kept_on_open: ClassVar[tuple[str, ...]] = (
         *SelectedShareConfig.kept_on_open, "compress", "abstracts", "chunk_size", "dense_layers", "dense_chunk_size",
     )  # fmt: skip
-    sets_memory: ClassVar[tuple[str, ...]] = (*SelectedShareConfig.sets_memory, "host_memory")
+    sets_memory: ClassVar[tuple[str, ...]] = (*SelectedShareConfig.sets_memory, "host_slots")
 
     chunk_size: int | Sequence[int] | None = None
     """Tokens per chunk, a power of two. A chunk has one abstract, and is one record on disk. A sequence has one value
@@ -92,9 +92,10 @@ class AbstractTreeConfig(SelectedShareConfig):
     next to the chunks. "auto": per read, the share that minimises predicted latency on the measured disk, so tokens may
     differ between runs. A chunk read as a replica stays one in its slot. With a share between 0 and 1, tokens may
     therefore differ in forks and contexts, and between runs if `look_ahead` is measured. None: no replicas."""
-    host_memory: int | str | None = None
-    """Bytes, or a size such as "300MiB", of host memory for frequently used chunks, in addition to the slots on the
-    device. All layers that are not resident share it equally. On a CPU it gives that many more slots. None: none."""
+    host_slots: int | str | None = None
+    """Bytes, or a size such as "300MiB", of slots in host memory for frequently used chunks, in addition to the slots
+    on the device. All layers that are not resident share it equally. On a CPU it gives that many more slots. None:
+    none."""
 
     def __post_init__(self) -> None:
         self._check_dense_layers()
@@ -218,8 +219,8 @@ class AbstractTreeConfig(SelectedShareConfig):
         super()._check_selection()
         if self.num_opened is not None:
             self._at_least("num_opened", self.num_selected or 1)
-        if self.host_memory is not None:
-            parse_size(self.host_memory, "host_memory")
+        if self.host_slots is not None:
+            parse_size(self.host_slots, "host_slots")
 
     def of_layer(self, index: int) -> Self:
         assert isinstance(self.dense_layers, int), "for_layers counts them first"
@@ -235,7 +236,7 @@ class AbstractTreeConfig(SelectedShareConfig):
             changes["chunk_size"] = self.dense_size
         if index < self.residents:
             # the complete layer is in memory: it reads no abstracts and no replicas
-            changes.update(reuse_capacity=_ALL, host_memory=None, abstracts="memory", compress=None)
+            changes.update(reuse_capacity=_ALL, host_slots=None, abstracts="memory", compress=None)
         if not changes and index >= self.dense_layers:
             return self
         changes.setdefault("chunk_size", self.chunk_size)
@@ -255,8 +256,8 @@ class AbstractTreeConfig(SelectedShareConfig):
         return (2 if self.early_steps and looked_into else 1) * self.tokens_fetched(held)
 
     def host_bytes_of(self, layers: int) -> int:
-        """A layer's part of `host_memory`, of so many layers: the ones that are not resident share it."""
-        total = 0 if self.host_memory is None else parse_size(self.host_memory, "host_memory")
+        """A layer's part of `host_slots`, of so many layers: the ones that are not resident share it."""
+        total = 0 if self.host_slots is None else parse_size(self.host_slots, "host_slots")
         return total // max(1, layers - int(self.residents))
 
 

@@ -14,13 +14,13 @@ from ...core.selecting import most_slots
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
 from ...errors import BudgetError
-from ...fetch.areas import Staging
 from ...fetch.choice import Choice, Fetched, kept_entries
 from ...fetch.policy import MostUsed
 from ...fetch.replica_link import Link, Rates
 from ...fetch.tier import SlotTier, Tier
 from ...history.base import History
 from ...history.records import RecordFormat
+from ...memory.account import HOST_SLOTS
 from ...memory.dry_run import DryRun
 from ...stores.base import FreezableStore
 from .config import AbstractTreeConfig
@@ -74,7 +74,7 @@ class AbstractTreeLayer(SelectiveLayer):
         pages = self.history.pages if isinstance(self.history, ChunkHistory) else None
         if pages is not None:  # which are read one layer early
             area = self.history.rows * pages.table.num_groups * kind.form.record_bytes
-            run.passes("staging", decode=area * Staging.sides(kind.device), together=True)
+            run.stages("staging", decode=area, together=True)
 
     # --- tiers -------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class AbstractTreeLayer(SelectiveLayer):
         if near < capacity:
             host, far = torch.device("cpu"), (capacity - near, form.payload_width, form.payload_dtype)
             try:
-                tiers.append(SlotTier(*far, host, account, "host slots", MostUsed))
+                tiers.append(SlotTier(*far, host, account, HOST_SLOTS, MostUsed))
             except BaseException:
                 tiers[0].close()
                 raise

@@ -18,7 +18,6 @@ from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
 from ...core.step import Step
 from ...errors import BudgetError
-from ...fetch.areas import Staging
 from ...fetch.fetcher import Fetcher
 from ...history.base import Sealed
 from ...history.records import RecordFormat, latest_tokens
@@ -158,7 +157,7 @@ class SpecLayer(SelectiveLayer):
             self.rehearse_slots(run)
         if config.engine == "memory":  # only the selected entries of a record are copied
             area = EntryReads.area_bytes(form, rows * config.chosen)
-            run.passes("staging", decode=area * Staging.sides(kind.device))
+            run.stages("staging", decode=area)
         else:
             wanted = read_together(form, config)
             self.rehearse_gather(run, kind, context, wanted, wanted)
