@@ -90,12 +90,15 @@ def load_tokenizer(name: str | None = None) -> PreTrainedTokenizerBase:
         raise ModelLoadError(f"cannot load the tokenizer of {place}: {_reason(error)}") from error
 
 
-def load_geometry(name: str | None = None, dtype: str = "auto", device: str | None = None) -> Geometry:
+def load_geometry(
+    name: str | None = None, dtype: str = "auto", device: str | None = None, here: bool = True
+) -> Geometry:
     """Geometry of the model that `load` would load, from its configuration and at most the sizes of its weight files.
-    Raises `DefaultModelMissingError`, `ModelLoadError`, `UnsupportedModelError`."""
+    Unless the machine is `here`, it need not have the `device`. Raises `DefaultModelMissingError`, `ModelLoadError`,
+    `UnsupportedModelError`."""
     import torch
 
-    where = _device(device).type
+    where = _device(device).type if here else torch.device(device or "cuda").type
     if name is None:
         from .default_model import default_geometry
 

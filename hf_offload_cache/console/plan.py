@@ -1,4 +1,5 @@
-"""`hf-offload-cache plan`: what a cache will take, and whether this machine has it. The table goes to stdout."""
+"""`hf-offload-cache plan`: what a cache will take, and whether a machine has it, this one or another. The table goes to
+stdout."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import GOALS, OffloadConfig, parse_memory
+from ..config import GOALS, OffloadConfig, parse_memory, parse_size
 from ..errors import ConfigError
 from ..registry import cache_class
 from ..report.report import size_text
@@ -33,7 +34,8 @@ def add(verbs: Any) -> None:
     parser = add_verb(
         verbs, "plan", run, "show the memory that a cache will use, before it runs",
         "Choose a cache's fields for a memory limit. Print what it will use, and whether this machine has enough "
-        "memory and disk. Reads the model's configuration, not its weights. Exit codes: 0 it fits, 1 it does not.",
+        "memory and disk, or a machine elsewhere with a GPU. Reads the model's configuration, not its weights. Exit "
+        "codes: 0 it fits, 1 it does not.",
         max_context="--context", max_batch="--batch",
     )  # fmt: skip
     add_model_arguments(parser)
@@ -42,7 +44,12 @@ def add(verbs: Any) -> None:
     add("--context", metavar="TOKENS", type=positive, required=True, help="tokens per sequence, the answer included")
     add("--batch", metavar="N", type=positive, default=1, help="sequences (default: %(default)s)")
     add("--memory", metavar="SIZE",
-        help="memory limit: 300MiB, bytes, or a fraction of the full KV cache: 1/13 (default: as the fields require)")
+        help="memory limit: 300MiB, bytes, or a fraction of the full KV cache: 1/13 (default: as the fields require). "
+        "With a GPU: of device memory")
+    add("--device-memory", metavar="SIZE",
+        help="memory of a GPU on a machine elsewhere, e.g. 24GiB, for weights and cache; with --device cuda:0")
+    add("--host-memory", metavar="SIZE",
+        help="with a GPU: limit of the host memory, e.g. 64GiB; with --device-memory, what the machine elsewhere has")
     add("--goal", choices=GOALS,
         help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
     add("--compare", action="store_true", help="all caches side by side, each with the fields that fit it best")
@@ -56,12 +63,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         check_writable(arguments.json)
 
-    from ..memory.machine import free_disk, free_memory
     from . import named_cache
 
     folder = tempfile.gettempdir() if arguments.path is None else arguments.path
     named_cache.check_folder(folder)
     fields = dict(arguments.fields)
+    if arguments.host_memory is not None:
+        fields["host_memory"] = arguments.host_memory
+    if arguments.device_memory is not None:
+        parse_size(arguments.device_memory, "device_memory")
+        if not (arguments.device or "").startswith("cuda"):
+            raise ConfigError(
+                f"--device-memory {arguments.device_memory} is the memory of a GPU on a machine elsewhere: give "
+                "--device cuda:0 too, or leave it out"
+            )
     if arguments.measured is not None and not (arguments.compare and arguments.memory):
         raise ConfigError(
             f"--measured {arguments.measured} needs --compare and --memory: it tells which of all caches is best at a "
@@ -80,8 +95,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--cache {arguments.cache} and --compare: all caches are compared, leave one of both out")
     else:
         OffloadConfig.load(None, fields)
-    geometry = named_cache.load_geometry(arguments.model, arguments.dtype, arguments.device)
-    room = {"memory": free_memory(arguments.device or geometry.device), "disk": free_disk(folder)}
+    try:
+        here = arguments.device_memory is None
+        geometry = named_cache.load_geometry(arguments.model, arguments.dtype, arguments.device, here)
+    except named_cache.ModelLoadError as error:
+        if (arguments.device or "").startswith("cuda") and "cannot be used here" in str(error):
+            advice = "or give --device-memory, such as 24GiB, to plan for a machine that has it"
+            raise named_cache.ModelLoadError(f"{error}, {advice}") from error
+        raise
+    room = _room(arguments, geometry, fields, folder)
     result, fits = (_compare if arguments.compare else _plan)(arguments, fields, geometry, room, str(folder))
     if arguments.json is not None:
         asked = {"model": arguments.model, "context": arguments.context, "batch": arguments.batch}
@@ -95,13 +117,36 @@ def _memory(arguments: argparse.Namespace, geometry: Geometry) -> tuple[int | No
     return None if arguments.memory is None else parse_memory(arguments.memory, full), full
 
 
+def _room(
+    arguments: argparse.Namespace, geometry: Geometry, fields: dict[str, Any], folder: str | Path
+) -> dict[str, int | None]:
+    """Free bytes of each kind on the machine to plan for; None: unknown, as the disk of a machine elsewhere is."""
+    from ..memory.machine import free_disk, free_memory
+
+    if geometry.device != "cuda":
+        return {"memory": free_memory(arguments.device or geometry.device), "disk": free_disk(folder)}
+    host = None if fields.get("host_memory") is None else parse_size(fields["host_memory"], "host_memory")
+    if arguments.device_memory is not None:
+        device = parse_size(arguments.device_memory, "device_memory")
+        return {"device memory": device, "host memory": host, "disk": None}
+    free = [one for one in (host, free_memory()) if one is not None]
+    device_free = free_memory(arguments.device or geometry.device)
+    return {"device memory": device_free, "host memory": min(free, default=None), "disk": free_disk(folder)}
+
+
 def _needs(plan: MemoryPlan) -> dict[str, int]:
-    return {"memory": plan.weight_bytes + plan.peak_bytes + plan.host_bytes, "disk": plan.disk_bytes}
+    own = plan.weight_bytes + plan.peak_bytes
+    if plan.device == "cuda":
+        return {"device memory": own, "host memory": plan.host_bytes, "disk": plan.disk_bytes}
+    return {"memory": own + plan.host_bytes, "disk": plan.disk_bytes}
 
 
 def _fits(plan: MemoryPlan, room: dict[str, int | None]) -> dict[str, bool | None]:
-    """Whether each need fits this machine; None: unknown."""
-    return {name: None if free is None else _needs(plan)[name] <= free for name, free in room.items()}
+    """Whether each need fits the machine; None: unknown."""
+    needs = _needs(plan)
+    return {
+        name: True if not needs[name] else None if free is None else needs[name] <= free for name, free in room.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------- one cache
@@ -110,13 +155,14 @@ def _fits(plan: MemoryPlan, room: dict[str, int | None]) -> dict[str, bool | Non
 def _plan(
     arguments: argparse.Namespace, fields: dict[str, Any], geometry: Geometry, room: dict[str, int | None], folder: str
 ) -> tuple[dict[str, Any], bool]:
-    """Print the plan of one cache. Returns values for JSON, and whether this machine has enough."""
+    """Print the plan of one cache. Returns values for JSON, and whether the machine has enough."""
     from ..core.budget import missed_goal
     from . import named_cache
 
     cls = named_cache.offloading_class(arguments.cache or named_cache.default_for(None))
-    fields = cls.choose_store(geometry, arguments.context, arguments.batch, fields, folder)
-    memory, _ = _memory(arguments, geometry)
+    memory, here = _memory(arguments, geometry)[0], arguments.device_memory is None
+    limits = memory, arguments.context, arguments.batch
+    fields = cls.choose_store(geometry, limits, fields, folder, arguments.goal, here)
     missed: list[str] = []
     if memory is None:
         config = cls.config_class.load(None, fields)
@@ -129,7 +175,7 @@ def _plan(
     notes = [*missed, *cls.notes(plan, config, geometry, fields)]
     for note in notes:
         print(f"note: {note}")
-    machine = {"needs": needs, "free": room, "fits": fits, "path": folder}
+    machine = {"needs": needs, "free": room, "fits": fits, "path": folder, "here": here}
     result = {"config": dataclasses.asdict(config), "plan": plan.to_dict(), "notes": notes, "machine": machine}
     return result, False not in fits.values()
 
@@ -141,23 +187,26 @@ def _print(
     table = new_table("", *columns, right=columns, title=f"{arguments.batch} x {arguments.context:,} tokens")
     table.add_row("weights", *[size_text(plan.weight_bytes)] * 2)
     table.add_row("full KV (DynamicCache)", *[size_text(plan.full_kv_bytes)] * 2, end_section=True)
-    for owner in dict.fromkeys((*plan.prefill, *plan.decode)):
-        table.add_row(owner, *(size_text(each.get(owner, 0)) for each in (plan.prefill, plan.decode)))
-    table.add_section()
-    table.add_row("this cache", size_text(plan.prefill_bytes), size_text(plan.decode_bytes))
-    table.add_row("budget", *[size_text(int(config.memory)) if config.memory else "-"] * 2)
+    limits = (config.memory, config.host_memory) if plan.device == "cuda" else (config.memory, None)
+    for (*owners, (kind, *sums)), limit in zip((rows for rows in plan.rows() if rows), limits, strict=False):
+        for row in owners:
+            table.add_row(*row)
+        table.add_section()
+        table.add_row("this cache" if kind == "sum" else f"{kind} of this cache", *sums)
+        budget = "-" if limit is None else size_text(parse_size(limit))
+        table.add_row("budget" if kind == "sum" else f"{kind} budget", *[budget] * 2, end_section=True)
     table.add_row("on disk", *[size_text(plan.disk_bytes)] * 2)
-    if plan.host_bytes:
-        table.add_row("in host memory, outside the budget", *[size_text(plan.host_bytes)] * 2)
     console = new_console(highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(f"peak: {size_text(plan.peak_bytes)}" + (f" ({plan.share})" if plan.share else ""))
+    of_device, host = (" of device memory", size_text(plan.host_bytes)) if plan.device == "cuda" else ("", "")
+    peak = f"peak: {size_text(plan.peak_bytes)}{of_device}" + (f" ({plan.share})" if plan.share else "")
+    console.print(peak + (f", {host} of host memory" if host else ""))
     values, defaults = dataclasses.asdict(config), dataclasses.asdict(type(config)())
     changed = [f"{name}={value}" for name, value in values.items() if value != defaults[name]]
     console.print("fields: " + (" ".join(changed) or "all default"))
     verdicts = {True: "fits", False: "[red]does not fit[/red]", None: "it is unknown whether that fits"}
     for name, fits in _fits(plan, room).items():
-        parts = {"memory": "weights and cache", "disk": "records"}[name]
+        parts = {"disk": "records", "host memory": "records, tables and buffers"}.get(name, "weights and cache")
         free = "unknown" if (free_bytes := room[name]) is None else size_text(free_bytes)
         console.print(f"{name}: {parts} need {size_text(_needs(plan)[name])}, free {free}: {verdicts[fits]}")
 
@@ -168,12 +217,13 @@ def _print(
 def _compare(
     arguments: argparse.Namespace, fields: dict[str, Any], geometry: Geometry, room: dict[str, int | None], folder: str
 ) -> tuple[dict[str, Any], bool]:
-    """Print the plans of all caches. Returns values for JSON, and whether this machine has enough for any."""
+    """Print the plans of all caches. Returns values for JSON, and whether the machine has enough for any."""
     from ..tuning.which_cache import compare_plans, measured_caches, shape_of, which_cache
 
     cells = measured_caches(arguments.measured, shape_of(arguments.model or "the default model", geometry), fields)
     memory, full = _memory(arguments, geometry)
-    plans = compare_plans(geometry, memory, arguments.context, arguments.batch, fields, path=folder)
+    here = arguments.device_memory is None
+    plans = compare_plans(geometry, memory, arguments.context, arguments.batch, fields, path=folder, here=here)
     fitting = [one for one in plans if one.plan is not None and False not in _fits(one.plan, room).values()]
     names = [one.name for one in fitting]
     chosen = {}
@@ -189,12 +239,12 @@ def _compare(
         missing = cache_class(one.name).missing()
         for note in (*(one.notes if one.plan is not None else (one.refused,)), *((missing,) if missing else ())):
             console.print(f"{one.name}: {note}", markup=False)
-    console.print(f"these fit this machine: {', '.join(names) or 'none of them'}")
+    console.print(f"these fit {'this' if here else 'that'} machine: {', '.join(names) or 'none of them'}")
     for goal, choice in chosen.items():
         console.print(f"for {goal}: {choice.why.splitlines()[0]}", markup=False)
     result = {
         "plans": [one.to_dict() for one in plans],
-        "machine": {"free": room, "fits": names, "path": folder},
+        "machine": {"free": room, "fits": names, "path": folder, "here": here},
         "chosen": {goal: choice.plan.to_dict() for goal, choice in chosen.items()},
     }
     return result, bool(names)
@@ -215,7 +265,7 @@ def _side_by_side(plans: list[ComparedPlan], title: str) -> Any:
         "memory in decoding": sizes("decode_bytes"),
         "share of the full KV": [share.removesuffix(" the full KV") for share in shares],
         "on disk": sizes("disk_bytes"),
-        "in host memory, outside the budget": sizes("host_bytes"),
+        "in host memory, outside --memory": sizes("host_bytes"),
         "tokens attended to in full": ["-" if one.attended is None else f"{one.attended:,}" for one in plans],
         "read per step, none in memory": [
             "-" if one.read_bytes is None else size_text(one.read_bytes) for one in plans

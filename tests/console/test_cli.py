@@ -20,8 +20,9 @@ from hf_offload_cache.console import answer, build_prompt, load_default_model, l
 from hf_offload_cache.console import arguments as common
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.console import named_cache as load_model
-from hf_offload_cache.memory import machine
+from hf_offload_cache.memory import MemoryPlan, machine
 from hf_offload_cache.methods.cluster import cache as cluster
+from hf_offload_cache.report.report import size_text
 
 DOCUMENT_WORDS = 200
 
@@ -607,3 +608,95 @@ def test_without_a_home(monkeypatch, capsys):
     assert load_default_model(torch.float32) == (".gguf", torch.float32)
     assert "set XDG_CACHE_HOME or HOME to a folder" in capsys.readouterr().err
     assert load_default_tokenizer()("a text")["input_ids"]
+
+
+# ------------------------------------------------------------------------------- a machine elsewhere, with a GPU
+
+ELSEWHERE = ("--device", "cuda:0", "--device-memory", "24GiB")
+
+
+@pytest.fixture
+def elsewhere(tiny, tmp_path, console, monkeypatch):
+    """As `plan`, for a machine with a GPU of 24 GiB; what this machine has is not asked for."""
+    for name in ("free_memory", "free_disk"):
+        monkeypatch.setattr(machine, name, lambda *_: pytest.fail("this machine was asked"))
+
+    def run(*arguments, context="40000"):
+        file = tmp_path / "plan.json"
+        found = console("plan", "--model", tiny, "--context", context, *ELSEWHERE, "--json", file, *arguments)
+        return *found, json.loads(file.read_text()) if file.exists() else None
+
+    return run
+
+
+def test_a_plan_for_a_machine_elsewhere(elsewhere, tiny):
+    """Records in its host memory where they fit, otherwise on its disk, of which nothing is known."""
+    code, out, err, written = elsewhere("--memory", "2MiB", "--host-memory", "64GiB")
+    plan, machine_there = written["plan"], written["machine"]
+    assert (code, err) == (0, "") and written["config"]["engine"] == "memory"
+    assert plan["device"] == "cuda" and plan["peak_bytes"] <= 2 * 2**20 and plan["disk_bytes"] == 0
+    records = plan["host_decode"]["records in memory"]
+    assert 40000 * 512 // 2 < records < plan["host_bytes"] and "records in memory" not in plan["decode"]
+    weights = sum(file.stat().st_size for file in tiny.glob("*.safetensors"))
+    assert machine_there["needs"] == {
+        "device memory": weights + plan["peak_bytes"], "host memory": plan["host_bytes"], "disk": 0
+    }  # fmt: skip
+    assert machine_there["free"] == {"device memory": 24 * 2**30, "host memory": 64 * 2**30, "disk": None}
+    assert machine_there["fits"] == {"device memory": True, "host memory": True, "disk": True}
+    assert machine_there["here"] is False
+    for words in ("device memory of this cache", "device memory budget", "host memory of this cache", "staging, host"):
+        assert words in out
+    host = f"{size_text(plan['host_bytes'])} of host memory"
+    assert f"of device memory ({MemoryPlan(**fields_of(plan)).share}), {host}" in out
+    _, _, _, just = elsewhere("--memory", "2MiB", "--host-memory", str(plan["host_bytes"]))
+    assert just["plan"] == plan and just["machine"]["fits"]["host memory"] is True
+    code, _, _, less = elsewhere("--memory", "2MiB", "--host-memory", str(records))
+    assert code == 0 and less["config"]["engine"] == "auto" and less["machine"]["fits"]["disk"] is None
+    assert less["plan"]["disk_bytes"] >= 40000 * 512 // 2 and less["plan"]["host_bytes"] <= records
+
+
+def fields_of(plan):
+    return {name: plan[name] for name in (field.name for field in dataclasses.fields(MemoryPlan))}
+
+
+def test_what_a_machine_elsewhere_lacks(elsewhere):
+    code, out, _, written = elsewhere("--memory", "2MiB")  # its host memory is unknown
+    assert code == 0 and written["config"]["engine"] == "auto" and written["plan"]["disk_bytes"] > 0
+    assert "host memory: " in out and "free unknown" in out
+    code, out, _, written = elsewhere("--device-memory", "1MiB", "--memory", "2MiB", "--host-memory", "1GiB")
+    assert code == 1 and written["machine"]["fits"]["device memory"] is False
+    assert "device memory: weights and cache need" in out and "free 1.0 MiB: does not fit" in out
+    code, _, err, _ = elsewhere("--memory", "2MiB", "--host-memory", "1MiB", "--set", "engine=memory")
+    assert code == 2 and "BudgetError: --host-memory is 1,048,576 bytes (1.0 MiB), which is too small" in last_line(err)
+    advice = "raise --host-memory, or lower --context or --batch, or pass --set engine=auto"
+    assert f"of host memory with --set engine=memory: {advice}" in last_line(err)
+    code, _, err, _ = elsewhere("--memory", "20KiB", "--host-memory", "1GiB")
+    assert code == 2 and "--memory is 20,480 bytes" in last_line(err) and "of device memory" in last_line(err)
+
+
+def test_all_caches_on_a_machine_elsewhere(elsewhere):
+    code, out, _, written = elsewhere("--memory", "1/2", "--host-memory", "1GiB", "--compare")
+    assert code == 0 and written["machine"]["fits"] == list(registry.CACHES) and "these fit that machine: " in out
+    assert all(one["config"]["engine"] == "memory" and one["plan"]["host_bytes"] for one in written["plans"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device-memory", "24GiB"], "--device-memory 24GiB is the memory of a GPU on a machine elsewhere: give "),
+        (["--device", "cpu", "--device-memory", "24GiB"], "give --device cuda:0 too, or leave it out"),
+        (["--device", "cuda:0", "--device-memory", "much"], "--device-memory must be a number of bytes or a size"),
+        ([*ELSEWHERE, "--host-memory", "much"], "--host-memory must be a number of bytes or a size"),
+        (["--device", "cpu", "--host-memory", "64GiB"], "this one is on a CPU, where memory limits everything"),
+        (["--device", "cpu", "--set", "host_memory=64GiB"], "--set host_memory=64GiB is a limit for a model on a GPU"),
+    ],
+)
+def test_a_machine_elsewhere_that_is_wrong(tiny, console, arguments, words):
+    code, out, err = console("plan", "--model", tiny, "--context", "4000", "--memory", "2MiB", *arguments)
+    assert (code, out) == (2, "") and words in last_line(err)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device can be used here")
+def test_a_device_that_is_not_here_can_be_elsewhere(tiny, console):
+    code, _, err = console("plan", "--model", tiny, "--context", "4000", "--device", "cuda:0")
+    assert code == 2 and "or give --device-memory, such as 24GiB, to plan for a machine that has it" in last_line(err)
