@@ -213,7 +213,7 @@ class OffloadConfig:
 
     @property
     def records_apart(self) -> bool:
-        """Whether records are in host memory, outside the budget."""
+        """Whether records in host memory are outside the budget on a CPU too."""
         return False
 
     def as_saved(self) -> Self:

@@ -309,7 +309,7 @@ class OffloadCache(Cache):
 
     @property
     def memory_bytes(self) -> int:
-        """Compute and host memory in use by the cache now, in bytes."""
+        """Device and host memory in use by the cache now, in bytes."""
         self.storage.check_process()
         self.contents.account_live()
         return self.storage.account.current

@@ -96,9 +96,10 @@ _ON_THE_HOST = frozenset(
 
 
 def host_side(device_type: str, records_apart: bool) -> frozenset[str]:
-    """Owners that `host_memory` limits, and not `memory`. If attention runs on a CUDA device: those of host memory; an
-    owner with some memory on both sides counts as the device's. Otherwise none, or records, if a configuration has
-    `records_apart`."""
+    """Owners that `host_memory` limits, and not `memory`.
+
+    If attention runs on a CUDA device: those of host memory. Of owners with memory on both sides, "tables" counts as
+    the host's, and others as the device's. Otherwise none, or records, if a configuration has `records_apart`."""
     return _ON_THE_HOST if device_type == "cuda" else frozenset([RECORDS] if records_apart else [])
 
 

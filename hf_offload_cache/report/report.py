@@ -138,7 +138,7 @@ class CacheReport:
     full_kv_bytes: int
     """Memory that `DynamicCache` would use now, including padding and layers that are not offloaded."""
     memory_bytes: int
-    """Compute and host memory in use by the cache now, including layers that are not offloaded."""
+    """Device and host memory in use by the cache now, including layers that are not offloaded."""
     host_bytes: int
     """The part of `memory_bytes` that `memory` does not limit: host memory, with a model on a GPU; on a CPU the records
     of `SpecCache` with engine="memory"."""
