@@ -207,3 +207,12 @@ def test_an_opened_context_keeps_the_budgets(on_device: Any, tmp_path: Path) -> 
             assert (opened.storage.engine == "memory") == (engine == "memory") and opened.tokens == 1204
             report = opened.report()
             assert report.host_peak_bytes <= host == report.host_budget
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_fit_leaves_room_for_the_keys_that_it_streams(on_device: Any, tmp_path: Path) -> None:
+    """A fit takes what is free of a budget for larger parts, but not what it reads the earlier pieces' keys through."""
+    with cache_class("disk-swap").for_budget(on_device, "2/3", CONTEXT, path=tmp_path) as cache:
+        run(on_device, cache, (400, 400, 400))
+        report = cache.report()
+        assert report.peak_memory_bytes <= report.memory_budget and report.tokens == 1204

@@ -11,12 +11,12 @@ import torch
 from ...config import OffloadConfig, parse_size
 from ...core.budget import Goals
 from ...core.layer import OffloadLayer
-from ...core.plan import LayerKind
+from ...core.plan import LayerKind, stream_bytes, streamed
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
 from ...errors import ConfigError
-from ...history.records import RecordFormat
+from ...history.records import RecordFormat, unpacking_bytes
 from ...memory.dry_run import DryRun
 from ...memory.fit import Search
 from ...model.attention_call import AttentionCall
@@ -61,9 +61,14 @@ class DiskSwapLayer(SelectiveLayer):
         selecting, storage = self.selecting, self.shared.storage
         assert selecting is not None and isinstance(selecting.settings, DiskSwapConfig)
         form, rows, settings = self.history.form, self.history.rows, selecting.settings
+
+        def streaming() -> int:
+            kind = self.kind(1)
+            return stream_bytes(kind, settings) + unpacking_bytes(form, rows * streamed(kind, settings))
+
         shared = LowRankShared(
             storage.account, selecting.workspace, lambda: selecting.postponed, selecting.rest,
-            lambda tokens: selecting.units(settings, form.group_size, tokens),
+            lambda tokens: selecting.units(settings, form.group_size, tokens), streaming,
         )  # fmt: skip
         rules = rules_of(settings)
         own = self.adapter, self.layer_idx, self.rows.heads

@@ -172,6 +172,7 @@ class LowRankShared(NamedTuple):
     postponed: Callable[[], bool] = lambda: False  # fitting waits
     rest: Callable[[], None] = lambda: None  # frees the memory that only selecting needs
     wanted: Callable[[int], int] = lambda tokens: 0  # units a row that a step selects of so many tokens
+    streaming: Callable[[], int] = lambda: 0  # bytes of a device that streaming the stored keys takes during a fit
 
 
 class FittedKeys:
@@ -280,8 +281,8 @@ class FittedKeys:
 
     def _part(self, device: torch.device, nbytes: Callable[[int], int]) -> int:
         """The best part for a fit that takes `nbytes(part)` bytes, of those there is room for."""
-        has_room = self._shared.account.has_room
-        return next((part for part in part_sizes(device) if has_room(nbytes(part))), PART)
+        has_room, streaming = self._shared.account.has_room, self._shared.streaming()
+        return next((part for part in part_sizes(device) if has_room(nbytes(part) + streaming)), PART)
 
     def _append(self, block: torch.Tensor) -> None:
         """Make keys (B, Hk, t, D) compact."""
