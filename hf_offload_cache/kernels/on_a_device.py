@@ -18,15 +18,26 @@ MOST_CHANNELS = 256
 """Channels of a head that kernels can hold in registers."""
 
 
+LEAST_CAPABILITY = (8, 0)
+"""Compute capability of the oldest CUDA devices that kernels run on."""
+
+
 @functools.cache
 def _triton() -> bool:
     """Whether Triton is installed; torch for CUDA includes it on some systems."""
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache
+def _is_recent(device: torch.device | None) -> bool:
+    """Whether Triton compiles for a CUDA device (None: the current one): earlier ones have no bfloat16. ROCm's count
+    in another way."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
 def has_kernels(device: torch.device, *dims: int) -> bool:
     """Whether Triton's kernels run on `device`, over heads of so many channels."""
-    return device.type == "cuda" and max(dims, default=0) <= MOST_CHANNELS and _triton()
+    return device.type == "cuda" and max(dims, default=0) <= MOST_CHANNELS and _triton() and _is_recent(device)
 
 
 TWINS: dict[str, tuple[Callable[..., Any], int]] = {}
@@ -35,7 +46,8 @@ TWINS: dict[str, tuple[Callable[..., Any], int]] = {}
 
 def with_kernel(launches: int = 1) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A function in plain torch, the twin of a kernel. On a CUDA device the kernel computes it: the function of the
-    same name and arguments in the module "<this module>_triton", in so many launches. Elsewhere the twin runs.
+    same name and arguments in the module "<this module>_triton", in so many launches. Elsewhere the twin runs, and on
+    a device without kernels.
 
     Arguments are tensors of one device, the first of them not None, and what is no tensor."""
 
@@ -55,8 +67,8 @@ def with_kernel(launches: int = 1) -> Callable[[Callable[P, R]], Callable[P, R]]
 
 @functools.cache
 def _kernel(twin: Callable[P, R]) -> Callable[P, R]:
-    """The kernel of a twin, launched on its arguments' device; the twin itself without Triton."""
-    if not _triton():
+    """The kernel of a twin, launched on its arguments' device; the twin itself on devices without kernels."""
+    if not _has_marked():
         return twin
     return on_its_device(getattr(importlib.import_module(f"{twin.__module__}_triton"), twin.__name__))
 
@@ -67,8 +79,8 @@ def has_step(device: torch.device, *dims: int) -> bool:
 
 
 def _has_marked() -> bool:
-    """Whether functions `with_kernel` find their kernels."""
-    return _triton()
+    """Whether functions `with_kernel` find their kernels, and the current device runs them."""
+    return _triton() and _is_recent(None)
 
 
 def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:

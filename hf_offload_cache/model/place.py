@@ -50,6 +50,10 @@ def device_type(model: PreTrainedModel) -> str:
     return "cuda" if any(device.type == "cuda" for device in attention_devices(model).values()) else "cpu"
 
 
+DEVICES = ("cpu", "cuda", "meta")
+"""Types of devices that a model may be on; on the last one it has no data, and is only planned for."""
+
+
 # Conflicts between training and a cache
 
 class _NoBackward(torch.autograd.Function):
@@ -174,7 +178,7 @@ def warn_if_untested() -> None:
 
 
 def untested() -> str | None:
-    """Text for a newer minor version of transformers than was tested; None: it is not newer."""
+    """Text for a newer minor version of transformers than was tested, or for torch on ROCm; None: neither."""
     return _message(transformers.__version__)
 
 
@@ -185,12 +189,12 @@ def _warn(version: str) -> None:
 
 
 def _message(version: str) -> str | None:
-    if _minor(version) <= _minor(TESTED):
-        return None
-    return (
-        f"transformers {version} is newer than {TESTED}, which hf_offload_cache was tested with: check your model once "
-        "with `python -m hf_offload_cache.testing MODEL` (a folder or a name)"
-    )
+    check = "check your model once with `python -m hf_offload_cache.testing MODEL` (a folder or a name)"
+    if _minor(version) > _minor(TESTED):
+        return f"transformers {version} is newer than {TESTED}, which hf_offload_cache was tested with: {check}"
+    if torch.version.hip is not None:
+        return f"torch is built for ROCm {torch.version.hip}, which hf_offload_cache was not tested with: {check}"
+    return None
 
 
 def _minor(version: str) -> tuple[int, int]:
@@ -220,6 +224,11 @@ def no_place(model: Any) -> str | None:
         return f"{name} takes no past_key_values: it keeps its state in its own way, so run it without this cache"
     if not any(hasattr(layer, "keys") for layer in _layers(inner)):
         return f"{name} has no attention whose keys and values are kept: there is nothing to offload"
+    if foreign := sorted({device.type for device in attention_devices(inner).values()} - set(DEVICES)):
+        return (
+            f"{name} is on {', '.join(foreign)}, and this cache runs on a CPU or a CUDA device: move the model to one, "
+            "or use DynamicCache"
+        )
     return None
 
 

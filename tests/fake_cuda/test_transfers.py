@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import CUDA, Counts, Fake, fake_cuda, on_the_device
+from fake_device import CUDA, Counts, Fake, fake_cuda, moved, on_the_device
 from harness import COMMON, build, prompt
+from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from hf_offload_cache.kernels import on_a_device
 from hf_offload_cache.registry import CACHES, cache_class
 
 TOKENS, STEPS, LAYERS = 300, 4, COMMON["num_hidden_layers"]
@@ -172,3 +174,86 @@ def test_records_in_host_memory_are_pinned(
         with cache_class(name).open(tmp_path / "saved", model, **fields) as opened:
             check(opened)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+EVERYTHING = {"max_context": 512, "num_selected": 512}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_without_pinned_memory_the_logits_are_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system pins no more: plain memory takes its place, and copies wait."""
+    wanted, refused, plain = expected(), list[int](), torch.empty
+
+    def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            refused.append(1)
+            raise RuntimeError("CUDA error: out of memory")
+        return plain(*sizes, **options)
+
+    def pin_memory(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+        refused.append(1)
+        raise RuntimeError("CUDA error: out of memory")
+
+    with on_the_device(llama()) as (model, counts):
+        monkeypatch.setattr(torch, "empty", empty)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+        with cache_class(name)(model, path=tmp_path, engine="direct", **EVERYTHING) as cache:
+            torch.testing.assert_close(steps(model, cache, Fake, counts), wanted, rtol=1e-3, atol=1e-3)
+        monkeypatch.undo()
+    assert refused
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_layers_on_a_host_and_on_a_device(name: str, tmp_path: Path) -> None:
+    """As `device_map` spreads them: each layer's cache is on its device, and the logits are right."""
+    wanted, model = expected(), llama()
+
+    def sent(module: torch.nn.Module, *given: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda one: one if isinstance(one, Fake) else Fake(one), given)
+
+    fields = EVERYTHING | ({"speculative": False} if name == "spec" else {})
+    with fake_cuda() as counts:
+        for part in (*model.model.layers[LAYERS // 2 :], model.model.norm, model.lm_head):
+            moved(part).register_forward_pre_hook(sent, with_kwargs=True)
+        with cache_class(name)(model, path=tmp_path, **fields) as cache:
+            found = steps(model, cache, lambda ids: ids, counts)
+            devices = [layer.device.type for layer in cache.offloaded]
+    assert devices == ["cpu"] * (LAYERS // 2) + ["cuda"] * (LAYERS - LAYERS // 2)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "hip", "runs"),
+    [
+        pytest.param(True, (8, 0), None, True, id="ampere"),
+        pytest.param(True, (7, 5), None, False, id="turing"),
+        pytest.param(False, (9, 0), None, False, id="no Triton"),
+        pytest.param(True, (1, 0), "6.4", True, id="rocm"),
+    ],
+)
+def test_kernels_run_where_triton_compiles_for_the_device(
+    installed: bool, capability: tuple[int, int], hip: str | None, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere a device runs their twins."""
+    monkeypatch.setattr(on_a_device, "_triton", lambda: installed)
+    monkeypatch.setattr(on_a_device, "TWINS", {})
+    monkeypatch.setattr(on_a_device, "on_its_device", lambda kernel: kernel)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    def halved(rows: torch.Tensor) -> str:
+        return "twin"
+
+    module = type("module", (), {"halved": lambda rows: "kernel"})
+    monkeypatch.setattr(on_a_device.importlib, "import_module", lambda name: module)
+    on_a_device._is_recent.cache_clear()
+    on_a_device._kernel.cache_clear()
+    try:
+        assert on_a_device.has_kernels(CUDA, 128) is runs
+        assert not on_a_device.has_kernels(CUDA, 512) and not on_a_device.has_kernels(torch.device("cpu"))
+        assert on_a_device._kernel(halved)(torch.ones(1)) == ("kernel" if runs else "twin")
+    finally:
+        on_a_device._is_recent.cache_clear()
+        on_a_device._kernel.cache_clear()

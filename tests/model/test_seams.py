@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import harness
@@ -137,6 +138,18 @@ def test_encoder_decoder_is_refused() -> None:
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
     with unchanged(model), pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         DiskSwapCache(model)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_a_device_of_another_kind_is_refused(device: str) -> None:
+    """One line that names the device, and nothing put on the model; if one layer is on it, too."""
+    model = fresh("llama")
+    model.model.layers[1].self_attn._hf_hook = SimpleNamespace(execution_device=torch.device(device))
+    line = f"LlamaForCausalLM is on {device}, and this cache runs on a CPU or a CUDA device: move the model to one"
+    for make in (DiskSwapCache, lambda one: DiskSwapCache.for_budget(one, "1/2", max_context=4096)):
+        with unchanged(model), pytest.raises(UnsupportedModelError, match=line) as told:
+            make(model)
+        assert "\n" not in str(told.value)
 
 
 def test_something_that_is_no_model_is_refused() -> None:

@@ -98,6 +98,16 @@ def test_a_newer_transformers_is_told_once(version: str, said: int, monkeypatch:
     tested_version._warn.cache_clear()
 
 
+def test_rocm_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That nobody tested it, and the command that checks a model; in each report, too."""
+    tested_version._warn.cache_clear()
+    monkeypatch.setattr(tested_version.torch.version, "hip", "6.4.1")
+    line = "torch is built for ROCm 6.4.1, which hf_offload_cache was not tested with: check your model"
+    with pytest.warns(UserWarning, match=line), DiskSwapCache(tiny("llama"), exact=True, engine="memory") as cache:
+        assert [note for note in cache.report().warnings if note.startswith(line)]
+    tested_version._warn.cache_clear()
+
+
 def test_the_tested_version_is_the_one_of_the_package() -> None:
     """setup.cfg says it beside the range that installs."""
     setup = (Path(harness.__file__).parents[1] / "setup.cfg").read_text()
