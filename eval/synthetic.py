@@ -68,40 +68,48 @@ def build_model(
 def context(
     shape: Shape, tokens: int, layer_idx: int, batch: int = 1, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (B, Hkv, T, D) of `batch` sequences, bfloat16, the same for the same arguments; never zeros.
+    """Keys and values (B, Hkv, T, D) of `batch` sequences, bfloat16, made on `device`, the same for the same arguments;
+    never zeros.
 
     Keys are a mean, a part of low rank that drifts slowly from token to token, and noise: most of their energy fits a
     compact copy. Most lies where the rotary embedding turns slowly, as a trained model's does. Values are noise. Row i
     is the first row, `i * SHIFT` tokens further on: views of one tensor, so that many rows take little more memory.
     """
-    generator = torch.Generator().manual_seed(1000 + layer_idx)
+    made: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(1000 + layer_idx), "device": device}
     width, rank, span, longest = shape.kv_heads * shape.head_dim, 24, 64, tokens + (batch - 1) * SHIFT
-    corners = torch.randn(longest // span + 2, rank, generator=generator)
+    corners = torch.randn(longest // span + 2, rank, **made)
     drift = torch.nn.functional.interpolate(corners.T[None], size=longest, mode="linear", align_corners=True)[0].T
-    basis = torch.randn(rank, width, generator=generator) / rank**0.5
-    keys = drift @ basis + torch.randn(width, generator=generator)
-    keys += NOISE * torch.randn(longest, width, generator=generator)
-    half = torch.arange(shape.head_dim // 2)
+    basis = torch.randn(rank, width, **made) / rank**0.5
+    keys = drift @ basis + torch.randn(width, **made)
+    keys += NOISE * torch.randn(longest, width, **made)
+    half = torch.arange(shape.head_dim // 2, device=device)
     keys *= torch.where(half < shape.head_dim // 4, 0.2, 1.0).repeat(2 * shape.kv_heads)
-    rows = []
-    for part in (keys, torch.randn(longest, width, generator=generator)):
+    rows, size = [], (batch, shape.kv_heads, tokens, shape.head_dim)
+    for part in (keys, torch.randn(longest, width, **made)):
         flat = part.view(longest, shape.kv_heads, shape.head_dim).transpose(0, 1).to(torch.bfloat16).contiguous()
-        flat, size = flat.to(device), (batch, shape.kv_heads, tokens, shape.head_dim)
         rows.append(flat.as_strided(size, (SHIFT * flat.stride(1), *flat.stride())))
     return rows[0], rows[1]
 
 
-def fill(cache: Cache, model: LlamaForCausalLM, shape: Shape, tokens: int, batch: int = 1) -> None:
+def fill(
+    cache: Cache, model: LlamaForCausalLM, shape: Shape, tokens: int, batch: int = 1, piece: int | None = None
+) -> None:
     """Put a context of random keys and values into an empty cache, ours or transformers', layer by layer: `update`,
     then `attend` with an attention function that computes nothing, so that groups are sealed and written, and summaries
-    are made. Every row has records of its own; their content is `context`'s."""
+    are made. Every row has records of its own; their content is `context`'s. `piece`: an offloaded layer gets so many
+    tokens in this way, and then as many at a time without queries, which takes less memory; None: all at once."""
     with torch.no_grad():
         for layer_idx in range(shape.layers):
             keys, values = context(shape, tokens, layer_idx, batch, model.device)
-            returned, other = cache.update(keys, values, layer_idx)
-            del keys, values
+            layer = cache.layers[layer_idx]
+            size = piece if piece is not None and isinstance(layer, OffloadLayer) else tokens
+            returned, other = cache.update(keys[:, :, :size], values[:, :, :size], layer_idx)
             queries = returned.new_zeros(batch, shape.heads, 1, shape.head_dim)
             attend_to_nothing(cache, model, layer_idx, queries, returned, other)
+            del returned, other
+            for first in range(size, tokens, size):
+                layer.take(keys[:, :, first : first + size], values[:, :, first : first + size])
+            del keys, values
 
 
 def attend_to_nothing(cache: Cache, model: Any, layer_idx: int, *call: torch.Tensor) -> None:

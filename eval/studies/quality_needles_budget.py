@@ -38,7 +38,7 @@ def ask(
         known = rows.where(sample=sample, name=REFERENCE, **key)
         if not left or (getattr(arguments, "known", False) and known and not known[0]["answered"]):
             continue
-        ids = build_prompt(tokenizer, needle.document, needle.question)
+        ids = build_prompt(tokenizer, needle.document, needle.question).to(model.device)
         context = prefill(model, ids[:, : prefilled_tokens(ids.shape[1])])
         for name, one in left.items():
             row: dict[str, Any] = {"sample": sample, "name": name, **key, "depth": needle.depth}

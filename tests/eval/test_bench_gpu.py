@@ -1,0 +1,415 @@
+"""The benchmark of a GPU, each part tiny on the device that only counts; and what follows from its rows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda.fake_device import Stream, moved, on_the_device
+from harness import COMMON, build
+from transformers import LlamaConfig, LlamaForCausalLM
+from words import words
+
+from eval import bench_gpu, gpu_kernels, gpu_summary
+from eval.studies.common import Rows
+from eval.studies.common import main as run_study
+from eval.synthetic import Shape, build_model
+from hf_offload_cache.kernels import low_bit, on_a_device
+from hf_offload_cache.registry import cache_class
+
+TINY = Shape(layers=3, heads=4, kv_heads=2, head_dim=64, hidden=48, intermediate=64, vocabulary=512)
+GIB = 2**30
+OURS = list(bench_gpu.OURS)
+
+
+class _Stream(Stream):
+    """As a `torch.Stream`, which `DynamicCache(offloading=True)` enters."""
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A text model on the device and its tokenizer, and sizes of a device whose memory nobody uses."""
+    generator = torch.Generator
+    for name, value in {
+        "mem_get_info": (60 * GIB, 80 * GIB), "max_memory_allocated": 3 * GIB, "memory_allocated": GIB,
+        "reset_peak_memory_stats": None, "set_per_process_memory_fraction": None, "empty_cache": None,
+        "get_device_name": "a counting device",
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: None)
+    monkeypatch.setattr(torch, "Stream", _Stream)
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
+    monkeypatch.setattr(bench_gpu, "SHAPE", TINY)
+    monkeypatch.setattr(bench_gpu, "SETTLES", 2)
+    monkeypatch.setattr(bench_gpu, "build", lambda layers, device: moved(build_model(replace(TINY, layers=layers))))
+    sizes = {**COMMON, "max_position_embeddings": 512, "num_hidden_layers": 2}
+    made = build(LlamaForCausalLM, LlamaConfig(**sizes))
+    with on_the_device(made) as (model, _):
+        yield model, words()
+
+
+def words_of(target: Path, *more: str) -> list[str]:
+    """Options of a tiny run."""
+    sizes = "--quick --steps 3 --text-tokens 640 --quality-tokens 640 --followed 4 --context 640 --memory 2/1"
+    return [*sizes.split(), "--chunk", "320", "--path", str(target.parent), "--json", str(target), *more]
+
+
+def rows_of(target: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(target.read_text())["rows"]
+    return rows
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench_gpu.main(["--quick"]) == 2
+    said = capsys.readouterr()
+    assert said.err == "eval.bench_gpu needs a CUDA device, and torch finds none here\n" and not said.out
+
+
+EXPECTED = {name for name in bench_gpu.NAMES if name not in bench_gpu.QUANTISED} | {"fp8"}
+FEW = ["DynamicCache", "DiskSwapCache", "SpecCache"]
+NAMES = {"text": [*FEW, "StaticCache"], "shape": FEW, "capped": FEW, "quality": [*OURS, "fp8"]}
+
+
+@pytest.mark.parametrize("part", ["text", "shape", "quality", "complete", "capped", "kernels"])
+def test_a_part_measures_every_contender(
+    part: str, device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None fails; a second call measures nothing and draws the plots."""
+    if part != "text":  # planning takes longer than all else here
+        monkeypatch.setattr(bench_gpu, "fields_of", lambda *_: {"engine": "memory", "num_selected": 64})
+    if part == "capped":
+        monkeypatch.setattr(bench_gpu, "CAPS", ((24, 640, bench_gpu.NAMES),))
+        monkeypatch.setattr(bench_gpu, "next_batch", lambda rows, limit: None if len(rows) == 2 else 1 + len(rows))
+    target, few = tmp_path / "gpu.json", ["--caches", *NAMES[part]] if part in NAMES else []
+    assert bench_gpu.main(words_of(target, "--parts", part, *few), device) == 0
+    rows = rows_of(target)
+    assert not [row for row in rows if "failed" in row]
+    whole = json.loads(target.read_text())
+    assert whole["summary"]["complete"] and whole["machine"]["gpu"] == "a counting device"
+    if not few:
+        assert ("quanto, 4 bits" in whole["summary"]["left_out"]) is (bench_gpu.missing("quanto, 4 bits") is not None)
+    _CHECKS[part](rows)
+    for row in rows:
+        if "median_seconds" in row:
+            assert 0 < row["least_seconds"] <= row["median_seconds"] <= row["most_seconds"] and row["repetitions"] >= 3
+    plots = {}
+    if find_spec("matplotlib"):
+        plots = {option: tmp_path / f"{option}.png" for option in ("plot", "plot-kernels")}
+    monkeypatch.setattr(bench_gpu, "times", None)  # nothing is timed again
+    more = [word for option, path in plots.items() for word in (f"--{option}", str(path))]
+    assert bench_gpu.main(words_of(target, "--parts", part, *few, *more), device) == 0
+    assert rows_of(target) == rows
+    assert all(path.stat().st_size > 1000 for path in plots.values())
+
+
+def _check_text(rows: list[dict[str, Any]]) -> None:
+    assert [row["name"] for row in rows] == NAMES["text"]
+    for row in rows:
+        assert row["beyond_training"] and row["prefill_repetitions"] == 2 and row["peak_bytes"] == 3 * GIB
+        assert row["used_bytes"] == 20 * GIB and row["tokens_per_second"] == pytest.approx(1 / row["median_seconds"])
+    fields = {row["name"]: row["fields"] for row in rows}
+    assert fields["SpecCache"] == {"engine": "memory", "bits": 2}
+    assert fields["DiskSwapCache"]["engine"] == "memory" and fields["DynamicCache"] == {}
+
+
+def _check_shape(rows: list[dict[str, Any]]) -> None:
+    measured = [row for row in rows if row["part"] == "shape"]
+    assert [(row["layers"], row["name"]) for row in measured] == [(layers, name) for layers in (1, 2) for name in FEW]
+    assert {row["said"] for row in measured} == {"1 of 3", "2 of 3"}
+    of_all = {row["name"]: row for row in rows if row["part"] == gpu_summary.SCALED}
+    assert all((row["said"], row["layers"]) == ("computed from 1 and 2 layers", 3) for row in of_all.values())
+    full = 640 * 2 * TINY.token_bytes // TINY.layers
+    assert all(row["full_kv_bytes"] == full for row in measured if row["layers"] == 2)
+
+
+def _check_complete(rows: list[dict[str, Any]]) -> None:
+    assert {row["name"] for row in rows} >= EXPECTED and {row["layers"] for row in rows} == {TINY.layers}
+    assert all(row["device_share"] == pytest.approx(2 * GIB / row["full_kv_bytes"]) for row in rows)
+
+
+def _check_quality(rows: list[dict[str, Any]]) -> None:
+    read = {row["name"]: row for row in rows if row["part"] == "quality"}
+    assert read.keys() >= set(OURS) and all(0 <= row["top1"] <= 1 for row in read.values())
+    assert read["fp8"]["kl"] < 1 and all(row["kl"] < 5 for row in read.values())
+    asked = [row for row in rows if row["part"] == "needles"]
+    assert [row["name"] for row in asked][:1] == [bench_gpu.DYNAMIC] and asked[0]["sample"] == 0
+
+
+def _check_capped(rows: list[dict[str, Any]]) -> None:
+    assert [(row["name"], row["batch"]) for row in rows] == [(name, batch) for name in FEW for batch in (1, 2)]
+    assert {row["gigabytes"] for row in rows} == {24}
+
+
+def _check_kernels(rows: list[dict[str, Any]]) -> None:
+    by_name = {row["name"]: row for row in rows}
+    assert list(by_name)[:3] == [gpu_kernels.DEVICE, gpu_kernels.BUS, gpu_kernels.GATHERED]
+    copy, attended = by_name[gpu_kernels.DEVICE], by_name[gpu_kernels.GATHERED]
+    assert copy["nbytes"] == 2 * gpu_kernels.QUICK.copied == 2 * by_name[gpu_kernels.BUS]["nbytes"]
+    assert attended["nbytes"] == 2 * 2 * 64 * 64 * 2
+    floor = attended["nbytes"] * copy["median_seconds"] / copy["nbytes"]
+    assert attended["share"] == pytest.approx(floor / attended["median_seconds"])
+
+
+_CHECKS = {
+    "text": _check_text, "shape": _check_shape, "quality": _check_quality, "complete": _check_complete,
+    "capped": _check_capped, "kernels": _check_kernels,
+}  # fmt: skip
+
+
+@pytest.mark.kernels
+def test_cases_call_the_kernels_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: their results are those of the twins, on what a case makes."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    sizes, device = gpu_kernels.QUICK, torch.device("cpu")
+    for name in ("low_bit_triton.scores", "low_bit_triton.weighted"):
+        run = gpu_kernels.CASES[name](sizes, device).run
+        found = run()
+        if name.endswith("scores"):
+            queries, keys, bits, found = run.args
+            expected = torch.empty_like(found)
+            low_bit.scores(queries, keys, bits, expected)
+        else:
+            expected = low_bit.weighted(*run.args)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_kernel_of_the_package_is_compared(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with a case is held against its floor and another call; one without is named."""
+
+    def twice(rows: torch.Tensor) -> torch.Tensor:
+        return 2 * rows
+
+    monkeypatch.setattr(on_a_device, "TWINS", {"step.twice": (twice, 1), "step.other": (twice, 1)})
+    monkeypatch.setattr(gpu_kernels, "CASES", dict(gpu_kernels.CASES))
+
+    @gpu_kernels.case("step.twice")
+    def make(sizes: gpu_kernels.Sizes, device: torch.device) -> gpu_kernels.Case:
+        rows = torch.ones(sizes.tokens, device=device)
+        return gpu_kernels.Case(lambda: twice(rows), rows.nbytes, gpu_kernels.BUS, 0.8, gpu_kernels.GATHERED, 1.5)
+
+    target = tmp_path / "gpu.json"
+    bench_gpu.main(words_of(target, "--parts", "kernels"), device)
+    found = json.loads(target.read_text())
+    (row,) = [row for row in found["rows"] if row["name"] == "step.twice"]
+    assert row["floor"] == gpu_kernels.BUS and row["nbytes"] == 4 * gpu_kernels.QUICK.tokens
+    other = next(row for row in found["rows"] if row["name"] == gpu_kernels.GATHERED)
+    assert row["over"] == pytest.approx(row["median_seconds"] / other["median_seconds"])
+    judged = {one["figure"]: one for one in found["summary"]["must_reach"]}
+    assert judged["share of the floor, step.twice"]["measured"] == row["share"]
+    assert judged["share of the floor, step.twice"]["at_least"] == 0.8
+    assert judged[f"step.twice over {gpu_kernels.GATHERED}"]["at_most"] == 1.5
+    assert found["summary"]["left_out"]["step.other"] == "eval.gpu_kernels has no case for it"
+    assert found["summary"]["left_out"]["low_bit_triton.scores"] == "Triton's kernels do not run here"
+
+
+# --- one call after the other ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_plan_is_that_of_all_layers(name: str, tmp_path: Path) -> None:
+    """For two layers of 32: the fields that 32 have, with records in host memory and without a limit."""
+    shape = Shape(layers=2, heads=8, kv_heads=4, head_dim=64, hidden=64, intermediate=64, vocabulary=64)
+    few, many = build_model(shape), build_model(replace(shape, layers=32))
+    fields = bench_gpu.fields_of(name, few, "1/5", 8192, 2, 32)
+    assert fields == bench_gpu.fields_of(name, many, "1/5", 8192, 2)
+    assert fields["engine"] == "memory" and not fields.keys() & {"memory", "max_batch"}
+    with cache_class(bench_gpu.OURS[name])(few, path=tmp_path, **fields) as cache:
+        assert cache.storage.engine == "memory" and cache.config.memory is None
+
+
+def measured(target: Path, monkeypatch: pytest.MonkeyPatch, device: Any, *more: str) -> list[dict[str, Any]]:
+    run_study(bench_gpu.STUDY, [*words_of(target, "--parts", "complete", *more), "--resume"], device)
+    return rows_of(target)
+
+
+def test_a_contender_that_fails_is_a_row(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory, or for another reason: the others are measured. `--again` measures what failed."""
+    target, plain = tmp_path / "gpu.json", bench_gpu.measure_shape
+    errors = {
+        bench_gpu.DYNAMIC: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        bench_gpu.STATIC: MemoryError("the records need 9.0 GiB, and 8.0 are free"),
+        "fp8": TypeError("no such dtype"),
+    }
+
+    def fails(model: Any, name: str, *others: Any) -> dict[str, Any]:
+        if name in errors:
+            raise errors[name]
+        return plain(model, name, *others)
+
+    monkeypatch.setattr(bench_gpu, "measure_shape", fails)
+    names = [*errors, "SpecCache"]
+    rows = {row["name"]: row for row in measured(target, monkeypatch, device, "--caches", *names)}
+    assert rows[bench_gpu.DYNAMIC]["failed"] == "out of device memory: CUDA out of memory"
+    assert rows[bench_gpu.STATIC]["failed"] == "out of host memory: the records need 9.0 GiB, and 8.0 are free"
+    assert rows["fp8"]["failed"] == "TypeError: no such dtype" and "median_seconds" in rows["SpecCache"]
+    failed = json.loads(target.read_text())["summary"]["failed"]
+    assert failed["part complete, layers 3, tokens 640, batch 1, name fp8"] == "TypeError: no such dtype"
+    monkeypatch.setattr(bench_gpu, "measure_shape", plain)
+    assert sum("failed" in row for row in measured(target, monkeypatch, device, "--caches", *names)) == 3
+    assert not [row for row in measured(target, monkeypatch, device, "--caches", *names, "--again") if "failed" in row]
+
+
+def test_a_device_that_is_lost_ends_the_call(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error that CUDA does not forget; the row stays, and the next call goes on behind it."""
+    target, plain = tmp_path / "gpu.json", bench_gpu.measure_shape
+
+    def lost(*_: Any) -> dict[str, Any]:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(bench_gpu, "measure_shape", lost)
+    with pytest.raises(RuntimeError, match="nothing runs on the device any more"):
+        measured(target, monkeypatch, device, "--caches", bench_gpu.DYNAMIC, "SpecCache")
+    monkeypatch.setattr(bench_gpu, "measure_shape", plain)
+    rows = measured(target, monkeypatch, device, "--caches", bench_gpu.DYNAMIC, "SpecCache")
+    assert ["failed" in row for row in rows] == [True, False] and "illegal memory access" in rows[0]["failed"]
+
+
+def test_a_call_ends_in_time_and_the_next_goes_on(
+    device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each row is in the file when it is measured. A call that is killed leaves a mark, and its row is not tried again.
+    """
+    target, names, seen = tmp_path / "gpu.json", (bench_gpu.DYNAMIC, bench_gpu.STATIC, "SpecCache"), list[str]()
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def slow(model: Any, name: str, *_: Any) -> dict[str, Any]:
+        assert [row["name"] for row in rows_of(target)] == [*seen, name]
+        seen.append(name)
+        now[0] += 100
+        if name == bench_gpu.STATIC:
+            raise KeyboardInterrupt
+        return {"seen": len(seen), "median_seconds": 1.0, "least_seconds": 1.0, "most_seconds": 1.0, "peak_bytes": 1}
+
+    monkeypatch.setattr(bench_gpu, "measure_shape", slow)
+    measured(target, monkeypatch, device, "--caches", *names, "--seconds", "50")
+    assert seen == [bench_gpu.DYNAMIC] and not json.loads(target.read_text())["summary"]["complete"]
+    assert "the time of this call is over: the same command goes on" in capsys.readouterr().out
+    with pytest.raises(KeyboardInterrupt):
+        measured(target, monkeypatch, device, "--caches", *names)
+    rows = measured(target, monkeypatch, device, "--caches", *names)
+    assert [row.get("failed") for row in rows] == [None, bench_gpu.ENDED, None] and seen == list(names)
+    assert json.loads(target.read_text())["summary"]["complete"]
+
+
+def test_a_cap_is_lifted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an error; a device that has no more than the cap gets none."""
+    given: list[float] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", given.append)
+    with contextlib.suppress(ZeroDivisionError), bench_gpu.capped(24):
+        assert given == [0.3] and 1 / 0
+    for none in (None, 80, 96):
+        with bench_gpu.capped(none):
+            assert given == [0.3, 1.0]
+
+
+# --- what follows from the rows --------------------------------------------------------------------------------------
+
+
+def shape_row(name: str, layers: int, median: float, **more: Any) -> dict[str, Any]:
+    times = {"median_seconds": median, "least_seconds": 0.9 * median, "most_seconds": 1.2 * median, "repetitions": 9}
+    return {"part": "shape", "layers": layers, "tokens": 32768, "batch": 8, "name": name, **times, **more}
+
+
+def test_all_layers_follow_from_two_numbers_of_them() -> None:
+    rows = [shape_row("DynamicCache", 2, 0.003, peak_bytes=5), shape_row("DynamicCache", 8, 0.006, peak_bytes=11)]
+    rows += [shape_row("StaticCache", 2, 0.002, peak_bytes=5), {**shape_row("x", 8, 1), "name": "fp8", "failed": "no"}]
+    (row,) = gpu_summary.scaled(rows, 32)
+    assert row["name"] == "DynamicCache" and (row["layers"], row["peak_bytes"]) == (32, 35)
+    assert row["median_seconds"] == pytest.approx(0.018) and row["least_seconds"] == pytest.approx(0.0162)
+    assert row["tokens_per_second"] == pytest.approx(8 / 0.018) and row["said"] == "computed from 2 and 8 layers"
+
+
+def test_the_largest_batch_is_found_in_few_trials() -> None:
+    """Of a contender that needs 10 bytes and 7 more a row, in 100; and of one that does not fit at all."""
+    for fixed, each, largest in ((10, 7, 12), (40, 40, 1), (0, 1, 100), (99, 2, 0)):
+        rows: list[dict[str, Any]] = []
+        while (batch := gpu_summary.next_batch(rows, 100)) is not None:
+            peak = fixed + each * batch
+            fits = {"median_seconds": 1.0, "peak_bytes": peak, "filled_peak_bytes": peak - 1}
+            rows.append({"batch": batch, **(fits if peak <= 100 else {"failed": "out of device memory"})})
+        found = max((row["batch"] for row in rows if "failed" not in row), default=0)
+        assert largest - max(1, largest // 16) < found <= largest and len(rows) <= 9, (fixed, each, rows)
+
+
+def test_promises_are_judged_by_the_rows() -> None:
+    """Complete rows count before computed ones; the largest batch by its own row; a figure without rows is open."""
+    many = {"tokens": 32768, "batch": 8}
+    rows = [
+        {"part": "text", "tokens": 32768, "batch": 1, "name": name, "prefill_median_seconds": seconds}
+        for name, seconds in (("DynamicCache", 1.0), ("DiskSwapCache", 1.25), ("ClusterCache", 2.0))
+    ]
+    rows += [
+        {"part": part, **many, "name": name, "median_seconds": seconds}
+        for part, name, seconds in (
+            ("scaled", "DynamicCache", 9.0), ("complete", "DynamicCache", 0.04), ("scaled", "DiskSwapCache", 0.02),
+            ("scaled", "DynamicCache(offloading=True)", 0.1),
+        )
+    ]  # fmt: skip
+    rows += [
+        {"part": "capped", "gigabytes": 24, "tokens": 32768, "name": name, "batch": batch, **found}
+        for name, batch, found in (
+            ("DynamicCache", 1, {"median_seconds": 1, "tokens_per_second": 20.0}),
+            ("DynamicCache", 2, {"failed": "out of device memory"}),
+            ("DiskSwapCache", 8, {"median_seconds": 1, "tokens_per_second": 50.0}),
+            ("DiskSwapCache", 4, {"median_seconds": 1, "tokens_per_second": 200.0}),
+        )
+    ]  # fmt: skip
+    judged = {one["figure"]: (one["measured"], one["met"]) for one in gpu_summary.promises(rows, OURS)}
+    assert judged["prefill of 32K over DynamicCache's, DiskSwapCache"] == (1.25, True)
+    assert judged["prefill of 32K over DynamicCache's, ClusterCache"] == (2.0, False)
+    assert judged["a step of 8 x 32K, DynamicCache's over DiskSwapCache's"] == (2.0, True)
+    assert judged["the same of offloading, DiskSwapCache"] == (5.0, False)
+    assert judged["rows in 24 GiB over DynamicCache's, DiskSwapCache"] == (8.0, True)
+    assert judged["their tokens/s, DiskSwapCache"] == (2.5, False)
+    assert judged["a step of 128K, DynamicCache's over SpecCache's"] == (None, None)
+    assert judged["tokens/s in 48 GiB over DynamicCache's, SpecCache, 8,192"] == (None, None)
+
+
+def test_slow_steps_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, numbers = [0.0], list[int]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def step(seconds: float) -> Any:
+        def taken(number: int) -> None:
+            numbers.append(number)
+            now[0] += seconds if number != 1 else 5 * seconds
+        return taken
+
+    fast = bench_gpu.timed_steps(step(0.25), 10)
+    assert fast["repetitions"] == 10 and fast["most_seconds"] == 0.25 and numbers == list(range(34))
+    slow = bench_gpu.timed_steps(step(16.0), 10)
+    assert slow == {"median_seconds": 16.0, "least_seconds": 16.0, "most_seconds": 80.0, "repetitions": 3}
+
+
+def test_rows_without_room_on_the_host_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_gpu, "free_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 * GIB, 80 * GIB))
+    with pytest.raises(MemoryError, match=r"need 8\.0 GiB, and 8\.0 are free"):
+        bench_gpu.check_host("SpecCache", 8 * GIB)
+    bench_gpu.check_host("DynamicCache", 8 * GIB)
+    assert bench_gpu.fits_completely("SpecCache", 32768, 1) and not bench_gpu.fits_completely("SpecCache", 32768, 8)
+    assert bench_gpu.fits_completely("DynamicCache", 32768, 8)
+    assert not bench_gpu.fits_completely("DynamicCache", 131072, 8)
+
+
+def test_rows_of_no_part_have_no_summary() -> None:
+    found = gpu_summary.summary(Rows().rows, OURS)
+    assert not found["steps"] and not found["failed"] and all(one["met"] is None for one in found["must_reach"])
