@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import pkgutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hf_offload_cache import kernels
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.kernels import on_a_device
 from hf_offload_cache.kernels.low_bit import row_bytes
@@ -85,6 +88,9 @@ def missing(name: str, device: torch.device) -> str | None:
 
 def every_name() -> list[str]:
     """Names of all cases, then of kernels without one."""
+    for module in pkgutil.iter_modules(kernels.__path__):
+        if not module.name.endswith("_triton"):
+            import_module(f"{kernels.__name__}.{module.name}")  # which adds its functions
     return [*CASES, *(name for name in on_a_device.TWINS if name not in CASES)]
 
 
@@ -178,19 +184,136 @@ def _weighted(sizes: Sizes, device: torch.device) -> Case:
     return Case(run, values.nbytes + shares.nbytes)
 
 
+class Records(NamedTuple):
+    """Records of one layer in pinned host memory, not written to, and the begin of each, (rows, units) int64 on the
+    device; the store keeps them."""
+
+    form: RecordFormat
+    addresses: torch.Tensor
+    store: MemoryStore
+
+
+def records(sizes: Sizes, group: int, device: torch.device) -> Records:
+    """All records of `sizes.rows` rows. Raises `MemoryError` if the system does not pin so much."""
+    form = RecordFormat(sizes.kv_heads, sizes.dim, sizes.kv_heads, sizes.dim, torch.bfloat16, group)
+    store = MemoryStore(form.record_bytes, "kernels", pinned=True)
+    found = store.addresses(store.allocate(sizes.rows * (sizes.tokens // group)))
+    if found is None:
+        raise MemoryError("the system pins no more")
+    return Records(form, torch.from_numpy(np.ascontiguousarray(found)).view(sizes.rows, -1).to(device), store)
+
+
 @case("host_entries_triton.gather")
 def _gather(sizes: Sizes, device: torch.device) -> Case:
-    form = RecordFormat(sizes.kv_heads, sizes.dim, sizes.kv_heads, sizes.dim, torch.bfloat16, _GROUP)
-    store, units = MemoryStore(form.record_bytes, "kernels", pinned=True), sizes.tokens // _GROUP
-    addresses = store.addresses(store.allocate(sizes.rows * units))
-    if addresses is None:
-        raise MemoryError("the system pins no more memory")
-    where = torch.from_numpy(np.ascontiguousarray(addresses)).view(sizes.rows, units).to(device)
+    made, gather = records(sizes, _GROUP, device), kernel("host_entries_triton.gather")
     tokens = torch.randint(0, sizes.tokens, (sizes.rows, sizes.kv_heads, sizes.attended), device=device)
-    gather = kernel("host_entries_triton.gather")
+    nbytes = tokens.numel() * 2 * sizes.dim * made.form.dtype.itemsize
+    return Case(lambda: gather(made.addresses, tokens, made.form), nbytes, BUS, least=0.8)
 
-    def run() -> Any:
-        assert store.capacity, "its memory is there as long as this"
-        return gather(where, tokens, form)
 
-    return Case(run, tokens.numel() * 2 * sizes.dim * form.dtype.itemsize, BUS, least=0.8)
+# DiskSwapCache's step: units of four tokens, with codes of 112 bytes a token
+
+_UNIT, _COUNTS, _MAPPED, _SINKS, _RECENT = 4, (64, 64, 64), 64, 4, 32
+
+
+def _codes(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Low-rank queries, their constants, and codes, as `ranking.score` takes them."""
+    low = torch.randn(sizes.rows, sizes.heads, sum(_COUNTS), device=device).to(torch.bfloat16)
+    wide, four, two = _COUNTS
+    codes = torch.randint(
+        0, 256, (sizes.rows, (wide + four // 2 + two // 4) * _UNIT, sizes.tokens // _UNIT), dtype=torch.uint8,
+        device=device,
+    )  # fmt: skip
+    return low, torch.randn(sizes.rows, sizes.heads, device=device), codes
+
+
+def _units(sizes: Sizes, device: torch.device) -> torch.Tensor:
+    """Units (rows, n) int32 that a step attends to, ascending."""
+    count, every = (sizes.attended - _RECENT) // _UNIT, sizes.tokens // _UNIT
+    chosen = torch.rand(sizes.rows, every, device=device).topk(count).indices
+    return chosen.sort(1).values.int()
+
+
+@case("ranking.project")
+def _project(sizes: Sizes, device: torch.device) -> Case:
+    states = torch.randn(sizes.rows, sizes.heads, sizes.dim, device=device).to(torch.bfloat16)
+    queries = torch.randint(-127, 128, (sizes.kv_heads, sizes.dim, sum(_COUNTS)), device=device).to(torch.int8)
+    scale, offsets = (torch.rand(sum(_COUNTS), device=device) for _ in range(2))
+    mean = torch.randn(sizes.kv_heads, sizes.dim, device=device)
+    sinks, recent = (
+        torch.randn(sizes.rows, sizes.kv_heads, count, sizes.dim, device=device).to(torch.bfloat16)
+        for count in (_SINKS, _RECENT)
+    )
+    given = states, queries, scale, mean, offsets, sinks, recent
+    return Case(functools.partial(kernel("ranking.project"), *given, 0.1), sum(one.nbytes for one in given))
+
+
+@case("ranking.score")
+def _score(sizes: Sizes, device: torch.device) -> Case:
+    given, units = _codes(sizes, device), sizes.tokens // _UNIT
+    run = functools.partial(kernel("ranking.score"), *given, _COUNTS, _UNIT, 1)
+    return Case(run, given[2].nbytes + 4 * sizes.rows * sizes.heads * units, least=0.6)
+
+
+@case("ranking.share")
+def _share(sizes: Sizes, device: torch.device) -> Case:
+    best, tops, sums = kernel("ranking.score")(*_codes(sizes, device), _COUNTS, _UNIT, 1)
+    near = torch.randn(sizes.rows, sizes.heads, _SINKS + _RECENT, device=device)
+    run = functools.partial(kernel("ranking.share"), best, tops, sums, near, sizes.rows, 1)
+    return Case(run, best.nbytes + 4 * sizes.rows * best.shape[2])
+
+
+@case("ranking.pick")
+def _pick(sizes: Sizes, device: torch.device) -> Case:
+    importance, count = torch.rand(sizes.rows, sizes.tokens // _UNIT, device=device), sizes.attended // _UNIT
+    return Case(functools.partial(kernel("ranking.pick"), importance, count, 2 * count), importance.nbytes)
+
+
+@case("ranking.rest")
+def _rest(sizes: Sizes, device: torch.device) -> Case:
+    low, constant, codes = _codes(sizes, device)
+    others = _units(sizes, device)
+    maps = torch.randint(-127, 128, (sizes.rows, _MAPPED + 1, sizes.kv_heads, sizes.dim), device=device).to(torch.int8)
+    scale, ratio = torch.rand(sizes.rows, _MAPPED + 1, device=device), torch.zeros_like(constant)
+    offsets = torch.rand(sum(_COUNTS), device=device)
+    given = low, constant, codes, _COUNTS, _UNIT, others, maps, scale, ratio, offsets
+    read = others.numel() * codes.shape[1]
+    return Case(functools.partial(kernel("ranking.rest"), *given), read + maps.nbytes)
+
+
+@case("slots.exchange")
+def _exchange(sizes: Sizes, device: torch.device) -> Case:
+    steps = [_units(sizes, device) for _ in range(8)]
+    count = 2 * steps[0].shape[1]
+    options: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    slot_of = torch.full((sizes.rows, sizes.tokens // _UNIT), -1, **options)
+    unit_in = torch.full((sizes.rows, count), -1, **options)
+    order = torch.arange(count, **options).repeat(sizes.rows, 1)
+    exchange, turns = kernel("slots.exchange"), itertools.cycle(steps)
+    nbytes = 3 * steps[0].nbytes + unit_in.nbytes + 2 * order.nbytes
+    return Case(lambda: exchange(next(turns), slot_of, unit_in, order), nbytes)
+
+
+def _slots(units: torch.Tensor, form: RecordFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots (rows, S) of a step's units, and data of so many."""
+    rows, count = units.shape
+    slots = torch.arange(count, dtype=torch.int32, device=units.device).repeat(rows, 1)
+    data = torch.zeros(rows, count, form.payload_width, dtype=form.payload_dtype, device=units.device)
+    return slots, data
+
+
+@case("slots.bring")
+def _bring(sizes: Sizes, device: torch.device) -> Case:
+    made, absent, bring = records(sizes, _UNIT, device), _units(sizes, device), kernel("slots.bring")
+    slots, data = _slots(absent, made.form)
+    return Case(lambda: bring(made.addresses, absent, slots, data), data.nbytes, BUS, least=0.8)
+
+
+@case("slots.attend")
+def _attend(sizes: Sizes, device: torch.device) -> Case:
+    form = RecordFormat(sizes.kv_heads, sizes.dim, sizes.kv_heads, sizes.dim, torch.bfloat16, _UNIT)
+    slots, data = _slots(_units(sizes, device), form)
+    query = torch.randn(sizes.rows, sizes.heads, sizes.dim, device=device).to(torch.bfloat16)
+    recent = torch.randn(sizes.rows, _RECENT, form.entry_width, device=device).to(torch.bfloat16)
+    run = functools.partial(kernel("slots.attend"), query, data, slots, recent, form, 0.1, None, None)
+    return Case(run, data.nbytes + recent.nbytes, over=GATHERED, most=1.5)

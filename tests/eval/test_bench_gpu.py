@@ -162,6 +162,12 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert attended["nbytes"] == 2 * 2 * 64 * 64 * 2
     floor = attended["nbytes"] * copy["median_seconds"] / copy["nbytes"]
     assert attended["share"] == pytest.approx(floor / attended["median_seconds"])
+    assert by_name.keys() >= {name for name in on_a_device.TWINS if name.partition(".")[0] in ("ranking", "slots")}
+    units, codes, entry = 256 // 4, 112, 2 * 2 * 64 * 2  # of 4 tokens; bytes of a token's codes, and of its entry
+    assert by_name["ranking.score"]["nbytes"] == 4 * units * codes + 4 * 4 * units
+    assert by_name["slots.bring"]["nbytes"] == 32 * entry and by_name["slots.bring"]["floor"] == gpu_kernels.BUS
+    assert by_name["slots.attend"]["nbytes"] == 64 * entry == attended["nbytes"]
+    assert by_name["slots.attend"]["compared_with"] == gpu_kernels.GATHERED
 
 
 _CHECKS = {
