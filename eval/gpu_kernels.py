@@ -81,9 +81,8 @@ def missing(name: str, device: torch.device) -> str | None:
     """Why the kernel `name` cannot be measured on `device`; None: it can."""
     if name not in CASES:
         return "eval.gpu_kernels has no case for it"
-    if name != GATHERED and name not in on_a_device.TWINS and not on_a_device.has_kernels(device):
-        return "Triton's kernels do not run here"
-    return None
+    runs = on_a_device.has_step if name in on_a_device.TWINS else on_a_device.has_kernels
+    return None if name == GATHERED or runs(device) else "Triton's kernels do not run here"
 
 
 def every_name() -> list[str]:
