@@ -72,6 +72,8 @@ ROOM = 256
 SETTLES, MOST_SECONDS = 24, 30.0
 """Steps before those that count: our caches measure in them whether to look ahead. Slower steps are fewer, so that all
 take about as many seconds."""
+PIECE = 65536
+"""Tokens of all rows that a layer of ours gets at a time when it is filled."""
 SHAPE: Shape = LLAMA_8B
 CAPS: tuple[tuple[int, int, tuple[str, ...]], ...] = (
     (24, 32768, NAMES),
@@ -136,6 +138,7 @@ def opened(name: str, model: Any, room: int, fields: dict[str, Any], path: str |
 
 class Call:
     """Begins measurements, each of one row, until the seconds of this call are over; `rest`: some were not begun.
+    Raises `ValueError` for rows of another GPU.
 
     A row is marked before it is measured. If a call ends meanwhile, the next one leaves it as failed and goes on."""
 
@@ -143,6 +146,10 @@ class Call:
         self.arguments, self.rows = arguments, rows
         self.rest = False
         self._ends = time.monotonic() + arguments.seconds
+        self._gpu = torch.cuda.get_device_name()
+        if others := {row["gpu"] for row in rows.rows if "gpu" in row} - {self._gpu}:
+            known = f"{str(rows.target)!r} has rows of {others.pop()}"
+            raise ValueError(f"{known}, and this is {self._gpu}: give another --json")
         if arguments.again:
             rows.rows = [row for row in rows.rows if "failed" not in row]
 
@@ -173,7 +180,7 @@ class Call:
             found = {"failed": f"{type(error).__name__}: {str(error)[:400]}"}
             lost = isinstance(error, torch.AcceleratorError)
         self.rows.drop(**key)
-        self.rows.add(**key, **found)
+        self.rows.add(**key, gpu=self._gpu, **found)
         if lost:
             raise RuntimeError(f"{found['failed']}: nothing runs on the device any more; the same command goes on")
 
@@ -383,7 +390,7 @@ def measure_shape(
         torch.cuda.reset_peak_memory_stats()
         with torch.no_grad(), opened(name, model, tokens + ROOM, fields, arguments.path) as cache:
             start = time.perf_counter()
-            fill(cache, model, shape, tokens, batch, piece=max(1024, 65536 // batch))
+            fill(cache, model, shape, tokens, batch, piece=max(64, PIECE // batch))
             if isinstance(cache, OffloadCache):
                 cache.storage.prefetcher.flush()
             torch.cuda.synchronize()
@@ -517,7 +524,7 @@ STUDY = Study(
         "layers": ([2, 8], "layers of the large shape, from which all follow"),
     },
     {"text_tokens": 1024, "quality_tokens": 1024, "followed": 8, "samples": 1, "documents": 1, "context": [2048],
-     "batch": [1], "layers": [1, 2], "steps": 6},
+     "batch": [1], "layers": [1, 2], "steps": 6, "parts": ["kernels", "text", "shape", "quality"]},
     plots={"plot": draw_steps, "plot-kernels": draw_kernels}, size=(11.0, 12.0), module="eval.bench_gpu",
     of_a_run=("parts", "caches", "seconds", "again", "samples", "documents", "context", "batch", "layers"),
 )  # fmt: skip

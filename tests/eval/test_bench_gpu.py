@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from words import words
 
 from eval import bench_gpu, gpu_kernels, gpu_summary
+from eval.replay import LIKENESS
 from eval.studies.common import Rows
 from eval.studies.common import main as run_study
 from eval.synthetic import Shape, build_model
@@ -54,6 +55,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
     monkeypatch.setattr(bench_gpu, "SHAPE", TINY)
     monkeypatch.setattr(bench_gpu, "SETTLES", 2)
+    monkeypatch.setattr(bench_gpu, "PIECE", 256)
     monkeypatch.setattr(bench_gpu, "build", lambda layers, device: moved(build_model(replace(TINY, layers=layers))))
     sizes = {**COMMON, "max_position_embeddings": 512, "num_hidden_layers": 2}
     made = build(LlamaForCausalLM, LlamaConfig(**sizes))
@@ -138,6 +140,8 @@ def _check_shape(rows: list[dict[str, Any]]) -> None:
 
 def _check_complete(rows: list[dict[str, Any]]) -> None:
     assert {row["name"] for row in rows} >= EXPECTED and {row["layers"] for row in rows} == {TINY.layers}
+    rates = {row["name"]: row.get("hit_rate") for row in rows}
+    assert all(0 <= rates[name] <= 1 for name in OURS if name != "SpecCache")  # for which this is too short to select
     assert all(row["device_share"] == pytest.approx(2 * GIB / row["full_kv_bytes"]) for row in rows)
 
 
@@ -225,6 +229,19 @@ def test_a_kernel_of_the_package_is_compared(device: Any, tmp_path: Path, monkey
 # --- one call after the other ----------------------------------------------------------------------------------------
 
 
+def test_a_model_of_the_shape_gets_similar_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many layers in bfloat16 where it is asked for; embeddings of successive ids are as similar as inputs are."""
+    monkeypatch.setattr(bench_gpu, "SHAPE", replace(TINY, hidden=256))
+    model = bench_gpu.build(2, torch.device("cpu"))
+    assert model.config.num_hidden_layers == 2 and model.dtype == torch.bfloat16 and not model.training
+    ids = bench_gpu.similar_tokens(model, 300, 4)
+    assert ids.shape == (128, 4, 1) and ids.flatten().tolist() == list(range(512))  # as many as it has
+    rows = model.get_input_embeddings()(ids)[:, :, 0].detach().float()
+    for apart, likeness in ((1, LIKENESS), (10, LIKENESS**10)):
+        found = torch.nn.functional.cosine_similarity(rows[:-apart], rows[apart:], dim=2).mean()
+        assert float(found) == pytest.approx(likeness, abs=0.03)
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_a_plan_is_that_of_all_layers(name: str, tmp_path: Path) -> None:
     """For two layers of 32: the fields that 32 have, with records in host memory and without a limit."""
@@ -310,6 +327,17 @@ def test_a_call_ends_in_time_and_the_next_goes_on(
     rows = measured(target, monkeypatch, device, "--caches", *names)
     assert [row.get("failed") for row in rows] == [None, bench_gpu.ENDED, None] and seen == list(names)
     assert json.loads(target.read_text())["summary"]["complete"]
+
+
+def test_rows_of_another_gpu_are_not_continued(
+    device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "gpu.json"
+    (row,) = measured(target, monkeypatch, device, "--caches", "SpecCache")
+    assert row["gpu"] == "a counting device"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+    with pytest.raises(ValueError, match="has rows of a counting device, and this is another: give another --json"):
+        measured(target, monkeypatch, device, "--caches", "SpecCache")
 
 
 def test_a_cap_is_lifted(monkeypatch: pytest.MonkeyPatch) -> None:

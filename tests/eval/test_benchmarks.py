@@ -109,17 +109,19 @@ def test_rows_of_all_contenders_on_text() -> None:
 
 
 def test_filled_caches_hold_the_same_context(tmp_path: Path) -> None:
-    """A cache filled without a prefill gives the logits of `DynamicCache` filled with the same keys and values."""
+    """A cache filled without a prefill, at once or in pieces, gives the logits of `DynamicCache` filled with the same
+    keys and values."""
     model = synthetic.build_model(TINY)
     logits = []
-    for exact in (None, True, "bitwise"):
+    for exact, piece in ((None, 100), (True, None), ("bitwise", None), (True, 100)):
         cache = DynamicCache(config=model.config) if exact is None else DiskSwapCache(model, path=tmp_path, exact=exact)
-        synthetic.fill(cache, model, TINY, 512)
+        synthetic.fill(cache, model, TINY, 512, piece=piece)
         with torch.no_grad():
             logits.append(model(input_ids=torch.tensor([[5]]), past_key_values=cache, use_cache=True).logits)
         getattr(cache, "close", lambda: None)()
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=5e-3)
     torch.testing.assert_close(logits[2], logits[0], rtol=0, atol=0)
+    torch.testing.assert_close(logits[3], logits[0], rtol=0, atol=5e-3)
 
 
 def test_calls_are_counted() -> None:
