@@ -6,29 +6,27 @@ the device, and how often the host waited, by the function of the library that d
 
 Attention counts as one kernel. Triton's kernels are absent, so that their torch twins run. A twin that says how many
 launches its kernel takes (`with_kernel`) counts as so many; others count as what they launch themselves.
+
+With a seed, streams run late (`fake_streams`): an operation returns memory that it fills when its stream gets there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
-from collections import Counter
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
+from fake_streams import COUNTS, CUDA, QUEUES, Counts, Event, Memory, Stream, current, on
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hf_offload_cache.kernels import on_a_device
 from hf_offload_cache.model import stream_attention
 
-CUDA = torch.device("cuda", 0)
-PACKAGE = "/hf_offload_cache/"
 _FREE = ("aten.empty", "aten.new_empty", "aten.detach", "aten.alias", "aten.sym_size")
 _ON_DEVICE = ("cuda", "meta")
 _INDEXED = ("aten.index.Tensor", "aten.index_put_.default", "aten._index_put_impl_.default", "aten.index_put.default")
@@ -38,53 +36,11 @@ _OF_UNKNOWN_SIZE = (
 )  # fmt: skip
 
 
-@dataclass
-class Counts:
-    """Of everything since the last `clear`, by "file:function"; "model" is everything outside the library."""
-
-    launches: Counter[str] = field(default_factory=Counter)
-    to_device: Counter[str] = field(default_factory=Counter)
-    to_host: Counter[str] = field(default_factory=Counter)
-    syncs: Counter[str] = field(default_factory=Counter)
-    blocking: Counter[str] = field(default_factory=Counter)
-    """Copies that the host waited for, because their memory on the host is not pinned."""
-    to_device_bytes: Counter[str] = field(default_factory=Counter)
-    to_host_bytes: Counter[str] = field(default_factory=Counter)
-
-    def clear(self) -> None:
-        for counter in vars(self).values():
-            counter.clear()
-
-    def add(self, kind: str, count: int = 1, nbytes: int = 0) -> None:
-        caller = _caller()
-        getattr(self, kind)[caller] += count
-        if nbytes:
-            getattr(self, f"{kind}_bytes")[caller] += nbytes
-
-    def copied(self, kind: str, nbytes: int, waits: bool) -> None:
-        self.add(kind, nbytes=nbytes)
-        if waits:
-            self.add("syncs")
-            self.add("blocking")
-
-
-COUNTS = Counts()
-
-
-def _caller() -> str:
-    frame = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if PACKAGE in name and "site-packages" not in name:
-            return f"{name.split(PACKAGE, 1)[1]}:{frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "model"
-
-
 class Fake(torch.Tensor):
     """A tensor of the device. `inner` has its values."""
 
     inner: torch.Tensor
+    memory: Memory
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -94,6 +50,7 @@ class Fake(torch.Tensor):
             device="meta", requires_grad=False,
         )  # fmt: skip
         made.inner = inner
+        made.memory = Memory.of(inner)
         return made
 
     device = property(lambda self: CUDA)  # type: ignore[assignment]
@@ -152,23 +109,28 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = {**kwargs, **({"device": torch.device("cpu")} if device is not None and on_device else {})}
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
-    inner_args, inner_kwargs = tree_map_only(Fake, lambda fake: fake.inner, (args, kwargs))
     if name == "aten._to_copy.default":
-        return _converted(func, args[0], inner_args, inner_kwargs, device, on_device)
+        return _converted(args[0], kwargs, device, on_device)
     if name == "aten.copy_.default":
-        func(*inner_args, **inner_kwargs)
-        _count_copy(args, inner_args, waits=not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])))
+        _copy(*args[:2], waits=not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])))
         return args[0]
     if from_device:
         _check_one_device(name, args, kwargs)
         _count(func, name, args)
-        if name in _WAITING:
-            return func(*inner_args, **inner_kwargs)
+        if not (_is_view(func) or name.startswith(_FREE)):
+            if _known_size(func, name, args):
+                return _queued(func, args, kwargs)
+            current().run()
+    inner_args, inner_kwargs = _inner((args, kwargs))
     out = func(*inner_args, **inner_kwargs)
+    if name in _WAITING:
+        return out
     if func._schema.is_mutable and func._schema.returns:
         return _written(func._schema, out, args, kwargs, on_device)
     if not on_device:
         return out
+    if name.startswith("aten.empty"):
+        _undefine(out)
     return tree_map_only(torch.Tensor, lambda value: value if isinstance(value, Fake) else Fake(value), out)
 
 
@@ -180,31 +142,107 @@ def _check_one_device(name: str, args: Any, kwargs: Any) -> None:
         raise RuntimeError(f"Expected all tensors to be on the same device: {name} got one of the host")
 
 
-def _converted(func: Any, source: Any, args: Any, kwargs: dict[str, Any], device: Any, on_device: bool) -> Any:
+def _converted(source: Any, kwargs: dict[str, Any], device: Any, on_device: bool) -> Any:
     """`source` in another type or on another device."""
     from_device = isinstance(source, Fake)
     as_is = kwargs.get("dtype") in (None, source.dtype)
     if from_device and on_device and as_is and kwargs.get("memory_format") in (None, torch.preserve_format):
         return source
-    if device is not None and torch.device(kwargs["device"]).type == "meta":
-        kwargs["device"] = torch.device("cpu")
-    out = func(*args, **kwargs)
-    out = out.clone() if out.data_ptr() == args[0].data_ptr() else out
+    options = {name: kwargs[name] for name in ("dtype", "memory_format") if kwargs.get(name) is not None}
     if from_device and on_device:
         COUNTS.add("launches")
-    elif from_device:
-        COUNTS.copied("to_host", out.nbytes, waits=True)
-    elif on_device:
-        COUNTS.copied("to_device", out.nbytes, waits=not kwargs.get("non_blocking"))
-    return Fake(out) if on_device else out
+        return tree_map_only(torch.Tensor, Fake, _launch(torch.ops.aten._to_copy.default, (source,), options))
+    out = torch.empty_like(_inner(source), **options)
+    out = Fake(out) if on_device else out
+    _copy(out, source, waits=not (on_device and kwargs.get("non_blocking")))
+    return out
 
 
-def _count_copy(args: Any, inner_args: Any, waits: bool) -> None:
-    to_device, from_device = isinstance(args[0], Fake), isinstance(args[1], Fake)
+def _copy(into: Any, source: Any, waits: bool) -> None:
+    """Copy `source` to memory of the device or the host. Without waiting, pinned memory is read when the copy runs."""
+    to_device, from_device = isinstance(into, Fake), isinstance(source, Fake)
     if to_device and from_device:
         COUNTS.add("launches")
     elif to_device or from_device:
-        COUNTS.copied("to_device" if to_device else "to_host", inner_args[1].nbytes, waits)
+        COUNTS.copied("to_device" if to_device else "to_host", source.nbytes, waits)
+        if not (to_device or waits):
+            _undefine(into)
+    current().give(functools.partial(_inner(into).copy_, _inner(source)), into, source)
+    if waits and not (to_device and from_device):
+        current().run()
+
+
+# Work of a stream, and the memory that it fills
+
+def _inner(tree: Any) -> Any:
+    return tree_map_only(Fake, lambda fake: fake.inner, tree)
+
+
+def _undefine(tensor: torch.Tensor) -> None:
+    """Fill memory whose values are not defined yet, so that reading it too early is seen."""
+    if QUEUES.random is not None:
+        one = float("nan") if tensor.is_floating_point() else 255 if tensor.dtype == torch.uint8 else -1
+        tensor.fill_(tensor.dtype == torch.bool or one)
+
+
+def _known_size(func: Any, name: str, args: Any) -> bool:
+    """Whether the device can be given `func` before it knows its arguments' values."""
+    if name in _WAITING or name in _OF_UNKNOWN_SIZE or _masks(name, args):
+        return False
+    writes = [one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    in_place = not any(one.kwarg_only for one in writes) and len(writes) == len(func._schema.returns)
+    return torch.Tag.nondeterministic_seeded not in func.tags and (not writes or in_place) and "resize" not in name
+
+
+def _masks(name: str, args: Any) -> bool:
+    indexes = tree_flatten(args[1])[0] if name in _INDEXED else []
+    return any(isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in indexes)
+
+
+def _queued(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`func`, in place or not, given to the current stream."""
+    if not func._schema.is_mutable:
+        return tree_map_only(torch.Tensor, Fake, _launch(func, args, kwargs))
+    inner_args, inner_kwargs = _at_launch((args, kwargs))
+    current().give(functools.partial(func, *inner_args, **inner_kwargs), args, kwargs)
+    return _written(func._schema, None, args, kwargs, True)
+
+
+def _at_launch(tree: Any) -> Any:
+    """The tensors within, and copies of what the host may change after a launch."""
+    copied = tree_map_only(torch.Tensor, lambda one: one if isinstance(one, Fake) else one.clone(), tree)
+    return _inner(tree if QUEUES.random is None else copied)
+
+
+def _launch(func: Any, args: Any, kwargs: dict[str, Any], made: Any = None) -> Any:
+    """What `func` returns of the tensors within: memory that the current stream fills when it gets there. `made`: this
+    memory, for a function that does not run on `meta` tensors. Without it, such a function runs at once, and so does
+    one that returns its arguments."""
+    inner_args, inner_kwargs = _at_launch((args, kwargs))
+    if QUEUES.random is not None and made is None:
+        with contextlib.suppress(Exception), _disable_current_modes(), torch.no_grad():
+            shapes = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (inner_args, inner_kwargs))
+            of_host = {"device": torch.device("meta")} if "device" in kwargs else {}
+            shaped = func(*shapes[0], **{**shapes[1], **of_host})
+            known = {one.untyped_storage()._cdata for one in tree_flatten(shapes)[0] if isinstance(one, torch.Tensor)}
+            given = [one for one in tree_flatten(shaped)[0] if isinstance(one, torch.Tensor)]
+            if all(one.is_meta and one.untyped_storage()._cdata not in known for one in given):
+                made = tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device="cpu"), shaped)
+    if QUEUES.random is None or made is None:
+        current().run()
+        current().use(args, kwargs)
+        return func(*inner_args, **inner_kwargs)
+    outputs = [one for one in tree_flatten(made)[0] if isinstance(one, torch.Tensor)]
+    for output in outputs:
+        _undefine(output)
+
+    def fill() -> None:
+        results = func(*inner_args, **inner_kwargs)
+        for output, result in zip(outputs, filter(torch.is_tensor, tree_flatten(results)[0]), strict=True):
+            output.copy_(result)
+
+    current().give(fill, args, kwargs)
+    return made
 
 
 def _count(func: Any, name: str, args: Any) -> None:
@@ -212,7 +250,7 @@ def _count(func: Any, name: str, args: Any) -> None:
     indexes = [one for one in tree_flatten(args[1])[0] if isinstance(one, torch.Tensor)] if name in _INDEXED else []
     if name in _WAITING:
         COUNTS.add("syncs")
-    elif name in _OF_UNKNOWN_SIZE or any(one.dtype in (torch.bool, torch.uint8) for one in indexes):
+    elif name in _OF_UNKNOWN_SIZE or _masks(name, args):
         COUNTS.add("syncs")
         COUNTS.add("launches", 3)
     elif any(not isinstance(one, Fake) for one in indexes):
@@ -234,46 +272,21 @@ def _written(schema: Any, out: Any, args: Any, kwargs: dict[str, Any], on_device
     given = dict(zip([one.name for one in schema.arguments], args, strict=False)) | kwargs
     written = [given[name] for name in names if isinstance(given.get(name), Fake)]
     if not isinstance(out, torch.Tensor):
-        return tuple(written)
+        return written[0] if len(schema.returns) == 1 else tuple(written)
     if not written:
         return Fake(out) if on_device else out
     return Fake(out) if written[0].shape != written[0].inner.shape else written[0]  # resized
 
 
-class Stream:
-    device = CUDA
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Of whatever device."""
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or Event()
-
-    def synchronize(self) -> None:
-        COUNTS.add("syncs")
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor of either side, on the host, after all work. It counts as nothing."""
+    QUEUES.run_all()
+    return _inner(tensor).clone()
 
 
-class Event:
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """With whatever options."""
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None:
-        if threading.current_thread() is threading.main_thread():  # others may wait
-            COUNTS.add("syncs")
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Any) -> float:
-        return 0.0
+def _synchronize(device: Any = None) -> None:
+    COUNTS.add("syncs")
+    QUEUES.run_all()
 
 
 def _attended(query: Any, keys: Any, values: Any, bias: Any, causal: bool, scale: float) -> Any:
@@ -282,7 +295,9 @@ def _attended(query: Any, keys: Any, values: Any, bias: Any, causal: bool, scale
     if query.shape[-1] != values.shape[-1] or not isinstance(query, Fake):
         return None if isinstance(query, Fake) else _FUSED(*asked, causal, scale)
     COUNTS.add("launches")
-    output, log_sum = _FUSED(*(None if one is None else one.inner for one in asked), causal, scale)
+    log_type = torch.promote_types(query.dtype, torch.float32)
+    made = torch.empty_like(query.inner), torch.empty(query.shape[:3], dtype=log_type)
+    output, log_sum = _launch(_FUSED, (*asked, causal, scale), {}, made)
     return Fake(output), Fake(log_sum)
 
 
@@ -295,8 +310,7 @@ def _fused_attention(original: Any) -> Any:
         if not isinstance(query, Fake):
             return original(query, *args, **options)
         COUNTS.add("launches")
-        inner_args, inner_options = tree_map_only(Fake, lambda fake: fake.inner, ((query, *args), options))
-        return Fake(original(*inner_args, **inner_options))
+        return Fake(_launch(original, (query, *args), options))
 
     return attended
 
@@ -322,28 +336,28 @@ def _kernel(twin: Any) -> Any:
         if any(isinstance(one, torch.Tensor) and not isinstance(one, Fake) for one in given):
             raise RuntimeError(f"Expected all tensors to be on the same device: {twin.__name__} got one of the host")
         COUNTS.add("launches", launches)
-        inner_args, inner_kwargs = tree_map_only(Fake, lambda fake: fake.inner, (args, kwargs))
-        return tree_map_only(torch.Tensor, Fake, twin(*inner_args, **inner_kwargs))
+        return tree_map_only(torch.Tensor, Fake, _launch(twin, args, kwargs))
 
     return launched
 
 
 @contextlib.contextmanager
-def fake_cuda() -> Iterator[Counts]:
-    """The device, until the end of the `with`, and its counts."""
-    one = Stream()
+def fake_cuda(seed: int | None = None) -> Iterator[Counts]:
+    """The device, until the end of the `with`, and its counts. `seed`: of the order in which streams run."""
+    QUEUES.begin(seed)
     torch._C._ensureCUDADeviceGuardSet()
     stubs = {
-        "_lazy_init": lambda: None, "Stream": Stream, "Event": Event, "current_stream": lambda device=None: one,
-        "default_stream": lambda device=None: one, "stream": lambda stream: contextlib.nullcontext(),
+        "_lazy_init": lambda: None, "Stream": Stream, "Event": Event, "current_stream": current,
+        "default_stream": lambda device=None: QUEUES.default, "stream": on,
         "device_of": lambda tensor: contextlib.nullcontext(), "is_available": lambda: True,
-        "synchronize": lambda device=None: COUNTS.add("syncs"), "current_device": lambda: 0, "device_count": lambda: 1,
+        "synchronize": _synchronize, "current_device": lambda: 0, "device_count": lambda: 1,
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **stubs))
-        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self, *_: self))
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self, *_: _at_launch(self)))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda self, *_: True))
-        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: None))
+        recorded = mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: self.memory.record(stream))
+        stack.enter_context(recorded)
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
         stack.enter_context(mock.patch.object(stream_attention, "_fused", _attended))
         stack.enter_context(mock.patch.object(on_a_device, "_kernel", _kernel))
@@ -352,14 +366,15 @@ def fake_cuda() -> Iterator[Counts]:
         stack.enter_context(_Mode())
         COUNTS.clear()
         yield COUNTS
+        QUEUES.run_all()
 
 
 @contextlib.contextmanager
-def on_the_device(model: Any) -> Iterator[tuple[Any, Counts]]:
+def on_the_device(model: Any, seed: int | None = None) -> Iterator[tuple[Any, Counts]]:
     """`model` itself on the device, and the device's counts. Triton, which would look for a driver, counts as not
-    installed."""
+    installed. `seed`: as of `fake_cuda`."""
     there = mock.patch.object(type(model), "device", property(lambda self: CUDA))
-    with fake_cuda() as counts, there, mock.patch.object(on_a_device, "_triton", return_value=False):
+    with fake_cuda(seed) as counts, there, mock.patch.object(on_a_device, "_triton", return_value=False):
         yield moved(model), counts
 
 

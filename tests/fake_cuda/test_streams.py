@@ -1,0 +1,136 @@
+"""Streams of a device run in any order that waits and events allow: a wait that is missing changes values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from fake_device import CUDA, Event, Fake, Stream, fake_cuda, values_of
+
+from hf_offload_cache.config import OffloadConfig
+from hf_offload_cache.fetch.areas import Staging
+from hf_offload_cache.fetch.storage import Storage
+from hf_offload_cache.kernels.on_a_device import to_host
+from hf_offload_cache.stores.base import aligned_empty
+
+SEEDS, RECORD, COUNT, TURNS = range(12), 4096, 6, 6
+MANY_SEEDS = range(32)
+"""So many orders that a missing wait is seen in one."""
+
+
+def pattern(turn: int) -> torch.Tensor:
+    """Records (COUNT, RECORD) uint8, others in each turn."""
+    return torch.randint(0, 200, (COUNT, RECORD), dtype=torch.uint8, generator=torch.Generator().manual_seed(turn))
+
+
+@contextlib.contextmanager
+def storage(folder: Path) -> Iterator[Storage]:
+    made = Storage(OffloadConfig(engine="memory"), folder)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def written(folder: Path) -> list[torch.Tensor]:
+    """Records that the device computes and drops, as the writer's thread stores them."""
+    with storage(folder) as made:
+        store = made.open_store(RECORD, "layer 0")
+        ids = [store.allocate(COUNT) for _ in range(TURNS)]
+        for turn, new in enumerate(ids):
+            records = Fake(pattern(turn)).add(1)
+            host, arrived = made.copied_out(records, store)
+            del records  # later work of the device may get their memory
+            Fake(torch.zeros(1)).add_(1)
+            made.prefetcher.write(store, new, host, arrived)
+        made.prefetcher.flush(store)
+        out = aligned_empty(COUNT * TURNS, RECORD)
+        store.read(np.concatenate(ids), out)
+    return list(out.sub(1).split(COUNT))
+
+
+def streamed(folder: Path) -> list[torch.Tensor]:
+    """Stored records as they are streamed to the device, which computes with them."""
+    with storage(folder) as made:
+        store = made.open_store(RECORD, "layer 0")
+        ids = store.allocate(COUNT * TURNS)
+        store.write(ids, torch.cat([pattern(turn) for turn in range(TURNS)]))
+        found = []
+        for records in made.stream(store, ids, COUNT, CUDA):
+            found.append(records.clone().add_(1).sub_(1))
+        return [values_of(one) for one in found]
+
+
+def staged(folder: Path) -> list[torch.Tensor]:
+    """Records of one area, filled again and again."""
+    with storage(folder) as made:
+        area = Staging(COUNT * RECORD, CUDA, made.account, "staging")
+        found = []
+        for turn in range(TURNS):
+            area.host_rows(COUNT, RECORD).copy_(pattern(turn))
+            found.append(area.upload(COUNT, RECORD).add(1).sub_(1))
+        area.release()
+        return [values_of(one) for one in found]
+
+
+def on_the_host(folder: Path) -> list[torch.Tensor]:
+    """Tensors that the device computes, brought to the host."""
+    return [to_host(Fake(pattern(turn)).add(1))[0].sub(1) for turn in range(TURNS)]
+
+
+def without(owner: Any, name: str, when: Callable[[Any], bool] = lambda owner: True) -> Any:
+    """Drop the calls of a method, of the objects for which `when` holds."""
+    original = getattr(owner, name)
+
+    def called(self: Any, *args: Any) -> Any:
+        return None if when(self) else original(self, *args)
+
+    return mock.patch.object(owner, name, called)
+
+
+def is_default(stream: Any) -> bool:
+    return stream is stream.queues.default
+
+
+WAYS = (written, streamed, staged, on_the_host)
+MISSING: dict[str, tuple[Callable[[Path], list[torch.Tensor]], Callable[[], Any]]] = {
+    "a copy out waits for what computes its records": (written, lambda: without(Stream, "wait_stream")),
+    "the writer waits for the copy": (written, lambda: without(Event, "synchronize")),
+    "freed records wait for the copy": (written, lambda: without(torch.Tensor, "record_stream")),
+    "a step waits for what was staged": (staged, lambda: without(Stream, "wait_event", is_default)),
+    "host rows wait for the upload": (staged, lambda: without(Staging, "wait_uploaded")),
+    "an upload waits for readers": (staged, lambda: without(Stream, "wait_stream")),
+    "attention waits for its block": (streamed, lambda: without(Stream, "wait_event", is_default)),
+    "blocks are read into free host memory": (streamed, lambda: without(Staging, "wait_uploaded")),
+    "blocks are copied to free device memory": (streamed, lambda: without(Stream, "wait_stream")),
+    "the host waits for its copies": (on_the_host, lambda: without(Stream, "synchronize")),
+}
+"""Each wait of the library: what needs it, and the device without it."""
+
+
+def is_right(way: Callable[[Path], list[torch.Tensor]], folder: Path) -> bool:
+    return all(torch.equal(found, pattern(turn)) for turn, found in enumerate(way(folder)))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_records_are_right_in_any_order(way: Callable[[Path], list[torch.Tensor]], seed: int, tmp_path: Path) -> None:
+    with fake_cuda(seed):
+        assert is_right(way, tmp_path)
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_a_missing_wait_changes_values(what: str, tmp_path: Path) -> None:
+    way, broken = MISSING[what]
+
+    def is_seen(seed: int) -> bool:
+        with fake_cuda(seed), broken():
+            return not is_right(way, tmp_path)
+
+    assert any(map(is_seen, MANY_SEEDS))
