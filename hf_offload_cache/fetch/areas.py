@@ -97,7 +97,9 @@ class Staging:
             with torch.inference_mode(False):
                 self._device = torch.empty_like(self._host, device=device)
             self._stream = torch.cuda.Stream(device)
-            self._copied = torch.cuda.Event()
+            self._copied, self._freed = torch.cuda.Event(), torch.cuda.Event()
+            self._pending = False  # a copy reads host memory, as far as is known
+            self.free()  # the memory may have been another tensor's, which earlier work reads
 
     def fits(self, nbytes: int, device: torch.device) -> bool:
         """Whether there is room for `nbytes` on their way to `device`."""
@@ -112,20 +114,27 @@ class Staging:
             self.wait_uploaded()
         return self._host[first_byte : first_byte + count * record_bytes].view(count, record_bytes)
 
-    def upload(self, count: int, record_bytes: int, first_byte: int = 0) -> torch.Tensor:
+    def free(self) -> None:
+        """Note that only work which the current stream was given so far reads the device memory."""
+        if self._cuda:
+            self._freed.record(torch.cuda.current_stream(self.device))
+
+    def upload(self, count: int, record_bytes: int, first_byte: int = 0, *, freed: bool = False) -> torch.Tensor:
         """Copy `count` records to the device: uint8 (count, record_bytes) there, on a CPU the same memory.
 
         Does not block. Work given to the current stream from now on sees the records. The copy waits for the stream's
-        earlier work, which may still read the old ones.
+        earlier work, which may still read the old ones: for all of it, or, with `freed`, for that before `free`.
         """
         part = slice(first_byte, first_byte + count * record_bytes)
         if self._cuda and count:
-            current = torch.cuda.current_stream(self.device)
-            self._stream.wait_stream(current)
+            if not freed:
+                self.free()
+            self._stream.wait_event(self._freed)
             with torch.cuda.stream(self._stream):
                 self._device[part].copy_(self._host[part], non_blocking=True)
                 self._copied.record(self._stream)
-            current.wait_event(self._copied)
+            torch.cuda.current_stream(self.device).wait_event(self._copied)
+            self._pending = True
         return self._device[part].view(count, record_bytes)
 
     def payloads(self, count: int, form: Any) -> ByteRows:
@@ -142,8 +151,9 @@ class Staging:
 
     def wait_uploaded(self) -> None:
         """Block until every `upload` has read its host rows."""
-        if self._cuda:
+        if self._cuda and self._pending:
             self._copied.synchronize()
+            self._pending = False
 
     def release(self) -> None:
         """Free both buffers after the running copies. Idempotent; afterwards only `release` may be called."""

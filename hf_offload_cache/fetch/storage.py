@@ -198,14 +198,17 @@ class Storage:
     ) -> Iterator[torch.Tensor]:
         """Records `ids` of `store` in order, as uint8 (n, record_bytes) on `device`, `records_at_once` at a time.
 
-        Double-buffered: the next part is read while the caller works on this one. A part is valid until the next.
-        Within `audited`, records that the configuration trusts are checked too.
+        Double-buffered: the next part is read, and copied to a CUDA device, while the caller works on this one. A part
+        is valid until the next, there for work that the current stream was given by then. Within `audited`, records
+        that the configuration trusts are checked too.
         """
         parts = [ids[start : start + records_at_once] for start in range(0, len(ids), records_at_once)]
         if not parts:
             return
-        buffers = self._buffers(min(2, len(parts)), len(parts[0]) * store.record_bytes, device)
-        size = store.record_bytes
+        size, on_cuda = store.record_bytes, device.type == "cuda"
+        buffers = [*self._buffers(2 if on_cuda else min(2, len(parts)), len(parts[0]) * size, device)]
+        if on_cuda and len(parts) % 2:
+            self.stream_buffers.reverse()  # the next stream begins with the one that is free sooner
         tickets = [self.prefetcher.read(store, parts[0], buffers[0].host_rows(len(parts[0]), size))]
         audited = store if self._audits and isinstance(store, FreezableStore) else None
         try:
@@ -218,7 +221,11 @@ class Storage:
                 self.wait_for(tickets.pop(0))
                 if audited is not None:
                     audited.verify(part, buffer.host_rows(len(part), size))
-                yield buffer.upload(len(part), size)
+                try:
+                    yield buffer.upload(len(part), size, freed=True)
+                finally:
+                    if on_cuda:
+                        buffer.free()
         finally:
             for ticket in tickets:
                 with contextlib.suppress(OSError):  # the caller gets the first error
@@ -235,7 +242,8 @@ class Storage:
             self._audits = before
 
     def _buffers(self, count: int, nbytes: int, device: torch.device) -> list[Staging]:
-        """At least `count` buffers of at least `nbytes`. A history of one part needs only one."""
+        """At least `count` buffers of at least `nbytes`. A history of one part needs only one on a CPU. On a CUDA
+        device its copy overlaps the work on the history before, which is in the other one."""
         if not all(buffer.fits(nbytes, device) for buffer in self.stream_buffers):
             self.release_stream_buffers()
         while len(self.stream_buffers) < count:

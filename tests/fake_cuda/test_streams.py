@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from fake_device import CUDA, Event, Fake, Stream, fake_cuda, values_of
+from fake_device import CUDA, QUEUES, Event, Fake, Stream, fake_cuda, values_of
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.fetch.areas import Staging
@@ -105,10 +105,10 @@ MISSING: dict[str, tuple[Callable[[Path], list[torch.Tensor]], Callable[[], Any]
     "freed records wait for the copy": (written, lambda: without(torch.Tensor, "record_stream")),
     "a step waits for what was staged": (staged, lambda: without(Stream, "wait_event", is_default)),
     "host rows wait for the upload": (staged, lambda: without(Staging, "wait_uploaded")),
-    "an upload waits for readers": (staged, lambda: without(Stream, "wait_stream")),
+    "an upload waits for readers": (staged, lambda: without(Staging, "free")),
     "attention waits for its block": (streamed, lambda: without(Stream, "wait_event", is_default)),
     "blocks are read into free host memory": (streamed, lambda: without(Staging, "wait_uploaded")),
-    "blocks are copied to free device memory": (streamed, lambda: without(Stream, "wait_stream")),
+    "blocks are copied to free device memory": (streamed, lambda: without(Staging, "free")),
     "the host waits for its copies": (on_the_host, lambda: without(Stream, "synchronize")),
 }
 """Each wait of the library: what needs it, and the device without it."""
@@ -134,3 +134,31 @@ def test_a_missing_wait_changes_values(what: str, tmp_path: Path) -> None:
             return not is_right(way, tmp_path)
 
     assert any(map(is_seen, MANY_SEEDS))
+
+
+def test_blocks_are_copied_while_the_device_works_on_others(tmp_path: Path) -> None:
+    """The copy of a block waits for the work on the latest block in its memory, and for no later work; so does that of
+    the next history."""
+    with fake_cuda(0), storage(tmp_path) as made, mock.patch.object(QUEUES.random, "random", return_value=1.0):
+        store, work = made.open_store(RECORD, "layer 0"), QUEUES.default
+        ids = store.allocate(COUNT * TURNS)
+        store.write(ids, torch.cat([pattern(turn) for turn in range(TURNS)]))
+        work.behind = 1000  # it runs what something waits for
+
+        def is_copied(block: torch.Tensor, turn: int) -> bool:
+            QUEUES.advance()
+            return torch.equal(block.inner, pattern(turn))
+
+        results, ends = [], []
+        for turn, block in enumerate(made.stream(store, ids[: 3 * COUNT], COUNT, CUDA)):
+            assert is_copied(block, turn) is (turn < 2)
+            results.append(block.add(1))
+            ends.append(work.given)
+        (other,) = made.stream(store, ids[3 * COUNT : 4 * COUNT], COUNT, CUDA)
+        assert work.done < ends[0]
+        for end, (free, turn) in zip(ends, ((block, 2), (other, 3)), strict=False):
+            assert not is_copied(free, turn)
+            work.run(end)
+            assert is_copied(free, turn)
+        assert work.done < ends[2]
+        assert all(torch.equal(values_of(result.sub(1)), pattern(turn)) for turn, result in enumerate(results))
