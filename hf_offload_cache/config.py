@@ -89,6 +89,10 @@ def parse_memory(text: int | str, full_kv_bytes: int) -> int:
     return memory
 
 
+BLOCK_TOKENS = 1024
+"""Usual tokens per sequence in a block of a streamed history."""
+
+
 @dataclass(frozen=True)
 class OffloadConfig:
     """Fields of all caches. Sizes are in tokens per sequence and layer.
@@ -120,8 +124,9 @@ class OffloadConfig:
     """Tokens per record on disk. None: as many as fit 16 KiB, a power of two from 4 to 16."""
     exact: bool | str = False
     """True: attend to everything, streamed in blocks. "bitwise": pass a complete layer to the model's own attention."""
-    block_tokens: int = 1024
-    """Tokens per sequence in a block of a streamed history."""
+    block_tokens: int | None = None
+    """Tokens per sequence in a block of a streamed history. None: 1,024; on a GPU without `memory` up to 16,384, a
+    power of two that fits 32 MiB."""
     engine: str = "auto"
     """Read engine: "uring" (io_uring), "direct" (O_DIRECT, threads), "mapped" (memory map with advice), "memory" (no
     disk), or "auto": the first of uring, direct, mapped that works here. For a model on a GPU "auto" is "memory" if
@@ -158,14 +163,15 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         self._at_least("num_sinks", 0)
         self._at_least("num_recent", 1)
-        self._at_least("block_tokens", 16)
+        if self.block_tokens is not None:
+            self._at_least("block_tokens", 16)
         if self.group_size is not None:
             self._at_least("group_size", 1)
             self._at_most("group_size", 1024)
-            if self.block_tokens < self.group_size:
+            if self.least_block < self.group_size:
                 raise ConfigError(
-                    f"block_tokens ({self.block_tokens}) must be at least group_size ({self.group_size}), since whole "
-                    f"groups are read: use block_tokens={self.group_size} or group_size={self.block_tokens}"
+                    f"block_tokens ({self.least_block}) must be at least group_size ({self.group_size}), since whole "
+                    f"groups are read: use block_tokens={self.group_size} or group_size={self.least_block}"
                 )
         self._one_of("exact", (False, True, "bitwise"))
         self._one_of("engine", ("auto", "uring", "direct", "mapped", "memory"))
@@ -190,6 +196,11 @@ class OffloadConfig:
             )
         if self.trace is not None and not isinstance(self.trace, str | Path):
             raise ConfigError(f"trace must be a path or None, got {type(self.trace).__name__}")
+
+    @property
+    def least_block(self) -> int:
+        """`block_tokens`, or what None means on a CPU."""
+        return BLOCK_TOKENS if self.block_tokens is None else self.block_tokens
 
     @property
     def leave_together(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..config import OffloadConfig
+from ..config import BLOCK_TOKENS, OffloadConfig
 from ..errors import PromptError, not_whole
 from ..fetch.storage import DryStorage
 from ..history.base import History, Sealed
@@ -318,7 +318,7 @@ class OffloadLayer(CacheLayerMixin):
         """Make all parts as large as `context` tokens a row can make them, in a dry run. A method with more parts
         extends this, for steps that select."""
         self.rehearse_history(run, kind, context)
-        run.stages("stream buffers", decode=stream_bytes(kind, self.config))
+        run.stages("stream buffers", decode=stream_bytes(kind, self.config, self._records(kind)))
 
     def rehearse_history(self, run: DryRun, kind: LayerKind, context: int) -> None:
         """Rehearse the history, its stores, and the buffers that a prefill streams it through."""
@@ -327,8 +327,16 @@ class OffloadLayer(CacheLayerMixin):
         self.history.rehearse(run, context)
         run.keeps("tables", self.history.tables_nbytes)
         run.keeps(RECORDS, sum(store.memory_bytes for store in self.shared.storage.stores))
-        run.stages("stream buffers", prefill=stream_bytes(kind, self.config))
-        run.passes("unpacked entries", prefill=unpacking_bytes(kind.form, kind.rows * streamed(kind, self.config)))
+        records = self._records(kind)
+        run.stages("stream buffers", prefill=stream_bytes(kind, self.config, records))
+        unpacked = unpacking_bytes(kind.form, kind.rows * streamed(kind, self.config, records))
+        run.passes("unpacked entries", prefill=unpacked)
+
+    def _records(self, kind: LayerKind) -> int:
+        """Records a row, at most, of a rehearsed history."""
+        store: Any = self.history.store
+        records: int = -(-store.records // kind.rows)
+        return records
 
     def make_history(self, form: RecordFormat, rows: int, device: torch.device) -> History:
         """An empty history; a method with its own order overrides this and `restore_history`."""
@@ -477,7 +485,7 @@ class OffloadLayer(CacheLayerMixin):
         dtype, before = self.history.form.dtype, self.before(call)
         if (tag := call.tag) is not None and tag.whole:
             return call.run(call.key, call.value, call.mask)
-        if before + call.key.shape[2] <= self.config.block_tokens:
+        if before + call.key.shape[2] <= (self.config.block_tokens or BLOCK_TOKENS):
             return call.run(*self.joined(call), call.mask)
         step, mask, seen, added = self.shared.step, call.mask, None, call.key.shape[2]
         if step is not None and mask is not None and call.num_queries == mask.shape[2] == added:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import OffloadConfig, parse_size
 from ..fetch.write_queue import WriteQueue
-from ..history.records import RecordFormat, latest_tokens
+from ..history.records import RecordFormat, block_groups, latest_tokens, longest_block
 from ..memory.account import RECORDS, host_side
 from ..memory.fit import Search
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
@@ -60,15 +60,17 @@ def layer_kinds(geometry: Geometry, config: OffloadConfig, batch: int) -> list[t
     return kinds
 
 
-def streamed(kind: LayerKind, config: OffloadConfig) -> int:
-    """Maximum records a row that are streamed at a time, in blocks or for a crop."""
-    group = kind.form.group_size
-    return max(config.block_tokens // group, -(-latest_tokens(kind.form, config) // group) + 1)
+def streamed(kind: LayerKind, config: OffloadConfig, records: int) -> int:
+    """Maximum records a row that are streamed at a time, in blocks or for a crop, of at most so many `records` a
+    row."""
+    block = block_groups(kind.form, config, kind.device, kind.rows, records)
+    return max(block, -(-latest_tokens(kind.form, config) // kind.form.group_size) + 1)
 
 
-def stream_bytes(kind: LayerKind, config: OffloadConfig) -> int:
-    """Bytes of the two buffers that a history is streamed through, without their copy in host memory: see `staged`."""
-    return 2 * kind.rows * streamed(kind, config) * kind.form.record_bytes
+def stream_bytes(kind: LayerKind, config: OffloadConfig, records: int) -> int:
+    """Bytes of the two buffers that a history of at most so many `records` a row is streamed through, without their
+    copy in host memory: see `staged`."""
+    return 2 * kind.rows * streamed(kind, config, records) * kind.form.record_bytes
 
 
 def decoding_queue(write_queue: int, units: Iterable[int]) -> int:
@@ -144,6 +146,10 @@ def search(
     def plan_of(config: OffloadConfig) -> MemoryPlan:
         return plan(geometry, config, *limits[1:])
 
+    longest = None
+    if geometry.device != "cpu":
+        kinds = [kind for kind, _ in layer_kinds(geometry, settings, limits[2])]
+        longest = min((longest_block(kind.form, kind.rows) for kind in kinds), default=None)
     host_memory = None if settings.host_memory is None else parse_size(settings.host_memory)
-    sides = geometry.device, host_memory
+    sides = geometry.device, host_memory, longest
     return Search(config_class, plan_of, records, *limits, {**of_goal, **fields}, full, frozenset(fields), *sides)

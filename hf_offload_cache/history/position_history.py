@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -18,7 +19,16 @@ from ..fetch.storage import Storage
 from ..memory.dry_run import DryRun
 from ..stores.base import FreezableStore, Store, aligned_empty
 from .base import Block, Sealed, equal_parts, frozen, joined
-from .records import RecordFormat, latest_tokens, leaving, packing_bytes, piece_groups, together, unpacking
+from .records import (
+    RecordFormat,
+    block_groups,
+    latest_tokens,
+    leaving,
+    packing_bytes,
+    piece_groups,
+    together,
+    unpacking,
+)
 from .state import DTYPES, Number, State, Table
 from .tail import BlockTable, RollingTail
 
@@ -101,7 +111,8 @@ class PositionHistory:
         self._name = name
         self._num_recent, self._together = config.num_recent, together(form, config)
         self._latest = self._leaves_at = latest_tokens(form, config)  # tail length at which groups leave
-        self._step = max(1, config.block_tokens // form.group_size)
+        self._blocks = partial(block_groups, form, config, device)
+        self._step = self._blocks(rows)
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         self.table = BlockTable(self.store, rows)
         self.tail = RollingTail(form, rows, self._latest, device, storage.account)
@@ -304,7 +315,7 @@ class PositionHistory:
         ids = [self.table.ids[:, start : min(start + step, groups)].reshape(-1) for start in range(0, groups, step)]
         flat = np.concatenate(ids, dtype=np.int64) if ids else np.empty(0, dtype=np.int64)
         done = 0
-        with unpacking(self._storage.account, self.form, step * self.rows if groups else 0):
+        with unpacking(self._storage.account, self.form, min(step, groups) * self.rows):
             for records in self._storage.stream(self.store, flat, step * self.rows, self.device):
                 entries = self._entries(records)[:, : stop - done]
                 done += entries.shape[1]
@@ -348,6 +359,7 @@ class PositionHistory:
         self.table.select_rows(rows.cpu().numpy())
         self.tail.select_rows(rows)
         self.rows = len(rows)
+        self._step = self._blocks(self.rows)
 
     def close(self) -> None:
         self._storage.close_store(self.store)

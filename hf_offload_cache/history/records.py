@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ..config import OffloadConfig
+from ..config import BLOCK_TOKENS, OffloadConfig
 from ..memory.account import MemoryAccount
 from ..stores.base import DEVICE_BLOCK
 
@@ -289,6 +289,28 @@ def together(form: RecordFormat, config: OffloadConfig) -> int:
 def latest_tokens(form: RecordFormat, config: OffloadConfig) -> int:
     """Maximum tokens a row in a tail after an `append`, plus one group."""
     return config.num_recent + together(form, config) * form.group_size
+
+
+_LONGEST_BLOCK, _LARGEST_BLOCK = 1 << 14, 32 << 20
+"""Most tokens per sequence, and most bytes of all rows' entries, of a block that a device gets."""
+
+
+def longest_block(form: RecordFormat, rows: int) -> int:
+    """Most tokens a row in a block for a device other than the CPU, a power of two. There each block costs the same
+    launches and waits, however long it is; a longer one than this saves few of them."""
+    fitting = max(1, _LARGEST_BLOCK // (rows * form.entry_bytes))
+    return max(BLOCK_TOKENS, min(_LONGEST_BLOCK, 1 << fitting.bit_length() - 1))
+
+
+def block_groups(
+    form: RecordFormat, config: OffloadConfig, device: torch.device | str, rows: int, records: int | None = None
+) -> int:
+    """Most groups a row in a block of a streamed history, which has at most so many `records` a row."""
+    least = (config.block_tokens or BLOCK_TOKENS) // form.group_size
+    if config.block_tokens is not None or config.memory is not None or torch.device(device).type == "cpu":
+        return max(1, least)
+    longest = longest_block(form, rows) // form.group_size
+    return max(1, least, longest if records is None else min(longest, records))
 
 
 def packing_bytes(form: RecordFormat, rows: int, latest: int, groups: int) -> int:

@@ -34,6 +34,7 @@ class Search(Generic[Config]):
         given: names of the user's fields.
         device: type of the device that attention runs on.
         host_memory: limit of the host side; None: no limit.
+        longest_block: most tokens of a block on a device other than the CPU, where each block costs launches.
     """
 
     config_class: type[Config]
@@ -47,6 +48,7 @@ class Search(Generic[Config]):
     given: frozenset[str]
     device: str = "cpu"
     host_memory: int | None = None
+    longest_block: int | None = None
     _peaks: dict[str, tuple[int, int]] = field(default_factory=dict, init=False, repr=False)
 
     def config(self, chosen: dict[str, Any]) -> Config:
@@ -133,14 +135,16 @@ class Search(Generic[Config]):
 
     def wider_streams(self, chosen: dict[str, Any]) -> dict[str, Any]:
         """`chosen`, which fits, with its blocks and its write queue doubled in turn while that fits: blocks up to 2048
-        tokens and a third of the context, the queue up to its share in `streams`.
+        tokens and a third of the context, or `longest_block`; the queue up to its share in `streams`.
 
         Both are used while a prefill runs, which may need less memory than a step. A chunked prefill attends to the
         earlier tokens block by block and merges the results. 8K tokens in chunks of 2048 took a sixth longer with
         blocks of 512 than with blocks of 2048. With `ClusterCache`, 6K tokens took a sixth longer with a queue of 64
         KiB than with 1 MiB (two cores of an AMD EPYC).
         """
-        most = {"block_tokens": min(_WIDE_BLOCK, self.max_context // 3)}
+        longest = self.longest_block
+        block = min(_WIDE_BLOCK, self.max_context // 3) if longest is None else min(longest, self.max_context)
+        most = {"block_tokens": block}
         most["write_queue"] = self.streams(STREAM_SHARES[0])["write_queue"]
         growing = [name for name in most if name not in self.fields]
         while growing:
@@ -228,7 +232,7 @@ three layers of SmolLM2-135M's shape, one x86 core. With two layers of Gemma 3 2
 def slow_blocks(config: OffloadConfig) -> str | None:
     """Warning about small blocks, which slow a chunked prefill down because it attends to the earlier tokens block by
     block; None if they are large enough."""
-    block, context = config.block_tokens, config.max_context
+    block, context = config.least_block, config.max_context
     if block >= FAST_BLOCK or context is None or context < _LONG_CONTEXT:
         return None
     times = next((slower for tokens, slower in _SLOWER.items() if block <= tokens), 1.1)
@@ -249,9 +253,10 @@ def fit_stream(search: Search[Config]) -> Config:
 
     Takes the largest `block_tokens` up to 1024 and the largest `write_queue` up to 4 MiB that need at most 1/10 of the
     budget each; else 1/20, 1/40, or their minimum. Then it lowers `num_recent`, from 32 down to 4, for a shorter
-    rolling tail. Raises `BudgetError` with the minimum memory.
+    rolling tail. On a device, blocks get the rest. Raises `BudgetError` with the minimum memory.
     """
-    return search.config(search.first_fit((*search.all_streams(), *search.short_tails())))
+    chosen = search.first_fit((*search.all_streams(), *search.short_tails()))
+    return search.config(chosen if search.longest_block is None else search.wider_streams(chosen))
 
 
 def fit_selective(search: Search[Config]) -> Config:

@@ -14,10 +14,9 @@ import torch
 from fake_device import CUDA, QUEUES, Event, Fake, Stream, fake_cuda, values_of
 
 from hf_offload_cache.config import OffloadConfig
-from hf_offload_cache.fetch.areas import Staging
-from hf_offload_cache.fetch.storage import Storage
+from hf_offload_cache.fetch import Staging, Storage
 from hf_offload_cache.kernels.on_a_device import to_host
-from hf_offload_cache.stores.base import aligned_empty
+from hf_offload_cache.stores import aligned_empty
 
 SEEDS, RECORD, COUNT, TURNS = range(12), 4096, 6, 6
 MANY_SEEDS = range(32)

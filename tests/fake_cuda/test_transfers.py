@@ -3,6 +3,7 @@ counts."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import tempfile
@@ -18,9 +19,12 @@ from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache.kernels import on_a_device
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
 
 TOKENS, STEPS, LAYERS = 300, 4, COMMON["num_hidden_layers"]
+MERGES = 5
+"""Launches of a piece that attends to one block, the tail and itself, without attention and the conversion of types."""
 MOST = {"disk-swap": (0, 4, 1), "cluster": (0, 7, 2), "spec": (3, 2, 4), "abstract-tree": (0, 3, 0)}
 """The most copies to the host and to the device, and waits for the device, a layer and step. A step's own come on
 top."""
@@ -133,6 +137,25 @@ def test_steps_on_a_device_are_as_close_as_on_the_host(way: str, seed: int) -> N
     torch.testing.assert_close(on_device[:, :calls], on_host[:, :calls], rtol=1e-3, atol=1e-3)
     wrong, expected = (float((found - exact)[:, calls:].square().mean().sqrt()) for found in (on_device, on_host))
     assert wrong == pytest.approx(expected, rel=0.2) and expected > 1e-4
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_blocks_of_a_device_are_planned(name: str, tmp_path: Path) -> None:
+    """A piece attends to a history that is longer than a block on a CPU, in one block, within the plan."""
+    (tokens, piece), cls = (3900, 1300), cache_class(name)
+    ids = prompt(llama(), 1, tokens)
+    with on_the_device(llama()) as (model, counts), torch.no_grad():
+        with cls(model, path=tmp_path, num_selected=64, max_context=tokens) as cache:
+            for part in ids.split(piece, 1):
+                counts.clear()
+                model(Fake(part), past_key_values=cache, logits_to_keep=1)
+            plan = cls.plan(Geometry.of(model), cache.config, tokens, 1)
+            short = cls.plan(Geometry.of(model), dataclasses.replace(cache.config, block_tokens=1024), tokens, 1)
+            account = cache.storage.account
+            owner = "stream buffers"
+            assert short.prefill[owner] < account.by_owner[owner] <= plan.prefill[owner]
+            assert account.peak <= plan.prefill_bytes
+        assert counts.launches["model/stream_attention.py:merge"] == MERGES * LAYERS
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import StoreFullError
 from hf_offload_cache.fetch import Storage
 from hf_offload_cache.history import PositionHistory, RecordFormat
+from hf_offload_cache.history.records import block_groups
 
 ROWS, HEADS, KEY_DIM, VALUE_HEADS, VALUE_DIM, GROUP, RECENT = 2, 2, 3, 1, 5, 4, 6
 FORM = RecordFormat(HEADS, KEY_DIM, VALUE_HEADS, VALUE_DIM, torch.float32, GROUP)
@@ -43,6 +45,20 @@ def history_of(storage: Storage, both: Pair, *pieces: int, block: int = 16) -> P
         start += piece
     assert start == both[0].shape[2] == history.length
     return history
+
+
+def test_blocks_are_longer_on_a_device() -> None:
+    """Up to 16,384 tokens, as many as fit 32 MiB; not with a budget, which books less, nor where the user says."""
+    form = RecordFormat(3, 64, 3, 64, torch.bfloat16, 16)  # 768 bytes a token
+
+    def tokens(device: str, rows: int, records: int | None = None, **fields: Any) -> int:
+        return 16 * block_groups(form, OffloadConfig(**fields), torch.device(device), rows, records)
+
+    assert [tokens("cpu", rows) for rows in (1, 8, 200)] == [1024] * 3
+    assert [tokens("cuda", rows) for rows in (1, 8, 200)] == [16384, 4096, 1024]
+    assert [tokens("cuda", 1, records) for records in (10, 100, 5000)] == [1024, 1600, 16384]
+    assert tokens("cuda", 1, memory="1GiB") == 1024
+    assert [tokens("cuda", 1, block_tokens=block) for block in (256, 1024, 40000)] == [256, 1024, 40000]
 
 
 @pytest.mark.parametrize("pieces", [(61,), (1,) * 61, (30, 1, 1, 7, 22), (5, 56)])

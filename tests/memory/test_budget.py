@@ -432,6 +432,21 @@ def test_what_a_prefill_leaves_of_a_budget_goes_to_its_streams(cls: Any, part: i
         assert getattr(wider, name) > most or cls.plan(SMOL, wider, 8192, 1).peak_bytes > memory
 
 
+def test_blocks_on_a_device_get_what_a_budget_leaves() -> None:
+    """There each costs launches: blocks up to 16,384 tokens where a CPU's have 1,024 to attend to everything, and as
+    long ones as fit. A given length stays."""
+    gpu, context = dataclasses.replace(SMOL, device="cuda"), 32768
+    full = SMOL.full_kv_bytes(context, 1)
+    for cls in (OffloadCache, DiskSwapCache):
+        wide, narrow = (cls.fit(gpu, full // part, context, 1, {}) for part in (2, 20))
+        assert wide.block_tokens == 16384
+        assert cls.plan(gpu, dataclasses.replace(wide, block_tokens=16384), context, 1).peak_bytes <= full // 2
+        longer = dataclasses.replace(narrow, block_tokens=2 * narrow.least_block)
+        assert narrow.least_block < 16384 and cls.plan(gpu, longer, context, 1).peak_bytes > full // 20
+        assert cls.fit(gpu, full // 2, context, 1, {"block_tokens": 512}).block_tokens == 512
+    assert OffloadCache.fit(SMOL, full // 2, context, 1, {}).block_tokens == 1024
+
+
 def test_a_short_context_keeps_16_bits() -> None:
     """A step selects most of it, so that tokens may be those of the full KV. Whoever asks for speed gets 8 bits."""
     memory = 2 * SMOL.full_kv_bytes(600, 1)

@@ -116,9 +116,9 @@ class AbstractTreeConfig(SelectedShareConfig):
         if self.abstracts is None:
             object.__setattr__(self, "abstracts", "memory")
         largest = max(self.group_size or 0, self.dense_size if self.dense_layers else 0)
-        if isinstance(self.block_tokens, int) and self.block_tokens < largest:
+        if isinstance(self.least_block, int) and self.least_block < largest:
             raise ConfigError(
-                f"block_tokens ({self.block_tokens}) must be at least the largest chunk ({largest}), because chunks "
+                f"block_tokens ({self.least_block}) must be at least the largest chunk ({largest}), because chunks "
                 f"are read completely: use block_tokens={largest}"
             )
         super().__post_init__()

@@ -17,7 +17,7 @@ from ...fetch.choice import Extents
 from ...fetch.storage import Storage
 from ...history.base import Block, Sealed, equal_parts, frozen, joined
 from ...history.position_history import check_captured
-from ...history.records import RecordFormat, leaving, places_within, sealed_groups, together, unpacking
+from ...history.records import RecordFormat, block_groups, leaving, places_within, sealed_groups, together, unpacking
 from ...history.state import Number, State
 from ...history.tail import RollingTail
 from ...memory.dry_run import DryRun
@@ -140,7 +140,8 @@ class ClusterHistory:
     ) -> None:  # fmt: skip
         self.form, self.rows, self.device, self.length, self._clusters = form, rows, device, 0, clusters
         self._storage, self._name, self._num_recent = storage, name, config.num_recent
-        self._step = max(1, config.block_tokens // form.group_size)
+        self._blocks = partial(block_groups, form, config, device)
+        self._step = self._blocks(rows)
         self.holds_back = False
         """If True, the clusters of a long `append` are written by `place`, which runs before the given tensors may
         change."""
@@ -168,7 +169,8 @@ class ClusterHistory:
         self.tail.rehearse(run)
         if rows > 1:
             run.moves(self.clustered.buffer.entries.nbytes)
-        pages, block = rows * (tokens // form.group_size + count), rows * self._step * form.group_size
+        pages, step = rows * (tokens // form.group_size + count), self._blocks(rows, records // rows)
+        block = rows * step * form.group_size
         at_once, a_group = most_packing(form, clusters, tokens, queue)  # what streams in a step frees its areas first
         run.passes("packing", prefill=max(at_once, streaming(form, pages, block, tokens)), decode=a_group)
 
@@ -274,11 +276,12 @@ class ClusterHistory:
         self.place()
         stop, clustered = self.length if stop is None else stop, self.clustered
         if clustered.page_counts.any():
-            block = self._step * self.form.group_size * self.rows
+            step = self._step if self.device.type == "cpu" else self._blocks(self.rows, self.records)
+            block = step * self.form.group_size * self.rows
             packing = streaming(self.form, int(clustered.page_counts.sum()), block, clustered.sealed)
-            unpacked = unpacking(self._storage.account, self.form, self._step * self.rows)
+            unpacked = unpacking(self._storage.account, self.form, step * self.rows)
             with clustered.holding(packing), unpacked:
-                yield from cluster_blocks(clustered, self._storage, self.device, stop, self._step)
+                yield from cluster_blocks(clustered, self._storage, self.device, stop, step)
         entries, tokens = self.extra_entries
         if (tokens >= 0).any():
             yield Block(*self.form.split(entries), np.where(tokens < stop, tokens, -1))

@@ -63,8 +63,9 @@ class DiskSwapLayer(SelectiveLayer):
         form, rows, settings = self.history.form, self.history.rows, selecting.settings
 
         def streaming() -> int:
-            kind = self.kind(1)
-            return stream_bytes(kind, settings) + unpacking_bytes(form, rows * streamed(kind, settings))
+            kind, records = self.kind(1), self.history.records
+            unpacked = unpacking_bytes(form, rows * streamed(kind, settings, records))
+            return stream_bytes(kind, settings, records) + unpacked
 
         shared = LowRankShared(
             storage.account, selecting.workspace, lambda: selecting.postponed, selecting.rest,

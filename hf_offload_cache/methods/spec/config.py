@@ -49,7 +49,7 @@ class SpecConfig(SelectiveConfig):
         self._one_of("speculative", (True, False))
         self._one_of("top_up", (True, False, "always"))
         if self.group_size is None:
-            whole_groups = min(self.quant_group, 1 << self.block_tokens.bit_length() - 1)  # blocks read complete groups
+            whole_groups = min(self.quant_group, 1 << self.least_block.bit_length() - 1)  # blocks read complete groups
             object.__setattr__(self, "group_size", whole_groups if self.engine == "memory" else 4)
         if self.group_size is not None and self.quant_group % self.group_size:
             raise ConfigError(
