@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import Counts, Fake, fake_cuda, on_the_device
+from fake_device import Counts, Fake, fake_cuda, on_the_device, values_of
 from harness import COMMON, build, prompt
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -39,8 +39,7 @@ def host(given: torch.Tensor) -> torch.Tensor:
 def fed(model: Any, cache: Any, ids: torch.Tensor, put: Put, **given: Any) -> torch.Tensor:
     """Logits (B, t, vocabulary) of all `ids` (B, t) in one forward."""
     with torch.no_grad():
-        output = model(put(ids), past_key_values=cache, **given).logits
-    return output.inner.clone() if isinstance(output, Fake) else output
+        return values_of(model(put(ids), past_key_values=cache, **given).logits)
 
 
 def decoded(model: Any, cache: Any, ids: torch.Tensor, put: Put, tokens: int = TOKENS) -> torch.Tensor:
@@ -51,9 +50,9 @@ def decoded(model: Any, cache: Any, ids: torch.Tensor, put: Put, tokens: int = T
 
 
 @contextmanager
-def a_device(rows: int = 1, **fields: Any) -> Iterator[tuple[Any, Any, Counts]]:
-    """A model, a cache with its records in pinned host memory, and the device's counts."""
-    with on_the_device(llama()) as (model, counts):
+def a_device(rows: int = 1, seed: int | None = None, **fields: Any) -> Iterator[tuple[Any, Any, Counts]]:
+    """A model, a cache with its records in pinned host memory, and the device's counts. `seed`: of its streams."""
+    with on_the_device(llama(), seed) as (model, counts):
         sizes = {"max_context": TOKENS + 128, "max_batch": rows, "num_selected": 128, "engine": "memory"}
         with DiskSwapCache(model, **{**sizes, **fields}) as cache:
             cache.storage.pinned = True
@@ -64,9 +63,9 @@ def of_slots(cache: Any) -> list[Any]:
     return [layer.device_slots for layer in cache.selective]
 
 
-@pytest.mark.parametrize(("way", "rows"), [(way, 1 + index % 2) for index, way in enumerate(WAYS)])
+@pytest.mark.parametrize(("way", "rows", "seed"), [(way, 1 + index % 2, index) for index, way in enumerate(WAYS)])
 def test_steps_on_a_device_are_as_close_as_on_the_host(
-    way: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    way: str, rows: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And wait for nothing, the writer included."""
     ids, fields = prompt(llama(), rows, TOKENS + STEPS), WAYS[way]
@@ -76,7 +75,7 @@ def test_steps_on_a_device_are_as_close_as_on_the_host(
     with DiskSwapCache(plain, **sizes, **fields) as cache:
         on_host = decoded(plain, cache, ids, host)
         expected = cache.report()
-    with a_device(rows, **fields) as (model, cache, counts):
+    with a_device(rows, seed, **fields) as (model, cache, counts):
         for piece in ids[:, :TOKENS].split(PIECE, 1):
             fed(model, cache, piece, Fake, logits_to_keep=1)
         steps = []
