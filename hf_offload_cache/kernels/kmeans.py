@@ -1,0 +1,67 @@
+"""K-means over the rows of a batch: the twins, in plain torch, of the kernels in `kmeans_triton`.
+
+Points are (R, n, D), of any floating-point type and any strides; labels are (R, n) int32. Sums are in float32 and in
+the order of the points, so that equal points give equal results.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .on_a_device import with_kernel
+
+_AT_ONCE = 1 << 24
+"""Distances that `assign` computes at a time."""
+
+
+@with_kernel()
+def assign(points: torch.Tensor, centroids: torch.Tensor, closed: torch.Tensor | None = None) -> torch.Tensor:
+    """The nearest of each row's `centroids` (R, C, D) float32 for each point: labels. Of several, the first; 0 if a row
+    has none. Centroids that are `closed` (R, C) bool are not assigned to. A distance that is not a number is never the
+    smallest."""
+    norms = (centroids * centroids).sum(2).div_(2)
+    if closed is not None:
+        norms = norms.masked_fill(closed, float("inf"))
+    across = centroids.transpose(1, 2)
+    parts = points.split(max(1, _AT_ONCE // max(1, len(points) * centroids.shape[1])), 1)
+    labels = [(norms[:, None] - part.float() @ across).nan_to_num(float("inf")).argmin(2) for part in parts]
+    return torch.cat(labels, 1).int()
+
+
+@with_kernel(3)
+def means(points: torch.Tensor, labels: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean of the points of each label, (R, C, D) float32, and their number, (R, C) int32. A label without points has
+    its mean `before` (R, C, D) float32."""
+    (rows, clusters, dim), each = before.shape, labels.long()
+    each = (each + torch.arange(rows, device=labels.device)[:, None] * clusters).flatten()
+    sums = points.new_zeros(rows * clusters, dim, dtype=torch.float32)
+    sums.index_add_(0, each, points.float().reshape(-1, dim))
+    counts = torch.bincount(each, minlength=rows * clusters)[:, None]
+    found = torch.where(counts > 0, sums / counts.clamp(min=1), before.flatten(0, 1))
+    return found.view(before.shape), counts.view(rows, clusters).int()
+
+
+@with_kernel()
+def apart(points: torch.Tensor, labels: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Squared distance of each point to the centroid of its label, of `centroids` (R, C, D) float32: (R, n)
+    float32."""
+    own = centroids.gather(1, labels.long()[..., None].expand(*labels.shape, centroids.shape[2]))
+    return (points.float() - own).square_().sum(2)
+
+
+@with_kernel(4)
+def parted(labels: torch.Tensor, clusters: int, capacity: int) -> torch.Tensor:
+    """Labels without gaps, and none with more than `capacity` points, from labels below `clusters`.
+
+    A label with more is split into as few equal parts as that takes, in the order of its points. Parts are numbered
+    from 0 on, in the order of the labels; labels without points have none."""
+    (rows, count), each = labels.shape, labels.long()
+    counts = torch.zeros(rows, clusters, dtype=torch.int64, device=labels.device)
+    counts.scatter_add_(1, each, torch.ones_like(each))
+    parts = (counts + capacity - 1).div(capacity, rounding_mode="floor")
+    order = each.argsort(dim=1, stable=True)
+    sorted_labels = each.gather(1, order)
+    first, before = counts.cumsum(1) - counts, parts.cumsum(1) - parts
+    rank = torch.arange(count, device=labels.device) - first.gather(1, sorted_labels)
+    part = (rank * parts.gather(1, sorted_labels)).div(counts.gather(1, sorted_labels), rounding_mode="floor")
+    return torch.empty_like(each).scatter_(1, order, before.gather(1, sorted_labels) + part).int()

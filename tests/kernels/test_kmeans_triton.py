@@ -1,0 +1,87 @@
+"""K-means on a device gives what its twins give: in Triton's interpreter (`make test-kernels`), and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_kernels import DEVICES, kernels
+
+from hf_offload_cache.kernels import kmeans
+
+SIZES = [(1, 1, 1, 1), (2, 77, 5, 9), (3, 130, 70, 64), (1, 200, 129, 24), (2, 33, 7, 200)]
+"""Rows, points, centroids, channels."""
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True)
+def filled_with_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel leaves out is no number, or no label."""
+    empty, like = torch.empty, torch.empty_like
+
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
+
+    monkeypatch.setattr(torch, "empty", lambda *args, **given: filled(empty(*args, **given)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **given: filled(like(*args, **given)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_kernels_give_what_their_twins_give(
+    device: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_device, (rows, count, clusters, dim) = kernels("kmeans_triton", device, monkeypatch), sizes
+    wide = random(rows, count, dim + 3).to(dtype)
+    points, centroids = wide[..., :dim], random(rows, clusters, dim, seed=1)
+    closed = random(rows, clusters, seed=2) > 1
+    closed[:, 0] = False
+    there = wide.to(device)[..., :dim]
+    for hidden in (None, closed):
+        own = None if hidden is None else hidden.to(device)
+        expected = kmeans.assign(points, centroids, hidden)
+        labels = on_device.assign(there, centroids.to(device), own).cpu()
+        assert labels.dtype == torch.int32
+        by_twin, by_kernel = (kmeans.apart(points, each, centroids) for each in (expected, labels))
+        torch.testing.assert_close(by_kernel, by_twin, rtol=1e-5, atol=1e-5)
+        assert (labels == expected).float().mean() > 0.98
+        assert hidden is None or not hidden.gather(1, labels.long()).any()
+    found, counts = on_device.means(there, labels.to(device), centroids.to(device))
+    expected_means, expected_counts = kmeans.means(points, labels, centroids)
+    torch.testing.assert_close(found.cpu(), expected_means, rtol=1e-5, atol=1e-5)
+    assert torch.equal(counts.cpu(), expected_counts)
+    distances = on_device.apart(there, labels.to(device), found)
+    torch.testing.assert_close(distances.cpu(), kmeans.apart(points, labels, expected_means), rtol=1e-5, atol=1e-5)
+    for capacity in (1, 3, 1000):
+        parts = on_device.parted(labels.to(device), clusters, capacity)
+        assert torch.equal(parts.cpu(), kmeans.parted(labels, clusters, capacity))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_of_equal_distances_the_first(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole numbers, whose products are exact; and no label for what is no number."""
+    on_device = kernels("kmeans_triton", device, monkeypatch)
+    points, centroids = (random(2, size, 16, seed=size).round() for size in (90, 75))
+    centroids[:, 40:] = centroids[:, :35]
+    expected = kmeans.assign(points, centroids)
+    assert torch.equal(on_device.assign(points.to(device), centroids.to(device)).cpu(), expected)
+    centroids[0] = float("nan")
+    labels = on_device.assign(points.to(device), centroids.to(device)).cpu()
+    assert torch.equal(labels, kmeans.assign(points, centroids)) and not labels[0].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_label_of_many_points(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device = kernels("kmeans_triton", device, monkeypatch)
+    points, labels = random(1, 300, 8), torch.full((1, 300), 2, dtype=torch.int32)
+    before = random(1, 4, 8, seed=1)
+    found, counts = on_device.means(points.to(device), labels.to(device), before.to(device))
+    expected, _ = kmeans.means(points, labels, before)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-6)
+    assert counts.tolist() == [[0, 0, 300, 0]] and torch.equal(found[0, 0].cpu(), before[0, 0])
+    again, _ = on_device.means(points.to(device), labels.to(device), before.to(device))
+    assert torch.equal(found, again)
+    assert torch.equal(on_device.parted(labels.to(device), 4, 7).cpu(), kmeans.parted(labels, 4, 7))
