@@ -17,6 +17,7 @@ from ..fetch.storage import DryStorage
 from ..history.base import History, Sealed
 from ..history.position_history import PositionHistory
 from ..history.records import RecordFormat, unpacking_bytes, without_autocast
+from ..kernels.on_a_device import to_device
 from ..memory.account import RECORDS
 from ..memory.dry_run import DryRun
 from ..memory.plan import LayerPlan
@@ -515,7 +516,7 @@ class OffloadLayer(CacheLayerMixin):
     def _blocks(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """Keys and values (B, Hkv, t, D) before token `stop`, in blocks, and their positions, (B, Hkv, t) or (B, t)."""
         for block in self.history.blocks(stop):
-            places = None if block.positions is None else torch.from_numpy(block.positions).to(self.history.device)
+            places = None if block.positions is None else to_device(block.positions, self.history.device)
             if places is not None and self.config.heads_apart:
                 places = places.unflatten(0, (-1, self.rows.heads))
             yield self.rows.unfold(block.keys), self.rows.unfold(block.values), places

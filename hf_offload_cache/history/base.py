@@ -11,6 +11,7 @@ import torch
 
 from ..fetch.choice import Extents
 from ..fetch.storage import Storage
+from ..kernels.on_a_device import to_device
 from ..memory.dry_run import DryRun
 from ..stores.base import FreezableStore, Store, require_freezable
 from ..stores.layered import LayeredStore
@@ -206,9 +207,8 @@ def joined(history: History, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
             values[:, :, start:end] = block.values
             start = end
             continue
-        positions = torch.from_numpy(block.positions).to(like.device)
-        for row, places in enumerate(positions):
-            entries = (places >= 0).nonzero().reshape(-1)
-            keys[row, :, places[entries]] = block.keys[row][:, entries]
-            values[row, :, places[entries]] = block.values[row][:, entries]
+        rows, columns = (block.positions >= 0).nonzero()
+        row, place, column = to_device(np.stack([rows, block.positions[rows, columns], columns]), like.device)
+        keys[row, :, place] = block.keys[row, :, column]
+        values[row, :, place] = block.values[row, :, column]
     return keys, values
