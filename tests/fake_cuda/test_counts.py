@@ -98,6 +98,8 @@ HOLDS = {
     ("abstract-tree", "prefill", "launches"): CASES.keys(),
     ("abstract-tree", "prefill", "waits"): CASES.keys(),
     ("abstract-tree", "prefill", "copies"): CASES.keys(),
+    ("cluster", "prefill", "launches"): CASES.keys(),
+    ("cluster", "prefill", "waits"): {LLAMA},
     ("spec", "prefill", "launches"): CASES.keys(),
     ("spec", "prefill", "waits"): CASES.keys(),
     ("spec", "prefill", "copies"): CASES.keys(),

@@ -9,7 +9,8 @@ Where to find the paper:
 
 * section 4.1, equation 4, sizes n, centroids r and variances of the clusters: `Partition`, `Moments`
 * algorithm 1 (section 4.2), line by line:
-    * prefill, NewCluster: `NewClusters`, `Partition.add`, `k_means`; the buffers: `AppendBuffer`
+    * prefill, NewCluster: `NewClusters`, `Partition.add`, `k_means`, on a device `clusters_of_rows`; the buffers:
+      `AppendBuffer`
     * load the top-k clusters by query-centroid similarity: `ClusterPredictor.select`
     * assign the new entry to its nearest cluster: `ClusteredEntries.add`, `Partition.nearest`
     * UpdateVar, UpdateStats: `Partition.join`
@@ -35,6 +36,8 @@ Differences from algorithm 1:
 * A cluster over capacity is split whatever its variance, and into more than two parts if they would be over capacity:
   `Partition.parts`.
 * A variance splits no cluster once the head's clusters reserve 2.5 times the disk space of its keys: `Partition.roomy`.
+* On a device a new cluster over capacity becomes equal runs of its keys, in the order of the sequence (`parted` in
+  `kernels/kmeans.py`).
 * Over the buffer budget, as many of the fullest clusters as needed are settled (`fullest`), and only flagged ones are
   split. The paper always splits the fullest one.
 * Shared clusters are closed: no key joins them, and they are not split (`Partition.nearest`, `Partition.close`).

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ...history.records import RecordFormat
+from ...kernels.on_a_device import to_device
 
 
 class Arrivals:
@@ -18,6 +19,20 @@ class Arrivals:
         self.count, self.rows = count, len(held)
         self._form, self._held, self._keys, self._values = form, held, keys, values
 
+    @property
+    def device(self) -> torch.device:
+        return self._held.device
+
+    def between(self, start: int, stop: int) -> torch.Tensor:
+        """Entries (rows, stop - start, width) of all rows' tokens from `start` to `stop` - 1, which may lie behind
+        `count`: new."""
+        held = self._held.shape[1]
+        out = self._held.new_empty(self.rows, stop - start, self._held.shape[2])
+        split, new = min(max(held - start, 0), stop - start), slice(max(start - held, 0), max(stop - held, 0))
+        out[:, :split] = self._held[:, start : start + split]
+        self._form.entries(self._keys[:, :, new], self._values[:, :, new], out[:, split:])
+        return out
+
     def entries(self, row: int, tokens: np.ndarray) -> torch.Tensor:
         """Entries (n, width) of `tokens` (n,) of a row, new."""
         tail, index = self._held, torch.from_numpy(tokens).to(self._held.device)
@@ -29,6 +44,37 @@ class Arrivals:
         in_tail = index < tail.shape[1]
         out[in_tail] = tail[row, index[in_tail]]
         return out
+
+    def put(self, rows: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor, target: torch.Tensor) -> None:
+        """Write the entries of `tokens` (n,) of `rows` (n,) to the places `target` (n,), all different, of `out` (N,
+        width). All on the entries' device, which nothing waits for."""
+        held, width = self._held.shape[1], self._form.key_width
+        new, old, in_tail = tokens, tokens, None
+        if held:
+            new, old, in_tail = (tokens - held).clamp_(min=0), tokens.clamp(max=held - 1), (tokens < held)[:, None]
+        for part, columns in ((self._keys, slice(0, width)), (self._values, slice(width, None))):
+            if not part.shape[2]:
+                entries = self._held[rows, old, columns]
+            elif in_tail is None:
+                entries = part[rows, :, new].flatten(1)
+            else:
+                entries = torch.where(in_tail, self._held[rows, old, columns], part[rows, :, new].flatten(1))
+            out[:, columns].index_copy_(0, target, entries)
+
+    def points_of(self, rows: np.ndarray, start: int, stop: int) -> torch.Tensor:
+        """The vectors that are clustered, of several `rows` (r,), ascending: keys (r, stop - start, key width) of their
+        type and on their device, new or views."""
+        first_new = min(max(self._held.shape[1], start), stop)  # later tokens are new
+        held = self._held[:, start:first_new, : self._form.key_width]
+        parts = [held] if first_new > start else []
+        if first_new < stop:
+            new = self._keys[:, :, first_new - self._held.shape[1] : stop - self._held.shape[1]]
+            parts.append(new.transpose(1, 2).flatten(2))
+        if rows[-1] - rows[0] == len(rows) - 1:
+            some = [part[rows[0] : rows[-1] + 1] for part in parts]
+        else:
+            some = [part.index_select(0, to_device(rows, self.device)) for part in parts]
+        return some[0] if len(some) == 1 else torch.cat(some, 1)
 
     def points(self, row: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """The vectors that are clustered: keys (stop - start, key width) float32 of a row's tokens, on the host."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
@@ -18,10 +19,20 @@ from ...history.state import State, Table
 from ...stores.base import Store
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
+from .config import ClusterForm
 from .new_clusters import NewClusters
 from .pages import ClusterPages, PageWriter, in_order, pieces
 from .partition import Moments, Partition, counted
-from .plan import clustering, most_settled, settling, writing
+from .plan import (
+    Part,
+    clustering,
+    clustering_there,
+    most_settled,
+    parts_there,
+    settling,
+    writing,
+    writing_there,
+)
 
 
 class Readers(Protocol):
@@ -192,6 +203,7 @@ class ClusteredEntries:
 
     Args:
         readers: told which records are rewritten.
+        clusters: sizes of new clusters.
         most_tokens: upper bound on a row's tokens.
     """
 
@@ -201,8 +213,9 @@ class ClusteredEntries:
 
     def __init__(
         self, storage: Storage, store: Store, form: RecordFormat, partition: Partition, buffer: AppendBuffer,
-        readers: Readers, most_tokens: int | None = None,
+        readers: Readers, clusters: ClusterForm, most_tokens: int | None = None,
     ) -> None:  # fmt: skip
+        self._clusters = clusters
         self._most_tokens = 1 << 62 if most_tokens is None else most_tokens
         self.form, self.store, self.partition, self.buffer = form, store, partition, buffer
         self.pages = ClusterPages(store, partition.rows, partition.capacity // form.group_size)
@@ -289,8 +302,10 @@ class ClusteredEntries:
             labels = self.partition.nearest(points)
         joins = np.logical_and.reduce(labels >= 0, axis=1)
         if not joins.all():  # the other rows make new clusters
-            with self.holding(clustering(self.form, coming.count)):
-                self._unplaced = NewClusters(self.partition, (~joins).nonzero()[0], coming, labels)
+            rows = (~joins).nonzero()[0]
+            part, nbytes = self._part(coming, partial(clustering_there, self.form, self._clusters, coming.count))
+            with self.holding(clustering(self.form, coming.count) if nbytes is None else nbytes):
+                self._unplaced = NewClusters(self.partition, rows, coming, labels, part[0])
             if not hold_back:
                 try:
                     self.place()
@@ -325,9 +340,21 @@ class ClusteredEntries:
     def place(self, queries: np.ndarray | None = None, wanted: int = 0) -> None:
         """Write the clusters that were held back, if any: see `NewClusters.write`, also for the errors."""
         if (new := self._unplaced) is not None:
-            with self.holding(writing(self.form, new.coming.count, new.most, self._storage.write_queue)):
-                new.write(self._storage, self.store, self.form, self.pages, queries, wanted)
+            part, nbytes = self._part(new.coming, partial(writing_there, self.form, new.coming.count, new.most))
+            if nbytes is None:
+                nbytes = writing(self.form, new.coming.count, new.most, self._storage.write_queue)
+            with self.holding(nbytes):
+                new.write(self._storage, self.store, self.form, self.pages, queries, wanted, part)
             self._unplaced = None
+
+    def _part(self, coming: Arrivals, nbytes: Callable[[Part], int]) -> tuple[Part, int | None]:
+        """The best part in which a device makes new clusters that there is room for, and its `nbytes`; None: a
+        processor makes them."""
+        parts, has_room = parts_there(coming.rows, self._storage.write_queue), self._storage.account.has_room
+        if coming.device.type != "cuda":
+            return parts[-1], None
+        part = next((part for part in parts if has_room(nbytes(part))), parts[-1])
+        return part, nbytes(part)
 
     def drop_unplaced(self) -> None:
         """Drop the clusters that were held back, and their tokens."""

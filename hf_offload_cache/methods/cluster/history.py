@@ -20,6 +20,7 @@ from ...history.position_history import check_captured
 from ...history.records import RecordFormat, block_groups, leaving, places_within, sealed_groups, together, unpacking
 from ...history.state import Number, State
 from ...history.tail import RollingTail
+from ...kernels.on_a_device import to_device, to_host
 from ...memory.dry_run import DryRun
 from ...stores.base import FreezableStore, Store
 from .append_buffer import AppendBuffer
@@ -28,7 +29,7 @@ from .config import ClusterForm
 from .entries import ClusteredEntries, Readers, Settling
 from .pages import in_order
 from .partition import Moments, Partition, counted
-from .plan import most_packing, settling, streaming
+from .plan import most_packing, parts_there, settling, streaming
 from .state import check_clusters
 
 # Reads of a crop
@@ -113,8 +114,8 @@ def _filled(entries: torch.Tensor, tokens: np.ndarray) -> tuple[torch.Tensor, np
     """
     valid = tokens >= 0
     order = np.argsort(~valid, axis=1, kind="stable")[:, : valid.sum(1).max()]
-    index = torch.from_numpy((order + np.arange(len(order))[:, None] * entries.shape[1]).reshape(-1))
-    filled = entries.flatten(0, 1).index_select(0, index.to(entries.device))
+    index = to_device((order + np.arange(len(order))[:, None] * entries.shape[1]).reshape(-1), entries.device)
+    filled = entries.flatten(0, 1).index_select(0, index)
     return filled.view(*order.shape, entries.shape[2]), np.take_along_axis(tokens, order, 1)
 
 
@@ -140,6 +141,7 @@ class ClusterHistory:
     ) -> None:  # fmt: skip
         self.form, self.rows, self.device, self.length, self._clusters = form, rows, device, 0, clusters
         self._storage, self._name, self._num_recent = storage, name, config.num_recent
+        self._limited = config.memory is not None
         self._blocks = partial(block_groups, form, config, device)
         self._step = self._blocks(rows)
         self.holds_back = False
@@ -155,7 +157,7 @@ class ClusterHistory:
         waiting = clusters.append_buffer, clusters.together(form.group_size)
         buffer = AppendBuffer(form, rows, *waiting, device, storage.account)
         known = config.max_context and sealed_groups(form, config, config.max_context) * form.group_size
-        self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, readers, known)
+        self.clustered = ClusteredEntries(storage, self.store, form, partition, buffer, readers, clusters, known)
 
     def rehearse(self, run: DryRun, context: int) -> None:
         """As `History.rehearse`."""
@@ -170,8 +172,11 @@ class ClusterHistory:
         if rows > 1:
             run.moves(self.clustered.buffer.entries.nbytes)
         pages, step = rows * (tokens // form.group_size + count), self._blocks(rows, records // rows)
-        block = rows * step * form.group_size
-        at_once, a_group = most_packing(form, clusters, tokens, queue)  # what streams in a step frees its areas first
+        block, part = rows * step * form.group_size, None
+        if run.device_type != "cpu":  # a budget may have room for more
+            part = parts_there(rows, queue)[-1 if self._limited else 0]
+        # what streams in a step frees its areas first
+        at_once, a_group = most_packing(form, clusters, tokens, queue, part)
         run.passes("packing", prefill=max(at_once, streaming(form, pages, block, tokens)), decode=a_group)
 
     # An attrgetter makes no Python frame, unlike a function: steps read this often.
@@ -215,9 +220,10 @@ class ClusterHistory:
         else:
             old = self.tail.entries.clone()
             arrivals = Arrivals(self.form, old, keys, values, count)
-            remaining = count + np.arange(total - count)
-            tail = torch.stack([arrivals.entries(row, remaining) for row in range(self.rows)])  # first what can fail
+            tail = arrivals.between(count, total)  # first what can fail
             hold_back = self.holds_back and count >= HELD_BACK > self.clustered.buffer.joining
+            if self.device.type == "cuda" and self.store.in_memory:
+                hold_back = False  # no order is better than another
             self.clustered.add(arrivals, hold_back=hold_back)
             self._before = (old, self.length) if hold_back else None
             self.tail.replace(tail)
@@ -238,7 +244,7 @@ class ClusterHistory:
         Raises `StoreFullError`, or an earlier write's `StoreError`; `truncate` to the earlier length then drops them.
         """
         if self._before is not None:
-            self.clustered.place(None if queries is None else queries.float().cpu().numpy(), wanted)
+            self.clustered.place(None if queries is None else to_host(queries.float())[0].numpy(), wanted)
             self._before = None
 
     # --- reads -------------------------------------------------------------------------------------------------

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from ...fetch.storage import Storage
-from ...history.records import RecordFormat
+from ...history.records import RecordFormat, places_within
+from ...kernels import kmeans
+from ...kernels.on_a_device import to_device, to_host
 from ...stores.base import Store
 from .arrivals import Arrivals
-from .pages import ClusterPages, PageWriter, pieces
-from .partition import BATCH, Partition
+from .pages import ClusterPages, PageWriter, piece_bytes, pieces
+from .partition import BATCH, FROM_EVEN, Partition
 
 # Co-retrieved clusters, and an order in which they lie side by side (DynaKV, sections 5.1 and 5.2)
 
@@ -85,6 +87,44 @@ def in_pools(together: np.ndarray, lead: int) -> np.ndarray:
     return np.concatenate([unpaired[:lead], paired[chain(among)].reshape(-1), unpaired[lead:]])
 
 
+# K-means of all rows at once, on a device
+
+def clusters_of_rows(points: torch.Tensor, wanted: np.ndarray, capacity: int) -> tuple[torch.Tensor, ...]:
+    """The paper's NewCluster on a device: clusters of each row's points (R, n, D), about `wanted` (R,) of them, none of
+    more than `capacity` keys. Nothing waits for the device.
+
+    As `k_means`, but an empty cluster stays where it was, and a cluster that is too large becomes equal runs of its
+    keys in the order of the sequence. Returns labels (R, n) int32, from 0 without gaps; and of each label counts (R, k)
+    int32, means (R, k, D) float16 and variances (R, k) float32. On text the keys' distance to their means is that of
+    `Partition.add`, or, of clusters that may be no larger than their average, 1.05 times that (SmolLM2-135M, 2K
+    tokens).
+    """
+    (rows, count, dim), most = points.shape, int(wanted.max())
+    first = np.zeros((rows, most), dtype=np.int64)
+    for number in np.unique(wanted):
+        first[wanted == number, :number] = np.linspace(0, count - 1, number).astype(np.int64)
+    first += np.arange(rows)[:, None] * count
+    closed = None
+    if (wanted < most).any():
+        closed = to_device(np.arange(most) >= wanted[:, None], points.device)
+    means = points.flatten(0, 1).index_select(0, to_device(first.reshape(-1), points.device))
+    means = means.view(rows, most, dim).float()
+    for _ in range(FROM_EVEN):
+        means, _ = kmeans.means(points, kmeans.assign(points, means, closed), means)
+    labels = kmeans.parted(kmeans.assign(points, means, closed), most, capacity)
+    nothing = means.new_zeros(rows, most_labels(most, count, capacity), dim)
+    means, counts = kmeans.means(points, labels, nothing)
+    distances = kmeans.apart(points, labels, means)[..., None]
+    variances, _ = kmeans.means(distances, labels, nothing.new_zeros(*nothing.shape[:2], 1))
+    largest = torch.finfo(torch.float16).max
+    return labels, counts, means.clamp_(-largest, largest).half(), variances[..., 0]
+
+
+def most_labels(wanted: int, keys: int, capacity: int) -> int:
+    """Upper bound on the clusters that `clusters_of_rows` makes of so many keys a row."""
+    return wanted + keys // capacity
+
+
 # New clusters, on their way to the store
 
 FEWEST_TO_ORDER = 4
@@ -94,19 +134,34 @@ FEWEST_TO_ORDER = 4
 class NewClusters:
     """Algorithm 1, NewCluster: the `coming` tokens of some `rows` in new clusters. They are in the partition at once,
     and in the store after `write`. Their numbers are set in `labels` (rows of the history, count). Copies no entries.
-    Raises with nothing changed."""
+    Raises with nothing changed.
 
-    def __init__(self, partition: Partition, rows: np.ndarray, coming: Arrivals, labels: np.ndarray) -> None:
+    A device clusters `at_once` rows, which costs one wait."""
+
+    def __init__(
+        self, partition: Partition, rows: np.ndarray, coming: Arrivals, labels: np.ndarray, at_once: int = 1
+    ) -> None:
         self.coming, self._partition, self._rows, self._labels = coming, partition, rows, labels
         self._used, self._limits, self._held = partition.used.copy(), partition.limits.copy(), partition.held.copy()
         try:
             edges = np.linspace(0, coming.count, -(-coming.count // BATCH) + 1).astype(int).tolist()
+            if coming.device.type == "cuda":
+                for start, stop in pairwise(edges):
+                    for some in in_groups(rows, at_once):
+                        self._cluster(some, start, stop)
+                return
             for row in rows.tolist():
                 for start, stop in pairwise(edges):
                     labels[row, start:stop] = partition.add(row, coming.points(row, start, stop), coming.count)
         except BaseException:
             self.undo()
             raise
+
+    def _cluster(self, rows: np.ndarray, start: int, stop: int) -> None:
+        """Cluster some tokens of `rows` on the device."""
+        wanted = self._partition.wanted(rows, stop - start, self.coming.count)
+        made = clusters_of_rows(self.coming.points_of(rows, start, stop), wanted, self._partition.capacity)
+        self._labels[rows, start:stop] = self._partition.put_new(rows, *(part.numpy() for part in to_host(*made)))
 
     @property
     def most(self) -> int:
@@ -121,33 +176,111 @@ class NewClusters:
 
     def write(
         self, storage: Storage, store: Store, form: RecordFormat, pages: ClusterPages,
-        queries: np.ndarray | None = None, wanted: int = 0,
+        queries: np.ndarray | None = None, wanted: int = 0, part: tuple[int, int] = (1, 0),
     ) -> None:  # fmt: skip
         """Write the new clusters to reserved places (sections 5.1 and 5.2). If there are `queries` (rows, heads, n, D),
-        scaled, clusters that the same queries retrieve, `wanted` keys each, lie side by side. Raises `StoreFullError`,
-        or an earlier write's `StoreError`, with no cluster placed."""
-        orders = {row: self._order(row, pages.half_empty(row), queries, wanted) for row in self._rows.tolist()}
-        rows = np.repeat(self._rows, [len(order) for order in orders.values()])
+        scaled, clusters that the same queries retrieve, `wanted` keys each, lie side by side. `part`: rows and bytes of
+        pages that a device packs at a time. Raises `StoreFullError`, or an earlier write's `StoreError`, with no
+        cluster placed."""
+        orders = [self._order(row, pages.half_empty(row), queries, wanted) for row in self._rows.tolist()]
+        rows, numbers = np.repeat(self._rows, [len(order) for order in orders]), np.concatenate(orders)
         places = pages.reserve(rows)
         try:
-            writer, left = PageWriter(storage, store, form), iter(places)
-            for row, order in orders.items():
-                rank = np.empty(len(order), dtype=np.int64)
-                rank[order - self._used[row]] = np.arange(len(order))
-                ranked = rank[self._labels[row] - self._used[row]]
-                tokens, counts = np.argsort(ranked, kind="stable"), np.bincount(ranked)
-                start = 0
-                for piece in pieces(counts, writer.piece // form.record_bytes, form.group_size):
-                    count = int(counts[piece].sum())
-                    entries = self.coming.entries(row, tokens[start : start + count])
-                    writer.put(entries, counts[piece], *np.array([next(left) for _ in counts[piece]]).T)
-                    start += count
-            if writer.packed:
-                writer.end()
+            if self.coming.device.type == "cuda":
+                at_once, nbytes = part
+                for some in in_groups(self._rows, at_once):
+                    of_some = slice(*np.searchsorted(rows, (some[0], some[-1] + 1)).tolist())
+                    lying = rows[of_some], numbers[of_some], np.array(places[of_some])
+                    self._pack(storage, store, form, some, *lying, nbytes)
+            else:
+                self._write(storage, store, form, orders, places)
         except Exception:
             pages.give(rows, places)
             raise
-        pages.take(rows, np.concatenate(list(orders.values())), places)
+        pages.take(rows, numbers, places)
+
+    def _write(
+        self, storage: Storage, store: Store, form: RecordFormat, orders: list[np.ndarray],
+        places: list[tuple[int, int]],
+    ) -> None:  # fmt: skip
+        """Write the clusters, row by row in these orders, to their places."""
+        writer, left = PageWriter(storage, store, form), iter(places)
+        for row, order in zip(self._rows.tolist(), orders, strict=True):
+            rank = np.empty(len(order), dtype=np.int64)
+            rank[order - self._used[row]] = np.arange(len(order))
+            ranked = rank[self._labels[row] - self._used[row]]
+            tokens, counts = np.argsort(ranked, kind="stable"), np.bincount(ranked)
+            start = 0
+            for piece in pieces(counts, writer.piece // form.record_bytes, form.group_size):
+                count = int(counts[piece].sum())
+                entries = self.coming.entries(row, tokens[start : start + count])
+                writer.put(entries, counts[piece], *np.array([next(left) for _ in counts[piece]]).T)
+                start += count
+        if writer.packed:
+            writer.end()
+
+    def _pack(
+        self, storage: Storage, store: Store, form: RecordFormat, some: np.ndarray, rows: np.ndarray,
+        clusters: np.ndarray, places: np.ndarray, nbytes: int,
+    ) -> None:  # fmt: skip
+        """Write the clusters (n,) of `rows` (n,), which are those of `some` rows, to `places` (n, 2). The device packs
+        pages of `nbytes` at a time, or of one cluster, and copies them out; nothing waits for it."""
+        group, counts = form.group_size, self._partition.counts[rows, clusters].astype(np.int64)
+        each, (first, step) = -(-counts // group), places.T
+        lowest = np.where(step < 0, first - (each - 1), first)
+        begin, parts = np.empty_like(each), list(pieces(counts, nbytes // form.record_bytes, group))
+        ids = []
+        for part in parts:  # pages are sorted, so that adjacent ones are one write
+            order = np.argsort(lowest[part])
+            sizes = each[part][order]
+            begin[part][order] = np.cumsum(sizes) - sizes
+            ids.append(np.repeat(lowest[part][order], sizes) + places_within(sizes))
+        begin = np.where(step < 0, begin + each - 1, begin)
+        index = self._index(form, some, rows, clusters, counts, begin, step)
+        ends = np.cumsum(counts)
+        for part, written in zip(parts, ids, strict=True):
+            tokens = slice(int(ends[part.start] - counts[part.start]), int(ends[part.stop - 1]))
+            records = self._records(form, len(written), *(own[tokens] for own in index))
+            piece = max(1, piece_bytes(storage.write_queue) // form.record_bytes)
+            for start in range(0, len(written), piece):
+                host, arrived = storage.copied_out(records[start : start + piece], store)
+                storage.prefetcher.write(store, written[start : start + piece], host, arrived)
+
+    def _index(
+        self, form: RecordFormat, some: np.ndarray, rows: np.ndarray, clusters: np.ndarray, counts: np.ndarray,
+        begin: np.ndarray, step: np.ndarray,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Row, token and place in its piece of pages of each entry of the clusters (n,), cluster by cluster, on the
+        device. A cluster's first page is the page `begin` of its piece, its next ones follow by `step`."""
+        group, count, device = form.group_size, self.coming.count, self.coming.device
+        new = clusters - self._used[rows]
+        table = np.zeros((len(some), int(new.max()) + 1), dtype=np.int64)
+        table[np.searchsorted(some, rows), new] = np.arange(len(new))
+        of_cluster = to_device(np.stack([np.cumsum(counts) - counts, begin, step]), device)
+        labels = to_device(self._labels[some] - self._used[some][:, None], device)
+        sorted_clusters, order = to_device(table, device).gather(1, labels).flatten().sort(stable=True)
+        first, page, step_of = of_cluster.index_select(1, sorted_clusters)
+        within = torch.arange(len(order), device=device) - first
+        target = (page + step_of * within.div(group, rounding_mode="floor")) * group + within % group
+        row = order.div(count, rounding_mode="floor")
+        row = row + int(some[0]) if some[-1] - some[0] == len(some) - 1 else to_device(some, device)[row]
+        return row, order % count, target
+
+    def _records(
+        self, form: RecordFormat, pages: int, rows: torch.Tensor, tokens: torch.Tensor, target: torch.Tensor
+    ) -> torch.Tensor:
+        """Records (pages, record bytes) with the entries of tokens of rows, (n,) each, at their places."""
+        records = torch.zeros(pages, form.record_bytes, dtype=torch.uint8, device=rows.device)
+        fills = form.fills
+        shape = pages * form.group_size, form.entry_width
+        entries = (
+            records.view(form.dtype).view(shape) if fills
+            else torch.zeros(shape, dtype=form.dtype, device=rows.device)
+        )  # fmt: skip
+        self.coming.put(rows, tokens, entries, target)
+        if not fills:
+            form.pack(entries.view(pages, form.group_size, -1), form.payload(records))
+        return records
 
     def _order(self, row: int, half_empty: int, queries: np.ndarray | None, wanted: int) -> np.ndarray:
         """Order a row's new clusters on disk, (n,) numbers: the first ones fill pools that are `half_empty`, the others
@@ -168,3 +301,8 @@ class NewClusters:
         arrived = int(self._partition.counts[row, self._used[row] : self._partition.used[row]].sum())
         centroids = self._partition.centroids[row, clusters].astype(np.float32)
         return in_pools(co_retrieved(queries, centroids, counts, max(1, wanted * int(counts.sum()) // arrived)), lead)
+
+
+def in_groups(rows: np.ndarray, at_once: int) -> list[np.ndarray]:
+    """Split `rows` (n,) into groups of at most `at_once`."""
+    return [rows[start : start + at_once] for start in range(0, len(rows), at_once)]

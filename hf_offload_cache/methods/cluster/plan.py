@@ -8,7 +8,7 @@ from typing import Any
 from ...history.records import RecordFormat, rounding_bytes
 from ...memory.fit import LEAST_RECENT, SHORT_TAIL, STREAM_SHARES, Search
 from .config import USUAL_SIZE, ClusterConfig, ClusterForm
-from .new_clusters import ORDERED
+from .new_clusters import ORDERED, most_labels
 from .pages import piece_bytes
 from .partition import BATCH, MOST_ROOM
 
@@ -34,6 +34,39 @@ def writing(form: RecordFormat, tokens: int, clusters: int, write_queue: int) ->
     return max(pages * each + rounding_bytes(form, pages), 3 * 4 * min(clusters, ORDERED) ** 2)
 
 
+Part = tuple[int, int]
+"""Rows that a device clusters at a time, and bytes of pages that it packs at a time."""
+MOST_PACKED = 64 << 20
+"""Bytes of pages that a device packs at a time, if there is room. Each time costs the same launches."""
+
+
+def parts_there(rows: int, write_queue: int) -> list[Part]:
+    """The parts in which a device may make clusters of so many rows, the best first."""
+    halves = [-(-rows >> times) for times in range(max(0, rows - 1).bit_length() + 1)]
+    return [*((each, MOST_PACKED) for each in halves), (1, piece_bytes(write_queue))]
+
+
+def clustering_there(form: RecordFormat, clusters: ClusterForm, tokens: int, part: Part) -> int:
+    """Bytes to cluster so many tokens of each row on a device, `BATCH` at a time: keys, labels and their order; means
+    before and after."""
+    keys = min(tokens, BATCH)
+    size = 2 if clusters.number is not None else max(2, clusters.size)
+    labels = most_labels(keys // size + 1, keys, clusters.places(form.group_size))
+    each_key, each_label = form.key_width * form.dtype.itemsize + 64, 14 * form.key_width + 48
+    return part[0] * (keys * each_key + labels * each_label)
+
+
+def writing_there(form: RecordFormat, tokens: int, clusters: int, part: Part) -> int:
+    """Bytes to order and write so many tokens of each row in `clusters` new clusters: three co-retrieval tables; or
+    each token's place, pages and their entries."""
+    rows, nbytes = part
+    packed = min(-(-nbytes // form.record_bytes), rows * (tokens // form.group_size + clusters))
+    entries = form.group_size * form.entry_bytes
+    each = form.record_bytes + (3 if form.fills else 5) * entries // 2
+    pages = packed * each + rounding_bytes(form, packed)
+    return max(96 * rows * tokens + pages, 3 * 4 * min(clusters, ORDERED) ** 2)
+
+
 def most_settled(form: RecordFormat, joining: int, write_queue: int) -> int:
     """Pages written at a time while clusters grow and are split, or all of one cluster. `joining` tokens a row join at
     once."""
@@ -54,14 +87,20 @@ def streaming(form: RecordFormat, pages: int, entries: int, tokens: int) -> int:
     return 88 * pages + (2 * form.entry_bytes + 48) * entries + 9 * tokens
 
 
-def most_packing(form: RecordFormat, clusters: ClusterForm, tokens: int, write_queue: int) -> tuple[int, int]:
-    """Upper bounds on these bytes: when so many tokens arrive at once, and when they arrive step by step."""
+def most_packing(
+    form: RecordFormat, clusters: ClusterForm, tokens: int, write_queue: int, part: Part | None = None
+) -> tuple[int, int]:
+    """Upper bounds on these bytes: when so many tokens arrive at once, and when they arrive step by step. `part`: of
+    `parts_there`; None: a processor makes the clusters."""
     joining = clusters.together(form.group_size)
     new_clusters = -(-2 * joining // clusters.size)
-    at_once, a_group = (
-        max(clustering(form, arriving), writing(form, arriving, count, write_queue))
-        for arriving, count in ((tokens, clusters.most_clusters(tokens, form.group_size)), (joining, new_clusters))
-    )
+
+    def making(arriving: int, count: int) -> int:
+        if part is None:
+            return max(clustering(form, arriving), writing(form, arriving, count, write_queue))
+        return max(clustering_there(form, clusters, arriving, part), writing_there(form, arriving, count, part))
+
+    at_once, a_group = making(tokens, clusters.most_clusters(tokens, form.group_size)), making(joining, new_clusters)
     room = clusters.places(form.group_size) + clusters.append_buffer + joining + form.group_size
     largest = -(-room // form.group_size)
     return at_once, max(a_group, settling(form, max(largest, most_settled(form, joining, write_queue))))

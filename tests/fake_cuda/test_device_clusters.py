@@ -1,0 +1,220 @@
+"""Clusters that a device makes: what they hold, where it is written, and how far keys are from their means, on a device
+that only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_device import CUDA, Fake, fake_cuda
+from torch_memory import most_held
+
+from hf_offload_cache.fetch import Storage
+from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.methods.cluster import ClusterForm, ClusterHistory, NewClusters, Partition, new_clusters
+from hf_offload_cache.methods.cluster.arrivals import Arrivals
+from hf_offload_cache.methods.cluster.plan import clustering_there, parts_there, writing_there
+from hf_offload_cache.testing.histories import CONFIG, FORM, some_keys_and_values
+
+CLUSTERS = ClusterForm(size=6, capacity=12, append_buffer=5, join_every=4)
+
+
+class NobodyReads:
+    """Copies of no records."""
+
+    def stale(self, records: np.ndarray) -> None: ...
+
+    def renewed(self, records: np.ndarray, payloads: torch.Tensor, gone: np.ndarray) -> None: ...
+
+
+@pytest.fixture
+def device() -> Iterator[Any]:
+    with fake_cuda() as counts:
+        yield counts
+
+
+def made(engine: str, tmp_path: Any, rows: int = 3, form: RecordFormat = FORM) -> tuple[Storage, ClusterHistory]:
+    config = replace(CONFIG, engine=engine)
+    storage = Storage(config, tmp_path)
+    return storage, ClusterHistory(storage, form, rows, CUDA, config, "layer 0", CLUSTERS, NobodyReads())
+
+
+def of_host(*tensors: Any) -> list[torch.Tensor]:
+    return [tensor.inner for tensor in tensors]
+
+
+def check(history: ClusterHistory, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """The history holds these; what is known of clusters is what their keys say, and none is too large."""
+    for part, expected in zip(of_host(*history.whole()), (keys, values), strict=True):
+        assert torch.equal(part, expected)
+    own = history.clustered
+    partition, points = own.partition, keys.transpose(1, 2).flatten(2).numpy()
+    assert own.sealed and (partition.counts.sum(1) == own.sealed).all()
+    assert (partition.counts <= partition.capacity).all() and (partition.counts[:, 0] > 0).all()
+    for row in range(history.rows):
+        for cluster in range(partition.used[row]):
+            members = points[row, : own.sealed][own.labels[row] == cluster]
+            assert len(members) == partition.counts[row, cluster] > 0
+            np.testing.assert_allclose(partition.centroids[row, cluster], members.mean(0), rtol=1e-3, atol=1e-3)
+            variance = ((members - members.mean(0)) ** 2).sum(1).mean()
+            np.testing.assert_allclose(partition.variances[row, cluster], variance, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["memory", "mapped"])
+@pytest.mark.parametrize("batch", [1 << 14, 90])
+def test_all_rows_are_clustered_and_written_together(
+    engine: str, batch: int, device: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several calls, the first of which is all new and the next ones of which begin with the tail. Clusters on a
+    disk wait for the queries, which order them; the order of records in memory does not matter."""
+    monkeypatch.setattr(new_clusters, "BATCH", batch)
+    monkeypatch.setattr(Arrivals, "points", None)
+    monkeypatch.setattr(Arrivals, "entries", None)
+    storage, history = made(engine, tmp_path)
+    history.holds_back = True
+    keys, values = some_keys_and_values(3, 700)
+    queries = torch.randn(3, 2, 9, FORM.key_width)
+    try:
+        for start, stop in ((0, 300), (300, 303), (303, 700)):
+            device.clear()
+            history.append(Fake(keys[:, :, start:stop].clone()), Fake(values[:, :, start:stop].clone()))
+            assert history.held_back == (engine == "mapped" and stop != 303)
+            history.place(Fake(queries), 40)
+            if stop != 303:
+                waits = -(-(stop - start - 8) // batch) + (engine == "mapped")
+                assert device.syncs == {"kernels/on_a_device.py:to_host": waits} and not device.blocking
+                assert device.launches.total() <= 40 + 30 * waits
+            check(history, keys[:, :, :stop], values[:, :, :stop])
+    finally:
+        storage.close()
+
+
+def test_what_there_is_no_room_for_is_made_in_parts(device: Any, tmp_path: Any) -> None:
+    """A row at a time, in pages of a piece; the clusters are the same, and so are their places."""
+    keys, values = some_keys_and_values(5, 400)
+    found, form = [], replace(FORM, group_size=2)
+    for limit in (None, 0):
+        storage, history = made("memory", tmp_path, 5, form)
+        booked = []
+        has_room, hold = storage.account.has_room, storage.account.hold
+        storage.account.has_room = (lambda nbytes: False) if limit == 0 else has_room  # type: ignore[method-assign]
+        storage.account.hold = lambda owner, nbytes, *_, hold=hold, booked=booked: (  # type: ignore[method-assign]
+            booked.append(nbytes) if owner == "packing" else None, hold(owner, nbytes)
+        )  # fmt: skip
+        try:
+            history.append(Fake(keys), Fake(values))
+            check(history, keys, values)
+            own = history.clustered
+            found.append((own.labels.copy(), own.pages._first.copy(), own.partition.centroids.copy(), booked, device))
+            part = parts_there(5, storage.write_queue)[0 if limit is None else -1]
+            count, new = own.sealed, own.partition.clusters
+            expected = clustering_there(form, CLUSTERS, count, part), writing_there(form, count, new, part)
+            assert booked[:2] == [*expected]
+        finally:
+            storage.close()
+    for whole, parts in zip(found[0][:3], found[1][:3], strict=True):
+        assert np.array_equal(whole, parts)
+    assert found[0][3] > found[1][3]
+
+
+def test_rows_that_others_join_are_not_clustered(device: Any, tmp_path: Any) -> None:
+    """Rows without open clusters alone make new ones, of few tokens."""
+    storage, history = made("memory", tmp_path, 4)
+    keys, values = some_keys_and_values(4, 300)
+    try:
+        history.append(Fake(keys[:, :, :280].clone()), Fake(values[:, :, :280].clone()))
+        used = history.clustered.partition.used.copy()
+        history.clustered.partition._closed[[0, 2]] = True
+        for token in range(280, 300):
+            history.append(Fake(keys[:, :, token : token + 1].clone()), Fake(values[:, :, token : token + 1].clone()))
+        now = history.clustered.partition.used
+        assert (now[[0, 2]] > used[[0, 2]]).all() and history.clustered.buffer.counts[[1, 3]].all()
+        for part, expected in zip(of_host(*history.whole()), (keys, values), strict=True):
+            assert torch.equal(part, expected)
+    finally:
+        storage.close()
+
+
+def texts_keys(rows: int, count: int, dim: int) -> torch.Tensor:
+    """Keys like a text's: a few channels of large mean, directions of unequal energy, neighbours that are alike."""
+    generator = torch.Generator().manual_seed(0)
+    energy = torch.logspace(0.7, -0.7, dim)
+    topics = torch.randn(rows, count // 24 + 1, dim, generator=generator).repeat_interleave(24, 1)[:, :count]
+    words = torch.randn(rows, 300, dim, generator=generator)
+    drawn = (300 * torch.rand(rows, count, generator=generator) ** 3).long()
+    words = words.gather(1, drawn[..., None].expand(-1, -1, dim))
+    noise = torch.randn(rows, count, dim, generator=generator)
+    return (0.6 * topics + words + 0.6 * noise) * energy + 8 * (torch.arange(dim) % 13 == 0)
+
+
+@pytest.mark.parametrize(("size", "capacity", "most"), [(12, 32, 1.02), (32, 64, 1.02), (12, 16, 1.05)])
+def test_clusters_of_a_device_are_as_close_as_the_processors(size: int, capacity: int, most: float) -> None:
+    """The keys' squared distance to their means, and the number of clusters."""
+    points = texts_keys(3, 1536, 32)
+    of_rows, partition = Partition(3, 32, size, capacity, 1.25), Partition(3, 32, size, capacity, 1.25)
+    labels, counts, _, variances = new_clusters.clusters_of_rows(
+        points, partition.wanted(np.arange(3), 1536, 1536), capacity
+    )
+    for row in range(3):
+        of_rows.add(row, points[row].numpy())
+    expected = (of_rows.counts * of_rows.variances).sum(1)
+    found = (counts * variances).sum(1).numpy()
+    assert (found <= most * expected).all(), found / expected
+    assert int(counts.max()) <= capacity and labels.max() < counts.shape[1]
+    assert ((counts > 0).sum(1).numpy() <= 1.05 * of_rows.used).all()
+
+
+def test_rows_may_want_different_numbers() -> None:
+    points = texts_keys(3, 200, 8)
+    labels, counts, means, _ = new_clusters.clusters_of_rows(points, np.array([1, 20, 7]), 300)
+    assert [len(own.unique()) for own in labels] == [1, 20, 7] and (counts > 0).sum(1).tolist() == [1, 20, 7]
+    alone = new_clusters.clusters_of_rows(points[1:2], np.array([20]), 300)
+    assert torch.equal(labels[1], alone[0][0]) and torch.equal(means[1, :20], alone[2][0, :20])
+
+
+def test_equal_keys_and_keys_that_are_not_finite() -> None:
+    """Runs of as many as a cluster holds; and no number out of range."""
+    labels, counts, _, variances = new_clusters.clusters_of_rows(torch.ones(1, 50, 4), np.array([5]), 12)
+    assert counts[0].sort(descending=True).values[:6].tolist() == [10] * 5 + [0] and not variances.any()
+    assert torch.equal(labels[0], torch.arange(50, dtype=torch.int32) // 10)
+    points = torch.ones(1, 50, 4)
+    points[0, 7] = torch.nan
+    labels, counts, _, _ = new_clusters.clusters_of_rows(points, np.array([5]), 12)
+    assert counts.sum() == 50 and int(labels.max()) < int((counts > 0).sum())
+
+
+@pytest.mark.parametrize("part", [(8, 64 << 20), (2, 64 << 20), (1, 1 << 16)])
+def test_no_more_is_packed_than_booked(part: tuple[int, int], tmp_path: Any) -> None:
+    """On tensors of the host, whose memory torch's profiler knows."""
+    form = RecordFormat(1, 64, 1, 64, torch.bfloat16, 16)
+    generator, rows, count = torch.Generator().manual_seed(0), part[0], 2000
+    keys, values, held = (torch.randn(*shape, generator=generator).bfloat16() for shape in (
+        (rows, 1, 1900, 64), (rows, 1, 1900, 64), (rows, 100, 128)
+    ))  # fmt: skip
+    coming, partition = Arrivals(form, held, keys, values, count), Partition(rows, 64, 12, 32, 1.25)
+    labels = np.zeros((rows, count), dtype=np.int64)
+    new = NewClusters(partition, np.arange(rows), coming, labels)
+    numbers = np.concatenate([np.arange(used) for used in partition.used])
+    of_rows = np.repeat(np.arange(rows), partition.used)
+    places = np.stack([4 * np.arange(len(of_rows)), np.ones(len(of_rows), dtype=np.int64)], 1)
+    storage = Storage(CONFIG, tmp_path)
+    storage.copied_out = lambda records, store: (records, None)  # type: ignore[method-assign]
+    storage.prefetcher.write = lambda *_: None  # type: ignore[method-assign]
+    store: Any = None
+    profiled = torch.profiler.profile(profile_memory=True)
+    with profiled as seen, torch.profiler.record_function("packing"):
+        new._pack(storage, store, form, np.arange(rows), of_rows, numbers, places, part[1])
+    booked = writing_there(form, count, new.most, part)
+    assert 0.3 * booked < most_held(seen, "packing") <= booked
+    storage.close()
+
+
+def test_the_kernels_functions_are_what_a_device_launches(device: Any) -> None:
+    points = Fake(texts_keys(2, 300, 8))
+    new_clusters.clusters_of_rows(points, np.array([25, 25]), 24)
+    assert device.launches["kernels/on_a_device.py:run"] == 3 * (1 + 3) + 1 + 4 + 3 + 1 + 3
+    assert device.launches.total() == 24 + 5 and not device.syncs
