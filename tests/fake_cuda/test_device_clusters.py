@@ -15,7 +15,7 @@ from torch_memory import most_held
 
 from hf_offload_cache.fetch import Storage
 from hf_offload_cache.history import RecordFormat
-from hf_offload_cache.methods.cluster import ClusterForm, ClusterHistory, NewClusters, Partition, new_clusters
+from hf_offload_cache.methods.cluster import ClusterForm, ClusterHistory, NewClusters, Partition, arrivals, new_clusters
 from hf_offload_cache.methods.cluster.arrivals import Arrivals
 from hf_offload_cache.methods.cluster.plan import clustering_there, parts_there, writing_there
 from hf_offload_cache.testing.histories import CONFIG, FORM, some_keys_and_values
@@ -135,6 +135,42 @@ def test_rows_that_others_join_are_not_clustered(device: Any, tmp_path: Any) -> 
         assert (now[[0, 2]] > used[[0, 2]]).all() and history.clustered.buffer.counts[[1, 3]].all()
         for part, expected in zip(of_host(*history.whole()), (keys, values), strict=True):
             assert torch.equal(part, expected)
+    finally:
+        storage.close()
+
+
+def test_a_processor_clusters_keys_that_are_too_wide_for_kernels(
+    device: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "MOST_CHANNELS", FORM.key_width - 1)
+    storage, history = made("mapped", tmp_path)
+    keys, values = some_keys_and_values(3, 300)
+    try:
+        history.append(Fake(keys), Fake(values))
+        assert not device.launches["kernels/on_a_device.py:run"]
+        check(history, keys, values)
+    finally:
+        storage.close()
+
+
+def test_what_comes_later_is_joined_settled_and_cut_without_a_blocking_copy(device: Any, tmp_path: Any) -> None:
+    """Tokens one by one, then clusters rewritten and split, then a crop into them."""
+    storage, history = made("memory", tmp_path)
+    keys, values = some_keys_and_values(3, 400)
+    keys[:, :, 300:] *= 3  # wide clusters, which are split
+    try:
+        history.append(Fake(keys[:, :, :300].clone()), Fake(values[:, :, :300].clone()))
+        used = history.clustered.partition.used.sum()
+        device.clear()
+        for token in range(300, 400):
+            history.append(Fake(keys[:, :, token : token + 1].clone()), Fake(values[:, :, token : token + 1].clone()))
+        history.clustered.settle_all()
+        assert history.clustered.partition.used.sum() > used + 3 and not device.blocking
+        assert not history.clustered.buffer.counts.any()
+        check(history, keys, values)
+        history.truncate(250)
+        assert not device.blocking
+        check(history, keys[:, :, :250], values[:, :, :250])
     finally:
         storage.close()
 

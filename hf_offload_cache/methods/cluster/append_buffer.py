@@ -10,6 +10,7 @@ import torch
 
 from ...history.records import RecordFormat
 from ...history.state import Array, State, Table
+from ...kernels.on_a_device import to_device
 from ...memory.account import MemoryAccount
 
 
@@ -39,26 +40,32 @@ class AppendBuffer:
         """Entries of each row, (rows,)."""
         return (self.places >= 0).sum(1)
 
-    def add(self, row: int, entries: torch.Tensor, first: int) -> None:
-        """Add entries (t, width) of a row's tokens from `first` on. There must be room for them."""
-        free = (self.places[row] < 0).nonzero()[0][: len(entries)]
-        self.places[row, free] = first + np.arange(len(entries))
-        self.entries[row, torch.from_numpy(free).to(self._device)] = entries
+    def add(self, rows: np.ndarray, entries: torch.Tensor, first: int) -> None:
+        """Add entries (r, t, width) of the tokens from `first` on of `rows` (r,). There must be room for them."""
+        count = entries.shape[1]
+        free = np.argsort(self.places[rows] >= 0, axis=1, kind="stable")[:, :count]  # the first empty places
+        self.places[rows[:, None], free] = first + np.arange(count)
+        row, column = self._at(np.repeat(rows, count), free.reshape(-1))
+        self.entries[row, column] = entries.flatten(0, 1)
+
+    def _at(self, rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
+        """Rows and columns (n,) as an index (2, n) on the device, which nothing waits for."""
+        return to_device(np.stack([rows, columns]), self._device)
 
     def at(self, rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
         """Copy the entries (n, width) at these rows and columns, (n,) each."""
-        return self.entries[torch.from_numpy(rows).to(self._device), torch.from_numpy(columns).to(self._device)]
+        row, column = self._at(rows, columns)
+        return self.entries[row, column]
 
     def free(self, rows: np.ndarray, columns: np.ndarray) -> None:
         """Empty the places at these rows and columns, (n,) each."""
         self.places[rows, columns] = -1
-        self.entries[torch.from_numpy(rows).to(self._device), torch.from_numpy(columns).to(self._device)] = 0
+        row, column = self._at(rows, columns)
+        self.entries[row, column] = 0
 
     def truncate(self, tokens: int) -> None:
         """Keep only entries of the first `tokens` tokens."""
-        dropped = self.places >= tokens
-        self.places[dropped] = -1
-        self.entries[torch.from_numpy(dropped).to(self._device)] = 0
+        self.free(*(self.places >= tokens).nonzero())
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Make row i the current row `rows[i]`."""

@@ -6,7 +6,12 @@ import numpy as np
 import torch
 
 from ...history.records import RecordFormat
-from ...kernels.on_a_device import to_device
+from ...kernels.on_a_device import MOST_CHANNELS, to_device
+
+
+def clusters_there(device_type: str, form: RecordFormat) -> bool:
+    """Whether a device makes clusters of such entries, by kernels; a processor does otherwise, row by row."""
+    return device_type == "cuda" and form.key_width <= MOST_CHANNELS
 
 
 class Arrivals:
@@ -22,6 +27,11 @@ class Arrivals:
     @property
     def device(self) -> torch.device:
         return self._held.device
+
+    @property
+    def there(self) -> bool:
+        """Whether their device makes clusters of them."""
+        return clusters_there(self.device.type, self._form)
 
     def between(self, start: int, stop: int) -> torch.Tensor:
         """Entries (rows, stop - start, width) of all rows' tokens from `start` to `stop` - 1, which may lie behind

@@ -23,6 +23,7 @@ from ...fetch.policy import MostUsed, Policy
 from ...fetch.tier import SlotTier, Tier
 from ...history.base import History
 from ...history.records import RecordFormat
+from ...kernels.on_a_device import to_device
 from ...memory.fit import LOST_BY, Search
 from ...model.attention_call import AttentionCall
 from ...model.geometry import Geometry
@@ -224,12 +225,11 @@ class ClusterLayer(SelectiveLayer):
             begin = first[rows, clusters]
             if (absent := begin < 0).all():
                 return clustered.read(rows, clusters, numbers)
-            at = torch.from_numpy(np.where(absent, 0, begin + numbers)).to(records.device)
-            out = records[torch.from_numpy(rows).to(records.device), at]
+            row, at = to_device(np.stack([rows, np.where(absent, 0, begin + numbers)]), records.device)
+            out = records[row, at]
             if absent.any():
-                out[torch.from_numpy(absent).to(records.device)] = clustered.read(
-                    rows[absent], clusters[absent], numbers[absent]
-                )
+                read = clustered.read(rows[absent], clusters[absent], numbers[absent])
+                out[to_device(absent.nonzero()[0], records.device)] = read
             return out
 
         others = fullest(np.where(retrieved, 0, clustered.waiting), clustered.buffer.most)

@@ -16,6 +16,7 @@ import torch
 from ...fetch.storage import Storage
 from ...history.records import RecordFormat, places_within
 from ...history.state import State, Table
+from ...kernels.on_a_device import to_device, to_host
 from ...stores.base import Store
 from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
@@ -65,6 +66,11 @@ def fullest(waiting: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     over = descending.sum(1, keepdims=True) - most
     rows, columns = ((np.cumsum(descending, 1) - descending < over) & (descending > 0)).nonzero()
     return rows, order[rows, columns]
+
+
+def where(mask: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The places (n,) int64 where `mask` is True, on a device, which nothing waits for."""
+    return to_device(mask.nonzero()[0], device)
 
 
 @dataclass(frozen=True)
@@ -150,8 +156,9 @@ class Settling:
         if stored.any():
             each = -(-self.read // group)
             filled = places_within(each)[:, None] * group + np.arange(group) < np.repeat(self.read, each)[:, None]
-            out[torch.from_numpy(stored)] = pages(*self.pages(group))[torch.from_numpy(filled)]
-        out[torch.from_numpy(~stored)] = waiting
+            of_pages = pages(*self.pages(group)).flatten(0, 1)
+            out[where(stored, out.device)] = of_pages.index_select(0, where(filled.reshape(-1), out.device))
+        out[where(~stored, out.device)] = waiting
         return out
 
 
@@ -298,7 +305,7 @@ class ClusteredEntries:
         self._label(self.sealed + coming.count)  # first what can fail
         if coming.count <= self.buffer.joining:  # few enough to join clusters; first make room in the buffer
             self.settle(self.read, *fullest(self.waiting, self.buffer.most))
-            points = np.stack([coming.points(row) for row in range(coming.rows)])
+            points = to_host(coming.points_of(np.arange(coming.rows), 0, coming.count).float())[0].numpy()
             labels = self.partition.nearest(points)
         joins = np.logical_and.reduce(labels >= 0, axis=1)
         if not joins.all():  # the other rows make new clusters
@@ -315,8 +322,9 @@ class ClusteredEntries:
                     raise
         if joins.any():
             self.partition.join(points, np.where(joins[:, None], labels, -1))
-            for row in joins.nonzero()[0].tolist():
-                self.buffer.add(row, coming.entries(row, np.arange(coming.count)), self.sealed)
+            entries, rows = coming.between(0, coming.count), joins.nonzero()[0]
+            some = entries if len(rows) == len(entries) else entries.index_select(0, to_device(rows, entries.device))
+            self.buffer.add(rows, some, self.sealed)
         self._widen_labels()
         first, self.sealed = self.sealed, self.sealed + labels.shape[1]
         self._labels[:, first : self.sealed] = labels
@@ -335,7 +343,7 @@ class ClusteredEntries:
 
     def points(self, entries: torch.Tensor) -> np.ndarray:
         """The vectors that are clustered: the keys of entries (n, width), as (n, key width) float32 on the host."""
-        return entries[:, : self.form.key_width].float().cpu().numpy()
+        return to_host(entries[:, : self.form.key_width].float())[0].numpy()
 
     def place(self, queries: np.ndarray | None = None, wanted: int = 0) -> None:
         """Write the clusters that were held back, if any: see `NewClusters.write`, also for the errors."""
@@ -351,7 +359,7 @@ class ClusteredEntries:
         """The best part in which a device makes new clusters that there is room for, and its `nbytes`; None: a
         processor makes them."""
         parts, has_room = parts_there(coming.rows, self._storage.write_queue), self._storage.account.has_room
-        if coming.device.type != "cuda":
+        if not coming.there:
             return parts[-1], None
         part = next((part for part in parts if has_room(nbytes(part))), parts[-1])
         return part, nbytes(part)
@@ -402,7 +410,7 @@ class ClusteredEntries:
         owner = np.repeat(np.arange(len(batch.counts)), batch.counts)
         wide, parts = batch.wide[owner], np.zeros(len(owner), dtype=np.int64)
         if wide.any():
-            keys = self.points(entries[torch.from_numpy(wide)])
+            keys = self.points(entries[where(wide, entries.device)])
             parts[wide] = self._parts(batch, keys)
         both = np.stack([owner, parts])  # the parts, cluster by cluster
         (of, part), at, counts = np.unique(both, axis=1, return_index=True, return_counts=True)
@@ -416,7 +424,7 @@ class ClusteredEntries:
         try:
             if places:
                 first[part > 0], step[part > 0] = np.array(places).T
-            order = torch.from_numpy(np.lexsort((parts, owner))).to(entries.device)
+            order = to_device(np.lexsort((parts, owner)), entries.device)
             writer.put(entries[order], counts, first, step)
             self._readers.stale(np.concatenate([before, writer.ids]))
             written = writer.end()

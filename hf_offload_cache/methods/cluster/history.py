@@ -24,9 +24,9 @@ from ...kernels.on_a_device import to_device, to_host
 from ...memory.dry_run import DryRun
 from ...stores.base import FreezableStore, Store
 from .append_buffer import AppendBuffer
-from .arrivals import Arrivals
+from .arrivals import Arrivals, clusters_there
 from .config import ClusterForm
-from .entries import ClusteredEntries, Readers, Settling
+from .entries import ClusteredEntries, Readers, Settling, where
 from .pages import in_order
 from .partition import Moments, Partition, counted
 from .plan import most_packing, parts_there, settling, streaming
@@ -57,8 +57,11 @@ def read_for_crop(
             owner = np.repeat(np.arange(len(piece.counts)), piece.counts)
             stays = places_within(piece.counts) < remaining[piece.rows, piece.clusters][owner]
             row, column = piece.members(labels[:, keep:length], partition.clusters)
-            returned[torch.from_numpy(row), torch.from_numpy(column)] = entries[torch.from_numpy(~stays)]
-            moments = Moments.of(clustered.points(entries[torch.from_numpy(stays)]), owner[stays], len(piece.counts))
+            into, column = to_device(np.stack([row, column]), entries.device)
+            returned[into, column] = entries[where(~stays, entries.device)]
+            moments = Moments.of(
+                clustered.points(entries[where(stays, entries.device)]), owner[stays], len(piece.counts)
+            )
             losing.append((piece, moments))
     return returned, losing
 
@@ -173,7 +176,7 @@ class ClusterHistory:
             run.moves(self.clustered.buffer.entries.nbytes)
         pages, step = rows * (tokens // form.group_size + count), self._blocks(rows, records // rows)
         block, part = rows * step * form.group_size, None
-        if run.device_type != "cpu":  # a budget may have room for more
+        if clusters_there(run.device_type, form):  # a budget may have room for more
             part = parts_there(rows, queue)[-1 if self._limited else 0]
         # what streams in a step frees its areas first
         at_once, a_group = most_packing(form, clusters, tokens, queue, part)
@@ -222,7 +225,7 @@ class ClusterHistory:
             arrivals = Arrivals(self.form, old, keys, values, count)
             tail = arrivals.between(count, total)  # first what can fail
             hold_back = self.holds_back and count >= HELD_BACK > self.clustered.buffer.joining
-            if self.device.type == "cuda" and self.store.in_memory:
+            if arrivals.there and self.store.in_memory:
                 hold_back = False  # no order is better than another
             self.clustered.add(arrivals, hold_back=hold_back)
             self._before = (old, self.length) if hold_back else None

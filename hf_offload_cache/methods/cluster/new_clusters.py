@@ -145,7 +145,7 @@ class NewClusters:
         self._used, self._limits, self._held = partition.used.copy(), partition.limits.copy(), partition.held.copy()
         try:
             edges = np.linspace(0, coming.count, -(-coming.count // BATCH) + 1).astype(int).tolist()
-            if coming.device.type == "cuda":
+            if coming.there:
                 for start, stop in pairwise(edges):
                     for some in in_groups(rows, at_once):
                         self._cluster(some, start, stop)
@@ -186,7 +186,7 @@ class NewClusters:
         rows, numbers = np.repeat(self._rows, [len(order) for order in orders]), np.concatenate(orders)
         places = pages.reserve(rows)
         try:
-            if self.coming.device.type == "cuda":
+            if self.coming.there:
                 at_once, nbytes = part
                 for some in in_groups(self._rows, at_once):
                     of_some = slice(*np.searchsorted(rows, (some[0], some[-1] + 1)).tolist())

@@ -12,6 +12,7 @@ import torch
 from ...fetch.storage import Storage
 from ...history.records import PIECE_BYTES, RecordFormat, places_within
 from ...history.state import State, Table
+from ...kernels.on_a_device import to_device
 from ...stores.base import Store, aligned_empty
 
 # Entries on their way into pages
@@ -56,7 +57,7 @@ class PageWriter:
         begins = np.repeat((np.cumsum(each) - each) * group - (np.cumsum(counts) - counts), counts)
         pages = torch.zeros(which.size, form.record_bytes, dtype=torch.uint8, device=entries.device)
         rows = entries.new_zeros(which.size * group, form.entry_width)
-        rows[torch.from_numpy(begins + np.arange(len(entries))).to(entries.device)] = entries
+        rows[to_device(begins + np.arange(len(entries)), entries.device)] = entries
         form.pack(rows.view(which.size, group, form.entry_width), form.payload(pages))
         self._ids.append(first[which] + step[which] * index)
         self._pages.append(pages)
@@ -66,12 +67,18 @@ class PageWriter:
 
     def end(self) -> tuple[np.ndarray, torch.Tensor]:
         """Hand over the packed records, of which there must be some. They are sorted, so that adjacent ones are one
-        write. Returns the records (n,) and their contents (n, payload width): views."""
+        write. Returns the records (n,) and their contents (n, payload width) on the entries' device: views."""
         order = np.argsort(self.ids)
-        ids, target = self.ids[order], torch.from_numpy(np.argsort(order))
+        ids, device = self.ids[order], self._pages[0].device
+        if device.type == "cuda":
+            there = torch.cat(self._pages).index_select(0, to_device(order, device))
+            self._ids, self._pages, self._bytes = [], [], 0
+            self._storage.prefetcher.write(self._store, ids, *self._storage.copied_out(there, self._store))
+            return ids, self._form.payload(there)
+        target = torch.from_numpy(np.argsort(order))
         records = aligned_empty(len(ids), self._form.record_bytes)
         for pages, targets in zip(self._pages, target.split([len(pages) for pages in self._pages]), strict=True):
-            records.index_copy_(0, targets, pages.cpu())
+            records.index_copy_(0, targets, pages)
         self._ids, self._pages, self._bytes = [], [], 0
         self._storage.prefetcher.write(self._store, ids, records)
         return ids, self._form.payload(records)

@@ -14,6 +14,7 @@ from ...fetch.choice import Choice, Estimates, kept_entries
 from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...history.state import Number, State
+from ...kernels.on_a_device import to_host
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
 from ...predictors.base import Decision, Predictor, Query
@@ -169,9 +170,11 @@ class ClusterPredictor(Predictor):
         rows = len(counts)
         states = (query.states * query.scaling).float().reshape(rows, -1, query.states.shape[2])
         latest = query.recent()[:, 0].float()
-        recent = (states.to(latest.device) @ latest.transpose(1, 2)).cpu()
+        recent = states.to(latest.device) @ latest.transpose(1, 2)
+        if not (states.is_cpu and recent.is_cpu):
+            states, recent = to_host(states, recent)
         centroids = torch.from_numpy(self.clustered.partition.centroids).float()
-        products = states.cpu() @ centroids.transpose(1, 2)
+        products = states @ centroids.transpose(1, 2)
         scores = products + torch.from_numpy(counts).float().log()[:, None]
         total = torch.cat([scores, recent], 2).logsumexp(2, keepdim=True)
         return (products - total).exp().sum(1).numpy()
