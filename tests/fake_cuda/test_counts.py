@@ -100,6 +100,7 @@ HOLDS = {
     ("abstract-tree", "prefill", "copies"): CASES.keys(),
     ("cluster", "prefill", "launches"): CASES.keys(),
     ("cluster", "prefill", "waits"): {LLAMA},
+    ("cluster", "prefill", "copies"): CASES.keys(),
     ("spec", "prefill", "launches"): CASES.keys(),
     ("spec", "prefill", "waits"): CASES.keys(),
     ("spec", "prefill", "copies"): CASES.keys(),

@@ -5,19 +5,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fake_device import CUDA, Fake, fake_cuda
+from fake_device import CUDA, Fake, fake_cuda, on_the_device
+from harness import COMMON, build, prompt
 from torch_memory import most_held
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache.fetch import Storage
 from hf_offload_cache.history import RecordFormat
-from hf_offload_cache.methods.cluster import ClusterForm, ClusterHistory, NewClusters, Partition, arrivals, new_clusters
+from hf_offload_cache.methods.cluster import (
+    ClusterCache,
+    ClusterConfig,
+    ClusterForm,
+    ClusterHistory,
+    NewClusters,
+    Partition,
+    arrivals,
+    new_clusters,
+)
 from hf_offload_cache.methods.cluster.arrivals import Arrivals
 from hf_offload_cache.methods.cluster.plan import clustering_there, parts_there, writing_there
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.testing.histories import CONFIG, FORM, some_keys_and_values
 
 CLUSTERS = ClusterForm(size=6, capacity=12, append_buffer=5, join_every=4)
@@ -119,6 +132,42 @@ def test_what_there_is_no_room_for_is_made_in_parts(device: Any, tmp_path: Any) 
     for whole, parts in zip(found[0][:3], found[1][:3], strict=True):
         assert np.array_equal(whole, parts)
     assert found[0][3] > found[1][3]
+
+
+def test_the_longest_part_leaves_room_for_the_write_queue(device: Any, tmp_path: Any) -> None:
+    storage, history = made("memory", tmp_path, 5)
+    keys, values = map(Fake, some_keys_and_values(5, 100))
+    coming = Arrivals(FORM, history.tail.entries, keys, values, 100)
+    parts = parts_there(5, storage.write_queue)
+    assert [rows for rows, _ in parts] == [5, 3, 2, 1, 1] and parts[-1][1] < parts[0][1]
+    try:
+        for part, following in zip(parts, [*parts[1:], parts[-1]], strict=True):
+            needed = writing_there(FORM, 100_000, 9_000, part)
+            for spare, expected in ((0, part), (-1, following)):
+                storage.account.limit = storage.account.current + needed + storage.write_queue + spare
+                found = history.clustered._part(coming, partial(writing_there, FORM, 100_000, 9_000))
+                assert found == (expected, writing_there(FORM, 100_000, 9_000, expected)), (part, spare)
+    finally:
+        storage.account.limit = None
+        storage.close()
+
+
+@pytest.mark.parametrize("more", [1.0, 1.1, 1.5])
+def test_a_prompt_keeps_to_its_budget(more: float, tmp_path: Any) -> None:
+    """That of the plan, and more: what packing takes leaves room for the queue of what is packed."""
+    model, rows, tokens = build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "max_position_embeddings": 2048})), 2, 900
+    ids = prompt(model, rows, tokens)
+    fields: Any = {"max_context": tokens, "max_batch": rows, "num_selected": 64, "write_queue": "64KiB"}
+    with on_the_device(model) as (on_device, _), torch.no_grad():
+        geometry, config = Geometry.of(on_device), ClusterConfig(**fields, memory="1GiB", reuse_capacity=0)
+        assert geometry.device == "cuda"
+        memory = int(more * ClusterCache.plan(geometry, config, tokens, rows).prefill_bytes)
+        exact = on_device(Fake(ids), past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
+        with ClusterCache(on_device, path=tmp_path, memory=memory, reuse_capacity=0, **fields) as cache:
+            found = on_device(Fake(ids), past_key_values=cache, logits_to_keep=1).logits
+            peak, packed = cache.storage.account.peak, cache.selective[0].history.clustered.sealed
+    assert packed > 800 and 0.5 * memory < peak <= memory
+    torch.testing.assert_close(found.inner, exact.inner, rtol=1e-3, atol=1e-3)
 
 
 def test_rows_that_others_join_are_not_clustered(device: Any, tmp_path: Any) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from torch_memory import most_held
 from triton_kernels import DEVICES, kernels
 
+from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.kernels import kmeans
+from hf_offload_cache.methods.cluster import ClusterForm
+from hf_offload_cache.methods.cluster.arrivals import Arrivals
+from hf_offload_cache.methods.cluster.new_clusters import clusters_of_rows
+from hf_offload_cache.methods.cluster.plan import clustering_there
 
 SIZES = [(1, 1, 1, 1), (2, 77, 5, 9), (3, 130, 70, 64), (1, 200, 129, 24), (2, 33, 7, 200)]
 """Rows, points, centroids, channels."""
@@ -85,3 +92,20 @@ def test_a_label_of_many_points(device: str, monkeypatch: pytest.MonkeyPatch) ->
     again, _ = on_device.means(points.to(device), labels.to(device), before.to(device))
     assert torch.equal(found, again)
     assert torch.equal(on_device.parted(labels.to(device), 4, 7).cpu(), kmeans.parted(labels, 4, 7))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("rows", "capacity"), [(1, 32), (3, 16)])
+def test_clusters_take_no_more_than_booked(rows: int, capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what torch holds, with the keys, of bfloat16: the kernels hold nothing else."""
+    on_device = kernels("kmeans_triton", "cpu", monkeypatch)
+    for name in ("assign", "means", "apart", "parted"):
+        monkeypatch.setattr(kmeans, name, getattr(on_device, name))
+    form, sizes = RecordFormat(1, 64, 1, 64, torch.bfloat16, 16), ClusterForm(size=12, capacity=capacity)
+    new, held = random(rows, 1, 200, 64).bfloat16(), random(rows, 60, 128, seed=1).bfloat16()
+    coming = Arrivals(form, held, new, new, 260)
+    clusters_of_rows(held[:, :9, :64], np.full(rows, 2), capacity)  # which compiles
+    with torch.profiler.profile(profile_memory=True) as seen, torch.profiler.record_function("clustering"):
+        made = clusters_of_rows(coming.points_of(np.arange(rows), 0, 260), np.full(rows, 260 // 12), capacity)
+    booked = clustering_there(form, sizes, 260, (rows, 0))
+    assert 0.3 * booked < most_held(seen, "clustering") + sum(part.nbytes for part in made) <= booked

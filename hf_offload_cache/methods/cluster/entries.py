@@ -356,12 +356,13 @@ class ClusteredEntries:
             self._unplaced = None
 
     def _part(self, coming: Arrivals, nbytes: Callable[[Part], int]) -> tuple[Part, int | None]:
-        """The best part in which a device makes new clusters that there is room for, and its `nbytes`; None: a
-        processor makes them."""
-        parts, has_room = parts_there(coming.rows, self._storage.write_queue), self._storage.account.has_room
+        """The best part in which a device makes new clusters that there is room for, next to a full write queue, and
+        its `nbytes`; None: a processor makes them."""
+        queue, has_room = self._storage.write_queue, self._storage.account.has_room
+        parts = parts_there(coming.rows, queue)
         if not coming.there:
             return parts[-1], None
-        part = next((part for part in parts if has_room(nbytes(part))), parts[-1])
+        part = next((part for part in parts if has_room(nbytes(part) + queue)), parts[-1])
         return part, nbytes(part)
 
     def drop_unplaced(self) -> None:
