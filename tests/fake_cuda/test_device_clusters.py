@@ -51,7 +51,7 @@ def device() -> Iterator[Any]:
 
 
 def made(engine: str, tmp_path: Any, rows: int = 3, form: RecordFormat = FORM) -> tuple[Storage, ClusterHistory]:
-    config = replace(CONFIG, engine=engine)
+    config = replace(CONFIG, engine=engine, write_queue="64KiB")
     storage = Storage(config, tmp_path)
     return storage, ClusterHistory(storage, form, rows, CUDA, config, "layer 0", CLUSTERS, NobodyReads())
 
@@ -127,6 +127,7 @@ def test_what_there_is_no_room_for_is_made_in_parts(device: Any, tmp_path: Any) 
             count, new = own.sealed, own.partition.clusters
             expected = clustering_there(form, CLUSTERS, count, part), writing_there(form, count, new, part)
             assert booked[:2] == [*expected]
+            assert limit is None or writing_there(form, count, new, (1, 1 << 20)) > expected[1]  # a row has several
         finally:
             storage.close()
     for whole, parts in zip(found[0][:3], found[1][:3], strict=True):
@@ -254,11 +255,12 @@ def test_clusters_of_a_device_are_as_close_as_the_processors(size: int, capacity
 
 
 def test_rows_may_want_different_numbers() -> None:
-    points = texts_keys(3, 200, 8)
-    labels, counts, means, _ = new_clusters.clusters_of_rows(points, np.array([1, 20, 7]), 300)
-    assert [len(own.unique()) for own in labels] == [1, 20, 7] and (counts > 0).sum(1).tolist() == [1, 20, 7]
-    alone = new_clusters.clusters_of_rows(points[1:2], np.array([20]), 300)
-    assert torch.equal(labels[1], alone[0][0]) and torch.equal(means[1, :20], alone[2][0, :20])
+    points, wanted = texts_keys(3, 200, 8), [1, 20, 7]
+    labels, counts, means, _ = new_clusters.clusters_of_rows(points, np.array(wanted), 300)
+    assert [len(own.unique()) for own in labels] == wanted and (counts > 0).sum(1).tolist() == wanted
+    for row, number in enumerate(wanted):
+        alone = new_clusters.clusters_of_rows(points[row : row + 1], np.array([number]), 300)
+        assert torch.equal(labels[row], alone[0][0]) and torch.equal(means[row, :number], alone[2][0, :number])
 
 
 def test_equal_keys_and_keys_that_are_not_finite() -> None:

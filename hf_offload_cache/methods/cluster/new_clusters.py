@@ -99,6 +99,8 @@ def clusters_of_rows(points: torch.Tensor, wanted: np.ndarray, capacity: int) ->
     `Partition.add`, or, of clusters that may be no larger than their average, 1.05 times that (SmolLM2-135M, 2K
     tokens).
     """
+    if points.stride(2) != 1:  # which kernels rely on
+        points = points.contiguous()
     (rows, count, dim), most = points.shape, int(wanted.max())
     first = np.zeros((rows, most), dtype=np.int64)
     for number in np.unique(wanted):
