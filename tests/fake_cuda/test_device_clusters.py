@@ -101,6 +101,9 @@ def test_all_rows_are_clustered_and_written_together(
                 waits = -(-(stop - start - 8) // batch) + (engine == "mapped")
                 assert device.syncs == {"kernels/on_a_device.py:to_host": waits} and not device.blocking
                 assert device.launches.total() <= 40 + 30 * waits
+                made_of = history.clustered.partition
+                mean = (made_of.counts * made_of.variances).sum(1) / made_of.counts.sum(1)
+                np.testing.assert_allclose(made_of.limits, CLUSTERS.threshold * mean, rtol=1e-5)
             check(history, keys[:, :, :stop], values[:, :, :stop])
     finally:
         storage.close()
