@@ -104,6 +104,7 @@ class SelectiveCache(OffloadCache):
         self._weighed = (0, 0)  # sequences and tokens of the latest plan
         self._lent_for = (0, 0)  # sequences and tokens that slots were lent for
         self._queue_for = 0  # sequences that the short write queue was sized for
+        self._in_prompt = False  # no step has selected since the latest prompt
         self._selective: dict[int, SelectiveLayer] = {}  # by index; none if the cache is exact
         super().__init__(model, path, config, **fields)
 
@@ -177,6 +178,9 @@ class SelectiveCache(OffloadCache):
             return changed
         if step.selects:
             self.weigh(step)
+            if self._in_prompt and self.selecting.worthwhile:
+                self.end_prompt()
+                step.started = time.perf_counter()
             self.lend_slots(step)
         if not step.selects or not self.selecting.worthwhile:
             self.rest()
@@ -290,7 +294,17 @@ class SelectiveCache(OffloadCache):
                 layer.drop_fetcher()
             self.selecting.rest()
             self.storage.limit_writes(None)
-            self._queue_for = 0
+            self._queue_for, self._in_prompt = 0, True
+
+    def end_prompt(self) -> None:
+        """Let the layers fit what waits for the end of a prompt that came in pieces. Its time and reads are the
+        prompt's, not those of the step that follows."""
+        for layer in self.selective:
+            if layer.is_filled:
+                with self.timeline.span("summarise", layer.layer_idx):
+                    layer.end_prompt()
+        self._in_prompt = False
+        self.storage.counters.begin_step(self.storage.prefetcher.seconds_in_flight)
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         if (step := self.shared.step) is not None:
@@ -360,6 +374,10 @@ class SelectiveCache(OffloadCache):
     def freeze(self) -> None:
         for layer in self.selective:
             layer.drop_ahead()  # no read may be in flight in a store that is about to change
+        if self._in_prompt:
+            self.check_open()
+            self.contents.take_back()
+            self.end_prompt()
         super().freeze()
 
     def capture(self) -> dict[str, Any]:

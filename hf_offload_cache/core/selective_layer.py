@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -20,7 +20,7 @@ from ..fetch.device_slots import DeviceSlots
 from ..fetch.fetcher import Fetched, Fetcher
 from ..fetch.replica_link import Link
 from ..fetch.tier import SlotTier, Tier
-from ..history.base import History, Sealed
+from ..history.base import History, Sealed, all_sealed
 from ..history.records import without_autocast
 from ..memory.dry_run import DryRun
 from ..model.attention_call import AttentionCall
@@ -268,18 +268,18 @@ class SelectiveLayer(OffloadLayer):
         tokens, group = 0, self.history.form.group_size
         for block in self.history.blocks(self.history.units * group):
             tokens += block.keys.shape[2]
-            stored = partial(self._stored, tokens)
-            self.learn_keys(Sealed(tokens // group, tokens, [(block.keys, block.values)], stored))
+            self.learn_keys(replace(all_sealed(self.history, tokens // group), parts=[(block.keys, block.values)]))
 
     def learn_rest(self) -> None:
-        """Run postponed fitting on all stored keys, without queries, which are no longer available."""
-        if self.predictor is None or not (units := self.history.units) or self.predictor.ready(units):
-            return
-        tokens = units * self.history.form.group_size
-        self.learn_keys(Sealed(units, tokens, [], partial(self._stored, tokens)))
+        """Run postponed fitting on all stored keys; without queries, unless the predictor kept some."""
+        self.end_prompt()
+        if self.predictor is not None and (units := self.history.units) and not self.predictor.ready(units):
+            self.learn_keys(all_sealed(self.history))
 
-    def _stored(self, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return ((block.keys, block.values) for block in self.history.blocks(tokens))
+    def end_prompt(self) -> None:
+        """See `Learner.end_prompt`."""
+        if self.predictor is not None and self.history.units:
+            self.predictor.end_prompt(all_sealed(self.history))
 
     def learn(self, sealed: Sealed, call: AttentionCall, step: Step) -> None:
         if self.predictor is not None:

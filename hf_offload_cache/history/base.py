@@ -73,6 +73,14 @@ class Sealed:
         """The keys of `stored`."""
         return (keys for keys, _ in self.stored())
 
+    def complete(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The keys and values of all sealed units, as `stored`, but not read if all are new."""
+        return iter(self.parts) if self.fresh == self.tokens else self.stored()
+
+    def complete_keys(self) -> Iterator[torch.Tensor]:
+        """The keys of `complete`."""
+        return (keys for keys, _ in self.complete())
+
     @property
     def keys(self) -> list[torch.Tensor]:
         """The keys in `parts`; empty if no unit is new."""
@@ -163,6 +171,17 @@ class History(Protocol):
 
     def close(self) -> None:
         """Free the store and the buffers."""
+
+
+def all_sealed(history: History, units: int | None = None) -> Sealed:
+    """All sealed units of a history, or the first `units`, of which none is new."""
+    units = history.units if units is None else units
+    tokens = units * history.form.group_size
+
+    def stored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return ((block.keys, block.values) for block in history.blocks(tokens))
+
+    return Sealed(units, tokens, [], stored)
 
 
 def in_units(parts: Iterable[torch.Tensor], unit_size: int) -> Iterator[torch.Tensor]:

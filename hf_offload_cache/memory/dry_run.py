@@ -25,6 +25,7 @@ class DryRun(MemoryAccount):
         self.device_type = device_type
         self._prefill: dict[str, int] = {}
         self._decode: dict[str, int] = {}
+        self._waiting: dict[str, int] = {}
         self._lasting: dict[str, int] | None = None
 
     def empty(
@@ -68,7 +69,13 @@ class DryRun(MemoryAccount):
         """Begin with the parts that exist only while steps select. A prefill frees them first."""
         self._lasting = dict(self.by_owner)
 
+    def waits(self, owner: str, nbytes: int) -> None:
+        """Add `nbytes` to `owner` that each layer has only until steps select."""
+        self._waiting[owner] = self._waiting.get(owner, 0) + nbytes
+
     def plan(self, store_bytes: int) -> LayerPlan:
         """The sum of all that was made and declared; `store_bytes` is the size of the records."""
-        lasting = self.by_owner if self._lasting is None else self._lasting
+        lasting = dict(self.by_owner if self._lasting is None else self._lasting)
+        for owner, nbytes in self._waiting.items():
+            lasting[owner] = lasting.get(owner, 0) + nbytes
         return LayerPlan(Planned(lasting, self.by_owner), Planned(self._prefill, self._decode), store_bytes)

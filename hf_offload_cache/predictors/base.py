@@ -49,6 +49,11 @@ class Learner(Protocol):
         `Query`. If it raises, it is unchanged or not `ready`."""
         return
 
+    def end_prompt(self, sealed: Sealed) -> None:
+        """Fit what waited for the end of a prompt that came in pieces, to all sealed units: `sealed`, of which none is
+        new. Comes before a step selects, and before a capture. If it raises, it may be called again."""
+        return
+
     def truncate(self, units: int) -> None:
         """Keep only the first `units` units."""
         return

@@ -81,6 +81,11 @@ class Counters:
                     told(number)
         self._on_devices.clear()
 
+    def begin_step(self, flight_seconds: float) -> None:
+        """Begin a decoding step now: what was counted since the last step belongs to none. `flight_seconds`: the
+        prefetcher's."""
+        self.stall_seen, self.flight_seen = self.stall_seconds, flight_seconds
+
     def end_step(self, decode_seconds: float | None, flight_seconds: float) -> None:
         """Count a step that took `decode_seconds` (None: not a decoding step).
 

@@ -17,6 +17,7 @@ from ..contexts.save import check_adapters
 from ..contexts.state import pack
 from ..core.cache import OffloadCache
 from ..core.filling import Filling
+from ..core.selective_layer import SelectiveLayer
 from ..errors import (
     ConfigError,
     ContextError,
@@ -326,9 +327,10 @@ class _Publishing:
         cache = self._cache
         fitted = {}
         for layer in cache.offloaded:
-            predictor = getattr(layer, "predictor", None)
-            if predictor is not None and (state := predictor.fitted_state()) is not None:
-                fitted[layer.layer_idx] = state
+            if isinstance(layer, SelectiveLayer) and layer.predictor is not None:
+                layer.end_prompt()
+                if (state := layer.predictor.fitted_state()) is not None:
+                    fitted[layer.layer_idx] = state
         states = [layer.state for layer in cache.offloaded]
         return {"fitted": fitted, "states": states}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Generator, Iterator
 from typing import cast
@@ -63,8 +64,8 @@ class PredictorTests:
         self, predictor: Predictor, keys: torch.Tensor, start: int = 0, visible: torch.Tensor | None = None,
         queries: int = 40,
     ) -> list[int]:  # fmt: skip
-        """Pass the tokens from `start` on to the predictor as sealed by a call of so many `queries`. Returns an entry
-        for each time that it reads stored keys."""
+        """Pass the tokens from `start` on to the predictor as sealed by a call of so many `queries`; if there are none,
+        the prompt ends. Returns an entry for each time that it reads stored keys."""
         asked: list[int] = []
         whole, latest = keys.clone(), keys.clone()
 
@@ -72,9 +73,13 @@ class PredictorTests:
             asked.append(keys.shape[2])
             yield from ((part, part) for part in whole.split(101, 2))
 
-        parts = [part for part in latest[:, :, start:].split([3, keys.shape[2] - start - 3], 2) if part.shape[2]]
-        both = [(part, part) for part in parts]
-        sealed = Sealed(keys.shape[2] // self.form.group_size, keys.shape[2], both, stored)
+        units, both = keys.shape[2] // self.form.group_size, []
+        if start < keys.shape[2]:
+            both = [(part, part) for part in latest[:, :, start:].split([3, keys.shape[2] - start - 3], 2)]
+        sealed = Sealed(units, keys.shape[2], [pair for pair in both if pair[0].shape[2]], stored)
+        if not both:
+            predictor.end_prompt(sealed)
+            return asked
         shape = (len(keys), self.num_heads, queries, self.form.key_dim)
         states = torch.randn(shape, generator=torch.Generator().manual_seed(5))
         predictor.learn(sealed, states.to(self.form.dtype), visible)
@@ -132,6 +137,26 @@ class PredictorTests:
         self.learn(fresh, more)
         query = self.query(2, more)
         assert np.array_equal(self.chosen(predictor, query), self.chosen(fresh, query))
+
+    def test_a_prompt_in_pieces(self) -> None:
+        """When it ends, the predictor is ready, within its plan; a second end changes nothing."""
+        for rows in (1, 3):
+            account = MemoryAccount()
+            predictor, keys = self.make_predictor(rows, account), self.keys(rows, self.tokens)
+            pieces = [self.tokens // 2 // 4 * 4, self.tokens * 3 // 4 // 4 * 4, self.tokens]
+            for start, stop in itertools.pairwise([0, *pieces]):
+                self.learn(predictor, keys[:, :, :stop], start)
+            self.learn(predictor, keys, self.tokens)
+            assert predictor.ready(self.tokens // self.form.group_size)
+            assert self.learn(predictor, keys, self.tokens) == []
+            self.chosen(predictor, self.query(rows, keys))
+            run, units = DryRun(), self.tokens // self.form.group_size
+            self.make_predictor(rows, run).rehearse(run, self.tokens + _LATEST, self.num_heads, units)
+            plan = run.plan(0)
+            most = [sum(own.values()) + sum(shared.values()) for own, shared in (
+                (plan.own.prefill, plan.shared.prefill), (plan.own.decode, plan.shared.decode),
+            )]  # fmt: skip
+            assert 0 < account.peak + predictor.tables_nbytes <= max(most)
 
     def test_choices(self) -> None:
         """Within bounds and budget, with the sinks, also for a guess; and they depend on the query."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from long_llama import LONG, dynamic, feed, long_model, run, same, sparse
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core import Step
-from hf_offload_cache.methods.disk_swap import integer_product
+from hf_offload_cache.errors import StoreError
+from hf_offload_cache.methods.disk_swap import FittedKeys, integer_product
 from hf_offload_cache.model import AttentionCall
 from hf_offload_cache.testing import open_descriptors
 
@@ -115,42 +117,143 @@ def test_rank_and_type_of_what_is_kept(rank: int, needed: int) -> None:
         assert cache.storage.account.by_owner["adapters"] == 3 * 32 * rank * (2 + 2)
 
 
+@pytest.fixture
+def fits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each fit of a layer."""
+    found, fit = list[int](), FittedKeys.fit
+    monkeypatch.setattr(FittedKeys, "fit", lambda self, keys, sealed, *more: (
+        found.append(sealed.tokens), fit(self, keys, sealed, *more))[1])  # fmt: skip
+    return found
+
+
 @pytest.mark.parametrize("kind", ["coded", "int8"])
-def test_a_prompt_in_pieces_is_fitted_to_all_of_it(kind: str) -> None:
-    """The fit is made anew when the prompt has grown threefold, and with its last piece, which is shorter."""
-    ids, fitted = prompt(long_model(), 1, 2440), []
-    with sparse(summary_dtype=kind, rank=None) as cache, sparse(summary_dtype=kind, rank=None) as whole:
-        for start, stop in itertools.pairwise([0, 400, 800, 1200, 1600, 2000, 2300, 2400, 2440]):
-            feed(cache, ids[:, start:stop], 400)
-            fitted.append(cache.offloaded[1].predictor.fitted.fitted_at)
-        assert fitted == [0, 792, 792, 792, 792, 2292, 2292, 2292]
-        feed(whole, ids[:, :2300], 2300)
-        one, other = (each.offloaded[1].predictor.fitted.keys for each in (cache, whole))
-        assert cache.offloaded[1].predictor.ready(2432 // 4)
-        if kind == "coded":
-            torch.testing.assert_close(one.coding.mean, other.coding.mean, rtol=1e-4, atol=1e-5)
-    with sparse(summary_dtype=kind, rank=None) as cache:
-        for start in range(0, 2400, 400):
-            feed(cache, ids[:, start : start + 400], 400)
-        assert cache.offloaded[1].predictor.fitted.fitted_at == 2392
+def test_a_prompt_in_pieces_is_fitted_once_at_its_end(kind: str, fits: list[int]) -> None:
+    """The first piece at once, because its keys are in memory. The rest waits for the first step: then the fit is that
+    of the prompt in one piece, and so is what it estimates."""
+    ids, made = prompt(long_model(), 1, 3001), []
+    for pieces in ([700, 700, 1000, 600], [3000]):
+        fits.clear()
+        with sparse(summary_dtype=kind, rank=None, remainder=True) as cache:
+            for piece, held in zip(pieces, itertools.accumulate(pieces), strict=True):
+                feed(cache, ids[:, held - piece : held], piece)
+                layer = cache.offloaded[1]
+                assert layer.predictor.ready(layer.history.units) is (held == pieces[0])
+            first = pieces[0] // 4 * 4 - 8
+            assert fits == [first] * 3
+            feed(cache, ids[:, 3000:])
+            assert fits == [first] * 3 + [2992] * (3 if len(pieces) > 1 else 0)
+            assert layer.predictor.ready(layer.history.units)
+            fitted = layer.predictor.fitted
+            assert fitted.waiting is None and fitted.fitted_at == 2992
+            made.append((fitted.keys.fitted_state(), fitted.maps.capture(), fitted.sinks.keys.clone()))
+    (one, maps, sinks), (other, all_maps, all_sinks) = made
+    if kind == "coded":
+        torch.testing.assert_close(one["coding"]["mean"], other["coding"]["mean"], rtol=1e-4, atol=1e-5)
+        assert torch.equal(one["coding"]["counts"], other["coding"]["counts"])
+    else:
+        torch.testing.assert_close(one["scale"], other["scale"], rtol=1e-3, atol=0)
+    torch.testing.assert_close(maps["ratio"], all_maps["ratio"], rtol=0.1, atol=0)  # by other queries of the latest
+    torch.testing.assert_close(sinks, all_sinks)
+
+
+def test_a_later_turn_is_fitted_again_if_the_text_has_grown_by_a_quarter(fits: list[int]) -> None:
+    """A smaller turn gets compact keys by the fit before it. Few tokens at a time are no prompt."""
+    ids = prompt(long_model(), 1, 2000)
+    with sparse(summary_dtype="int8") as cache:
+        layer = cache.offloaded[1]
+        feed(cache, ids[:, :1000], 1000)
+        feed(cache, ids[:, 1000:1003], 1)
+        feed(cache, ids[:, 1003:1200], 200)
+        assert layer.predictor.ready(layer.history.units)
+        feed(cache, ids[:, 1200:1201])
+        assert fits == [992] * 3
+        feed(cache, ids[:, 1201:1301], 100)
+        assert not layer.predictor.ready(layer.history.units)
+        feed(cache, ids[:, 1301:1302])
+        assert fits == [992] * 3 + [1292] * 3
+        feed(cache, ids[:, 1302:1800], 20)
+        assert fits == [992] * 3 + [1292] * 3 and layer.predictor.ready(layer.history.units)
 
 
 @pytest.mark.parametrize("pieces", [[600, 500], [600, 600, 130]])
-def test_the_last_piece_of_few_is_fitted_too_also_by_a_fork(pieces: list[int]) -> None:
-    """The rule survives a fit and a fork, which goes on bitwise as its original does."""
+def test_a_fork_ends_the_prompt_and_goes_on_as_its_original(pieces: list[int]) -> None:
+    """Bitwise, whether another piece follows or a step."""
     ids = prompt(long_model(), 1, sum(pieces) + 20)
     with sparse(rank=None, summary_dtype="coded") as cache:
-        for place, piece in enumerate(pieces[:-1]):
+        for place, piece in enumerate(pieces):
             feed(cache, ids[:, sum(pieces[:place]) :][:, :piece], piece)
+        assert cache.offloaded[1].predictor.fitted.waiting is not None
         with cache.fork() as fork:
             found = []
             for each in (cache, fork):
-                feed(each, ids[:, sum(pieces[:-1]) : sum(pieces)], pieces[-1])
                 assert each.offloaded[1].predictor.fitted.fitted_at == sum(pieces) // 4 * 4 - 8
                 logits = [long_model()(ids[:, place : place + 1], past_key_values=each).logits
                           for place in range(sum(pieces), sum(pieces) + 20)]  # fmt: skip
                 found.append(torch.cat(logits, 1))
     assert torch.equal(*found)
+
+
+def test_a_saved_prompt_that_never_decoded_is_fitted(tmp_path: Path) -> None:
+    """It continues bitwise as the cache itself, whose first step ends the prompt."""
+    ids = prompt(long_model(), 1, 1400)
+    with sparse(rank=None, summary_dtype="coded") as cache, sparse(rank=None, summary_dtype="coded") as other:
+        for each in (cache, other):
+            feed(each, ids[:, :1300], 650)
+        other.save(tmp_path / "context")
+        with DiskSwapCache.open(tmp_path / "context", long_model()) as opened:
+            assert opened.offloaded[1].predictor.fitted.fitted_at == 1292
+            assert torch.equal(*(feed(each, ids[:, 1300:1310], 1) for each in (cache, opened)))
+
+
+def test_other_rows_and_fewer_tokens_after_a_prompt_in_pieces(fits: list[int]) -> None:
+    """Rows change after the fit. A crop before it leaves less to fit, or too little."""
+    ids = prompt(long_model(), 2, 1400)
+    with sparse(summary_dtype="int8") as cache:
+        feed(cache, ids[:, :1300], 650)
+        cache.batch_select_indices(torch.tensor([1, 0, 1]))
+        fitted = cache.offloaded[0].predictor.fitted
+        assert fits == [640] * 3 + [1292] * 3 and fitted.rows == 3 and fitted.waiting is None
+        logits = feed(cache, ids[[1, 0, 1]][:, 1300:1310], 1)
+        assert torch.equal(logits[0], logits[2]) and not torch.equal(logits[0], logits[1])
+        assert len(fits) == 6
+    with sparse(summary_dtype="int8") as cache:
+        feed(cache, ids[:1, :1300], 650)
+        fits.clear()
+        cache.crop(-500)
+        feed(cache, ids[:1, 800:802], 1)
+        assert fits == [792] * 3
+    with sparse(summary_dtype="int8") as cache:
+        feed(cache, ids[:1, :1300], 650)
+        fits.clear()
+        cache.crop(-1000)
+        feed(cache, ids[:1, 300:302], 1)
+        assert fits == [] and cache.offloaded[0].predictor.fitted.waiting is None
+
+
+def test_the_fit_of_a_prompt_is_not_part_of_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its time nor what it waits for; and a read that fails then leaves a cache that goes on."""
+    ids, ended = prompt(long_model(), 1, 1400), []
+    with sparse(summary_dtype="int8") as cache:
+        counters, end_prompt = cache.storage.counters, DiskSwapCache.layer_class.end_prompt
+
+        def watched(layer: Any) -> None:
+            if not ended:
+                ended.append(0.0)
+                raise StoreError(5, "no")
+            end_prompt(layer)
+            counters.stall_seconds += 1000
+            ended.append(time.perf_counter())
+
+        monkeypatch.setattr(DiskSwapCache.layer_class, "end_prompt", watched)
+        feed(cache, ids[:, :1300], 650)
+        with pytest.raises(StoreError):
+            feed(cache, ids[:, 1300:1301])
+        assert cache.get_seq_length() == 1300 and not cache.offloaded[0].predictor.ready(1292 // 4)
+        started = []
+        monkeypatch.setattr(cache, "before_selecting", lambda: started.append(cache.shared.step.started))
+        feed(cache, ids[:, 1300:1302], 1)
+        assert cache.offloaded[0].predictor.ready(1292 // 4)
+        assert len(ended) == 4 and started[0] >= ended[-1] and counters.decode_stall_seconds < 1000
 
 
 def test_the_adapter_is_remade_when_the_length_has_grown_eightfold() -> None:
@@ -384,6 +487,7 @@ def test_sinks_that_come_later_are_the_rows_own(padding: int, num_sinks: int) ->
         model(ids[:, :560], attention_mask=mask[:, :560], past_key_values=cache)
         assert all(layer.predictor.fitted.sinks is None for layer in cache.selective)
         model(ids[:, 560:], attention_mask=mask, past_key_values=cache)
+        cache.end_prompt()
         for layer in cache.selective:
             keys, sinks = layer.keys, layer.predictor.fitted.sinks.keys
             for row, first in enumerate((0, padding)):

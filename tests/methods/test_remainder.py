@@ -35,7 +35,7 @@ from hf_offload_cache.methods.disk_swap import (
 from hf_offload_cache.predictors import Predictor, Query
 from hf_offload_cache.predictors.value_maps import asked
 
-fit_maps, fit_bytes = remainder.fit_maps, remainder.fit_bytes
+fit_maps, fit_bytes, PromptQueries = remainder.fit_maps, remainder.fit_bytes, remainder.PromptQueries
 KV, HEADS, DIM, VALUE, GROUP, UNITS, BUDGET = 2, 4, 16, 20, 4, 300, 12
 FORMS = {heads: RecordFormat.of_sizes((heads, DIM, heads, VALUE), torch.float32, GROUP) for heads in (1, KV)}
 """Values are wider than keys."""
@@ -178,6 +178,33 @@ def test_queries_of_a_fit_are_the_latest_first() -> None:
         states, behind = asked(queries)
         assert states.flatten().tolist() == [count - 1 - after for after in behind] and behind[0] == 0
         assert len(behind) == (14 if count == 40 else min(count, 16))
+
+
+def test_queries_of_a_prompt_in_pieces() -> None:
+    """At most so many of the latest 512, evenly apart, each with what it sees; and which tokens are padding. The last
+    pieces' take the place of older ones."""
+    account, form = MemoryAccount(), RecordFormat.of_sizes((1, 1, 1, 1), torch.float32, GROUP)
+    held: Any = None
+    for most in (64, 9):
+        for first, stop, expected in (
+            (0, 600, range(88, 600, 8)),
+            (600, 700, [*range(192, 600, 8), *range(600, 700, 8)]),
+            (700, 710, [*range(208, 600, 8), *range(600, 700, 8), 700, 708]),
+        ):
+            queries = torch.arange(float(first), stop).view(1, 1, -1, 1).expand(2, 3, -1, -1)
+            visible = torch.ones(1, stop, dtype=torch.bool)
+            held = PromptQueries.after(held, queries, stop - 4, visible, most, form, account)
+            wanted = [*expected] if most == 64 else None
+            found = held.states[1, 2, :, 0].tolist()
+            assert held.states.shape[2] <= most and (held.ends == np.array(found) + 1 - 4).all()
+            assert wanted is None or found == wanted
+            assert held.visible.shape == (2, stop) and held.visible.all()
+            assert account.by_owner["compact keys"] == 2 * (3 * len(found) * 4 + stop)
+        held.select_rows(torch.tensor([1]))
+        assert account.by_owner["compact keys"] == 3 * len(found) * 4 + stop
+        held.close()
+        held = None
+    assert account.current == 0
 
 
 @pytest.mark.parametrize("padded", [True, False])

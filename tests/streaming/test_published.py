@@ -243,7 +243,7 @@ def test_objects_that_are_damaged_are_written_again_and_no_others(
     assert all(system.cat_file(name) == data for name, data in whole.items() if not name.endswith(NAME))
 
 
-@pytest.mark.parametrize(("name", "value"), [("longest_piece", "x"), ("longest_piece", -1), ("fitted_at", 1.5)])
+@pytest.mark.parametrize(("name", "value"), [("fitted_at", "x"), ("fitted_at", -1), ("fitted_at", 1.5)])
 def test_numbers_of_fitted_state_are_checked(
     name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

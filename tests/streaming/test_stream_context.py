@@ -74,6 +74,7 @@ def test_state_fitted_to_the_prompt_comes_along(
             with torch.no_grad():
                 for part in ids()[:, :CONTEXT].split(SIZE, 1):
                     long_model()(part, past_key_values=own)
+            own.end_prompt()
             for layer, found in zip(own.layers, fitted, strict=True):
                 theirs = layer.predictor.fitted
                 assert found.keys.tokens == theirs.keys.tokens > 0 and found.fitted_at == theirs.fitted_at

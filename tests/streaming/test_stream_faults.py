@@ -123,6 +123,7 @@ def test_fitted_state_may_come_late(place: Path, tmp_path: Path, monkeypatch: py
             with torch.no_grad():
                 for part in ids()[:, :CONTEXT].split(SIZE, 1):
                     long_model()(part, past_key_values=own)
+            own.end_prompt()
             for layer, found in zip(own.layers, fitted, strict=True):
                 theirs = layer.predictor.fitted
                 assert found.keys.tokens == theirs.keys.tokens and found.fitted_at == theirs.fitted_at

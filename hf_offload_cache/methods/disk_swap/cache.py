@@ -91,6 +91,10 @@ class DiskSwapLayer(SelectiveLayer):
         if self.predictor is not None and not (step is not None and step.selects):  # candidates are not a prompt
             self.predictor.prompted(self.scaling)
 
+    def settle_rows(self, rows: torch.Tensor) -> None:
+        self.end_prompt()  # the rows' own queries are for it
+        super().settle_rows(rows)
+
     def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
         super().restore(tree, parts, device)
         if self.predictor is not None:

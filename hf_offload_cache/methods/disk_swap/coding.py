@@ -24,7 +24,7 @@ from ...kernels.on_a_device import to_device, to_host
 
 _OTHER_QUERIES = 0.3
 """Share of the queries' mean energy that is added in every direction, for truncated keys; see `roots_of`."""
-QUERIES_SEEN, _APART = 512, 8
+QUERIES_SEEN, APART = 512, 8
 """Latest queries of a call that define the metric in which keys are approximated, and the stride between them."""
 LEAST_QUERIES = 32
 """Fewest queries of a call that may define the metric in which keys are approximated."""
@@ -80,11 +80,11 @@ def _solved(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, columns
 
 
-def query_moment(queries: torch.Tensor, num_key_heads: int, part: int = PART) -> torch.Tensor:
-    """Second moment (Hk, D, D) float32 of queries (B, H, n, D), by key head: every 8th of the latest 512 queries, of
-    which `part`, of all rows and heads together, are converted to float32 at a time."""
+def query_moment(queries: torch.Tensor, num_key_heads: int, part: int = PART, apart: int = APART) -> torch.Tensor:
+    """Second moment (Hk, D, D) float32 of queries (B, H, n, D), by key head: every 8th (`apart`) of the latest 512
+    queries, of which `part`, of all rows and heads together, are converted to float32 at a time."""
     rows, heads, dim = queries.shape[0], queries.shape[1], queries.shape[3]
-    seen = queries[:, :, -QUERIES_SEEN:][:, :, ::_APART].detach().unflatten(1, (num_key_heads, -1))
+    seen = queries[:, :, -QUERIES_SEEN:][:, :, ::apart].detach().unflatten(1, (num_key_heads, -1))
     moment = torch.zeros(num_key_heads, dim, dim, dtype=torch.float32, device=queries.device)
     for some in seen.split(max(1, part // (rows * heads)), 3):
         flat = some.transpose(0, 1).flatten(1, 3).float()
@@ -170,9 +170,10 @@ class Directions:
         adapter: torch.Tensor | None,
         seen: torch.Tensor | None,
         part: int = PART,
+        apart: int = APART,
     ) -> Self:
         """Fit directions to `keys`, parts (B, Hk, t, D) in order, in one pass. `visible` (B or 1, tokens) excludes
-        padding. `part`: one of `part_sizes`.
+        padding. `part`: one of `part_sizes`. `apart`: as in `query_moment`.
 
         A calibrated `adapter` is used unchanged. Otherwise the best `rank` directions are fitted in the metric of the
         queries `seen` (B, H, q, D); without queries, the directions of most energy.
@@ -193,13 +194,13 @@ class Directions:
         elif seen is None:
             adapter = principal_directions(moment, min(rank, rows))
         else:
-            metric = _roots(query_moment(seen, num_key_heads, part), _OTHER_QUERIES)
+            metric = _roots(query_moment(seen, num_key_heads, part, apart), _OTHER_QUERIES)
             scaled = moment.clone()
             _scale(scaled, metric)
             del metric  # as in `fit_coding`
             directions = _leading(scaled, min(rank, rows))
             del scaled
-            adapter = _rooted(directions, _roots(query_moment(seen, num_key_heads, part), _OTHER_QUERIES))
+            adapter = _rooted(directions, _roots(query_moment(seen, num_key_heads, part, apart), _OTHER_QUERIES))
         deviation = ((moment @ adapter * adapter).sum(0) / rows).clamp_min(0).sqrt()
         return cls(adapter, reconstruction(moment, adapter), deviation)
 
@@ -414,6 +415,7 @@ def fit_coding(
     nbytes: int,
     seen: torch.Tensor | None,
     part: int = PART,
+    apart: int = APART,
 ) -> Coding:
     """Fit a coding of at most `nbytes` bytes to `keys`, in two passes: the first for the directions, and the second for
     a sample, which would add to the memory that these take. `part`: one of `part_sizes`.
@@ -425,9 +427,11 @@ def fit_coding(
         keys: makes parts (B, Hk, t, D) in order, `tokens` tokens a row in total.
         visible: (B or 1, tokens), excludes padding.
         seen: queries (B, H, q, D) that define the metric; None: all directions count equally.
+        apart: as in `query_moment`.
     """
     def roots() -> torch.Tensor | None:
-        return None if seen is None else _roots(query_moment(seen, num_key_heads, part), _OTHER_QUERIES_OF_CODES)
+        asked = num_key_heads, part, apart
+        return None if seen is None else _roots(query_moment(seen, *asked), _OTHER_QUERIES_OF_CODES)
 
     metric = roots()
     total, moment, count = _statistics(_beyond_sinks(keys(), tokens, visible, part))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 import torch
 
+from ...core.step import MOST_CANDIDATES
 from ...errors import not_whole, shown
 from ...fetch.choice import DeviceChoice, Estimates
 from ...history.base import Sealed
@@ -22,6 +23,7 @@ from ...memory.dry_run import DryRun
 from ...predictors.base import Query
 from ...predictors.value_maps import LEAST_TOKENS, ValueMaps, placed
 from .coding import (
+    APART,
     LEAST_QUERIES,
     PART,
     Directions,
@@ -34,7 +36,7 @@ from .coding import (
 )
 from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank, encoding_bytes, leading
 from .ranking import CANDIDATES, Candidates, Ranking, few_of_many, most_kept, rank_among, rank_units
-from .remainder import fit_bytes, fit_maps, mean_components, rehearse_maps
+from .remainder import KEPT, PromptQueries, fit_bytes, fit_maps, mean_components, rehearse_maps
 
 # The first tokens' keys, which get exact scores: they differ from all others, and low bits clip them
 
@@ -137,10 +139,8 @@ class SinkKeys:
         self.STATE.close(self)
 
 
-_REFIT, _REFIT_LAST, _REFIT_LATER = 3, 1.25, 8
-"""Growth of the history after which a prompt's adapter, a coding and the 8-bit scale are fitted again. `_REFIT` is for
-a prompt in pieces, because its first piece is a poor sample. `_REFIT_LAST` is for a piece shorter than an earlier one,
-which is probably the last, and `_REFIT_LATER` for generated tokens."""
+_REFIT, _REFIT_LATER = 1.25, 8
+"""Growth of the history, by prompts and by generated tokens, after which all that is fitted is fitted again."""
 _AT_ONCE, _SCORES_SHARE = 9 * 1024, 16
 """Tokens whose scores are always kept, and the share of a budget that the scores of more may take, as a divisor."""
 _LEAST = 512
@@ -193,7 +193,6 @@ class FittedKeys:
         "fitted state",
         adapter=Array("width rank", torch.float32, low=-LARGEST, high=LARGEST, optional=True),
         fitted_at=Number(),
-        longest_piece=Number(),
     )
 
     def __init__(
@@ -210,8 +209,9 @@ class FittedKeys:
         """Factor of the scores, from the prompt; 0: unknown yet."""
         self.fitted_at = 0
         """Tokens of the history at the latest fit; 0 before the first."""
-        self.longest_piece = 0
-        """Tokens of the prompt's longest piece so far. A shorter piece is probably the last."""
+        self.waiting: PromptQueries | None = None
+        """What the fit at the prompt's end needs; None: no fit waits. While one waits, nothing is fitted."""
+        self._most_waiting = 0  # queries that a waiting fit keeps; 0: unknown yet
         self._shared, self._device = shared, torch.device("cpu")  # the keys' device, since `learn`
         self._scored: tuple[Query, Candidates] | None = None  # by the latest ranking, for `estimates`
 
@@ -219,7 +219,7 @@ class FittedKeys:
         """As `Learner.rehearse`."""
         form, rules, rows = self.form, self.rules, self.rows
         estimates = rules.remainder and context >= LEAST_TOKENS
-        units = context // form.group_size
+        units, before = context // form.group_size, sum(run.by_owner.values())
         most = most_kept(wanted, units, self._at_once(heads) if estimates else 0, self.heads)
         width, sizes = form.key_width, (context, rows, heads, form.group_size, most)
         part = PART if rules.memory is not None else part_sizes(run.device_type)[0]  # a budget may have room for more
@@ -227,17 +227,24 @@ class FittedKeys:
             CodedKeys.rehearse(run, width, self._code_bytes, *sizes)
             run.passes("fitting", prefill=coding_bytes(width, form.dtype.itemsize, rows, context, part))
             rank = most_components(width, self._code_bytes)
-            run.passes("fitting", prefill=encoding_bytes(width, rank, rows * context, part))
+            last = encoding_bytes(width, rank, rows * context, part)
         else:
             rank = rules.rank or (default_rank(width) if self.adapter is None else self.adapter.shape[1])
             LowRankKeys.rehearse(run, width, min(width, rank), rules.dtype, *sizes)
-            run.passes("fitting", prefill=fitting_bytes(width, rows, min(width, rank), context, part))
+            rank = min(width, rank)
+            run.passes("fitting", prefill=fitting_bytes(width, rows, rank, context, part))
+            last = 4 * min(rows * context, part) * (width + 2 * rank)  # `CompactKeys.appending_bytes`
         if estimates:
-            rank = most_components(width, self._code_bytes) if rules.dtype is None else min(width, rank)
             sizes_of_maps = rows, leading(rank), heads
             rehearse_maps(run, form, sizes_of_maps, context, CANDIDATES * wanted, part)
+            last = max(last, fit_bytes(form, *sizes_of_maps, context, part))
         if rules.num_sinks:
             SinkKeys(form, rows, rules.num_sinks, torch.device("cpu"), run, np.zeros(rows, dtype=np.int64))
+        waiting, replaced = 0, sum(run.by_owner.values()) - before
+        if context >= self._least or self.adapter is not None:
+            self._most_waiting, waiting = PromptQueries.planned(form, rows, heads, context, replaced)
+            run.waits("compact keys", max(0, waiting - replaced))
+        run.passes("fitting", prefill=last + waiting)  # both, until the layer is fitted
 
     @property
     def units(self) -> int:
@@ -253,26 +260,65 @@ class FittedKeys:
 
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         """As `Predictor.learn`. Add the new units' compact keys. If nothing is fitted yet or the history has grown
-        much, fit to all keys and make all compact, in two passes, or three for codes. While fitting is postponed, a
-        later call does that.
+        much, fit to all keys and make all compact, in two passes, or three for codes.
+
+        A fit to a prompt's keys that are no longer in memory waits for `end_prompt`, because each piece but the last
+        would be fitted for nothing. While fitting is postponed each one waits. Only queries are kept until then.
         """
-        piece, longest, self._device = queries.shape[2], self.longest_piece, queries.device
-        self.longest_piece = max(piece, longest)
-        often = _REFIT_LATER if piece < LEAST_QUERIES else _REFIT_LAST if piece < longest else _REFIT
-        grown = sealed.tokens >= self.fitted_at * often
-        keys = (lambda: iter(sealed.keys)) if sealed.fresh == sealed.tokens else sealed.stored_keys
-        if self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
+        piece, self._device = queries.shape[2], queries.device
+        of_prompt, postponed = piece > MOST_CANDIDATES, self._shared.postponed()
+        grown = sealed.tokens >= self.fitted_at * (_REFIT if of_prompt else _REFIT_LATER)
+        if self.waiting is not None:
+            if piece:
+                self._wait(sealed, queries, visible)
+        elif self.keys is not None and not grown and self.keys.tokens + sealed.fresh == sealed.tokens:
             for block in sealed.keys:
                 self._append(block)
-        elif (self.adapter is not None or sealed.tokens >= self._least) and not self._shared.postponed():
-            ratio = None if self.maps is None else self.maps.ratio.clone()
-            self.fit(keys, sealed, queries if queries.shape[2] >= LEAST_QUERIES else None, visible)
-            if self.rules.remainder and sealed.tokens >= LEAST_TOKENS:
-                self._fit_maps(sealed, queries, visible, ratio)
+            self._find_sinks(sealed, visible)
+        elif self._enough(sealed) and of_prompt and grown and (postponed or sealed.fresh < sealed.tokens):
+            self._wait(sealed, queries, visible)
+        elif self._enough(sealed) and not postponed:
+            self._fit_all(sealed, queries, visible)
+
+    def end_prompt(self, sealed: Sealed) -> None:
+        """As `Predictor.end_prompt`: the fit that waits, to all keys of `sealed`."""
+        if (waiting := self.waiting) is None or self._shared.postponed():
+            return
+        if self._enough(sealed):  # not if the history was cut
+            self._device = waiting.states.device
+            self._fit_all(sealed, waiting.states, waiting.visible)
+        waiting.close()
+        self.waiting = None
+
+    def _enough(self, sealed: Sealed) -> bool:
+        """True if compact keys are made of so many tokens."""
+        return self.adapter is not None or sealed.tokens >= self._least
+
+    def _wait(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """Keep queries (B, H, q, D) for the fit at the prompt's end, in the place of what it replaces."""
+        self._free()
+        if not self._most_waiting:
+            self._most_waiting = KEPT
+            if self.rules.reserve:
+                self.rehearse(DryRun(queries.device.type), self.rules.reserve, queries.shape[1], 0)
+        kept_in = self._most_waiting, self.form, self._shared.account
+        self.waiting = PromptQueries.after(self.waiting, queries, sealed.tokens, visible, *kept_in)
+
+    def _fit_all(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
+        """Fit everything to all keys of `sealed` and to queries (B, H, q, D)."""
+        ratio = None if self.maps is None else self.maps.ratio.clone()
+        are_sample = self.waiting is not None or queries.shape[2] >= LEAST_QUERIES
+        self.fit(sealed.complete_keys, sealed, queries if are_sample else None, visible)
+        if self.rules.remainder and sealed.tokens >= LEAST_TOKENS:
+            self._fit_maps(sealed, queries, visible, ratio, are_sample)
+        self._find_sinks(sealed, visible)
+
+    def _find_sinks(self, sealed: Sealed, visible: torch.Tensor | None) -> None:
+        """Copy the sinks from all keys of `sealed`, unless that is done."""
         if self.keys is not None and self.sinks is None and self.rules.num_sinks:
             seen_tokens = None if visible is None else visible[:, : sealed.tokens].expand(self.rows, -1)
             sizes = self.form, self.rows, self.rules.num_sinks, self.keys.device
-            self.sinks = SinkKeys.of(keys, sealed.tokens, seen_tokens, *sizes, self._shared.account)
+            self.sinks = SinkKeys.of(sealed.complete_keys, sealed.tokens, seen_tokens, *sizes, self._shared.account)
 
     @property
     def _code_bytes(self) -> int:
@@ -310,20 +356,22 @@ class FittedKeys:
         self._shared.rest()  # a decoding step may fit, which needs as much memory as selecting
         shared, form, rules = self._shared, self.form, self.rules
         heads, made_of = form.num_key_heads, (shared.account, shared.workspace)
+        apart = APART if self.waiting is None else 1  # those that waited are apart already
         if rules.dtype is None:
             room = partial(coding_bytes, form.key_width, form.dtype.itemsize, self.rows, sealed.tokens)
             part = self._part(self._device, room)
             with shared.account.holding("fitting", room(part)):
-                coding = fit_coding(keys, sealed.tokens, heads, visible, self._code_bytes, seen, part)
-            self.close()
+                coding = fit_coding(keys, sealed.tokens, heads, visible, self._code_bytes, seen, part, apart)
+            self._free()
             self.keys = CodedKeys(coding, heads, self.rows, *made_of, form.group_size)
         else:
             rank = rules.rank or default_rank(form.key_width)
             room = partial(fitting_bytes, form.key_width, self.rows, rank, sealed.tokens)
             part = self._part(self._device, room)
             with shared.account.holding("fitting", room(part)):
-                fitted = Directions.of(keys(), form.key_width, heads, visible, rank, self.adapter, seen, part)
-            self.close()
+                of_width = keys(), form.key_width, heads, visible, rank
+                fitted = Directions.of(*of_width, self.adapter, seen, part, apart)
+            self._free()
             self.keys = LowRankKeys(
                 fitted.adapter, fitted.deviation, rules.dtype, heads, self.rows, *made_of, fitted.queries
             )
@@ -333,23 +381,24 @@ class FittedKeys:
         self.fitted_at = sealed.tokens
 
     def _fit_maps(
-        self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None, ratio: torch.Tensor | None
-    ) -> None:
+        self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None, ratio: torch.Tensor | None,
+        are_sample: bool,
+    ) -> None:  # fmt: skip
         """Fit the maps of the remainder to all tokens and these queries. So few queries that they are not a sample
         keep the `ratio` of the maps before. Without queries there are no maps. Raises `BudgetError`."""
-        if not (count := queries.shape[2]) or not self.scaling or (count < LEAST_QUERIES and ratio is None):
+        if not queries.shape[2] or not self.scaling or not (are_sample or ratio is not None):
             return
         shared, form, keys = self._shared, self.form, self.keys
         assert keys is not None
-        stored = (lambda: iter(sealed.parts)) if sealed.fresh == sealed.tokens else sealed.stored
         wanted, sizes = shared.wanted(sealed.tokens), (self.rows, keys.leading, queries.shape[1])
         room = partial(fit_bytes, form, *sizes, sealed.tokens)
         part = self._part(keys.device, room)
         with shared.account.holding("fitting", room(part)):
             chosen = wanted, CANDIDATES * wanted
-            made_of = keys, stored, form, queries, self.scaling, chosen, visible
-            self.maps = fit_maps(*made_of, shared.account, self.heads, part)
-        if self.maps is not None and count < LEAST_QUERIES and ratio is not None:
+            made_of = keys, sealed.complete, form, queries, self.scaling, chosen, visible
+            ends = None if self.waiting is None else self.waiting.ends
+            self.maps = fit_maps(*made_of, shared.account, self.heads, part, ends)
+        if self.maps is not None and not are_sample and ratio is not None:
             self.maps.ratio.copy_(ratio)
             self.maps.changed()
 
@@ -493,12 +542,19 @@ class FittedKeys:
     def select_rows(self, rows: torch.Tensor) -> None:
         """Replace row i by row `rows[i]`."""
         self.rows = len(rows)
-        for part in (self.keys, self.sinks, self.maps):
+        for part in (self.keys, self.sinks, self.maps, self.waiting):
             if part is not None:
                 part.select_rows(rows)
 
     def close(self) -> None:
         """Free the memory. Later calls of `learn` may fit anew."""
+        self._free()
+        if self.waiting is not None:
+            self.waiting.close()
+            self.waiting = None
+
+    def _free(self) -> None:
+        """Free what is fitted."""
         for part in (self.keys, self.sinks, self.maps):
             if part is not None:
                 part.close()
@@ -543,4 +599,4 @@ class FittedKeys:
             )
         if self.keys is not None and tree["maps"] is not None and self.rules.remainder:
             self.maps = ValueMaps.restore(tree["maps"], form, self.rows, self.keys.leading, shared.account)
-        self.adapter, self.fitted_at, self.longest_piece = (tree[name] for name in self.STATE.entries)
+        self.adapter, self.fitted_at = (tree[name] for name in self.STATE.entries)

@@ -75,6 +75,9 @@ class LowRankPredictor(Predictor):
     def learn(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         self.fitted.learn(self._of_sequences(sealed), queries, visible)
 
+    def end_prompt(self, sealed: Sealed) -> None:
+        self.fitted.end_prompt(self._of_sequences(sealed))
+
     def _of_sequences(self, sealed: Sealed) -> Sealed:
         """Views of sealed units, with a sequence's key heads in one row."""
         if self.heads == 1:

@@ -4,16 +4,18 @@ compact keys. It goes beyond the paper, whose steps drop these units."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
 
 from ...history.records import RecordFormat
+from ...history.state import Array, State
 from ...kernels.on_a_device import to_device
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
 from ...predictors.value_maps import QUERIES, LeastSquares, ValueMaps, asked
-from .coding import PART
+from .coding import APART, PART, QUERIES_SEEN
 from .compact_keys import HIDDEN, CompactKeys, Scored
 
 _TOKENS = 2048
@@ -37,6 +39,82 @@ def rehearse_maps(
     count = min(units * form.group_size, tokens)
     run.passes("scores", decode=4 * (3 * heads * count + _COMPONENTS) + count * rank)
     run.passes("fitting", prefill=fit_bytes(form, rows, rank, heads, tokens, part))
+
+
+# The queries of a prompt that a fit at its end needs
+
+_OWNER = "compact keys"
+KEPT, _FEWEST = QUERIES_SEEN // APART, 8
+"""Most queries that are kept, and fewest: the memory of short codes of a short context has no room for more."""
+
+
+class PromptQueries:
+    """The latest queries of a prompt that comes in pieces, evenly apart, and which tokens are padding: copies, on their
+    devices. The account books them as "compact keys": there are none while a fit waits.
+
+    Args:
+        states: (B, H, n, D) queries, oldest first.
+        ends: (n,) int64: tokens a row that are in sealed units and that each query sees.
+        visible: (B or 1, tokens) bool, excludes padding.
+        most: maximum number of queries.
+        before: those of the pieces before, which are freed.
+    """
+
+    STATE: ClassVar[State] = State(
+        "queries of a prompt",
+        _OWNER,
+        states=Array("rows query_heads queries dim"),
+        visible=Array("rows tokens", torch.bool, optional=True),
+    )
+
+    def __init__(
+        self, states: torch.Tensor, ends: np.ndarray, visible: torch.Tensor | None, most: int, form: RecordFormat,
+        account: MemoryAccount, before: Self | None = None,
+    ) -> None:  # fmt: skip
+        rows, heads, count, dim = states.shape
+        self._account = account
+        self.states: torch.Tensor
+        self.visible: torch.Tensor | None = None
+        kept = 0 if before is None else min(before.states.shape[2], most - count)
+        made = account.empty(_OWNER, rows, heads, kept + count, dim, dtype=form.dtype, device=states.device)
+        made[:, :, kept:] = states
+        self.states, self.ends = made, ends
+        if visible is not None:
+            self.visible = account.empty(_OWNER, rows, visible.shape[1], dtype=torch.bool, device=visible.device)
+            self.visible.copy_(visible)
+        if before is not None:
+            if kept:
+                made[:, :, :kept] = before.states[:, :, -kept:]
+                self.ends = np.concatenate([before.ends[-kept:], ends])
+            before.close()
+
+    @classmethod
+    def after(
+        cls, before: Self | None, queries: torch.Tensor, tokens: int, visible: torch.Tensor | None, most: int,
+        form: RecordFormat, account: MemoryAccount,
+    ) -> Self:  # fmt: skip
+        """With some of the latest 512 `queries` (B, H, q, D) of a further piece, evenly apart. With it, sealed units
+        have `tokens` tokens a row. Raises `BudgetError`, with `before` unchanged."""
+        latest = queries[:, :, -QUERIES_SEEN:]
+        apart = -(-(latest.shape[2] if before is None else QUERIES_SEEN) // most)
+        ends = np.maximum(tokens - np.arange(latest.shape[2])[::-1][::apart], 0)
+        return cls(latest[:, :, ::apart], ends, visible, most, form, account, before)
+
+    @staticmethod
+    def planned(form: RecordFormat, rows: int, heads: int, tokens: int, room: int) -> tuple[int, int]:
+        """As many queries as the `room` that a fit leaves has bytes for, and the bytes of these, for `heads` query
+        heads and `tokens` tokens a row."""
+        each, padding = rows * heads * form.key_dim * form.dtype.itemsize, rows * tokens
+        most = min(KEPT, max(_FEWEST, (room - padding) // each))
+        return most, most * each + padding
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Replace row i by row `rows[i]`."""
+        self.STATE.select_rows(self, rows)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.STATE.close(self)
 
 
 # A step's estimate
@@ -119,6 +197,7 @@ def fit_maps(
     account: MemoryAccount,
     heads: int = 1,
     part: int = PART,
+    ends: np.ndarray | None = None,
 ) -> ValueMaps | None:
     """Fit maps to a sample of the units of `stored()`, whose compact keys are `keys`: weighted least squares of values
     on components. A token's weight is the attention that it gets from the latest of `queries` (B, H, q, D), as a part
@@ -129,6 +208,7 @@ def fit_maps(
         visible: (·, tokens), excludes padding.
         heads: key heads that choose apart, each with its own remainder; 1: all have the same.
         part: one of `part_sizes`.
+        ends: (q,), tokens a row that each query sees; None: they are the latest ones, and the last sees all.
     """
     rows, group, units = len(queries), form.group_size, keys.tokens // form.group_size
     every = -(-units * group // _TOKENS)
@@ -136,7 +216,7 @@ def fit_maps(
     wanted, candidates = (max(1, round((count - 1) / every)) for count in chosen)
     if wanted >= min(candidates, len(sample)):
         return None
-    latest = _Asked(queries, keys, form, scaling, sample, every, heads)
+    latest = _Asked(queries, ends, keys, form, scaling, sample, every, heads)
     shares = latest.weigh(wanted, candidates, visible, part)
     sums = LeastSquares(rows, keys.leading + 1, form, keys.device)
     tokens = (sample[:, None] * group + np.arange(group)).ravel()
@@ -188,12 +268,12 @@ class _Asked:
     Args:
         sample: units (n,), ascending, without the first.
         every: number of units that one of the sample stands for.
-        heads: as in `fit_maps`.
+        ends, heads: as in `fit_maps`.
     """
 
     def __init__(
-        self, queries: torch.Tensor, keys: CompactKeys, form: RecordFormat, scaling: float, sample: np.ndarray,
-        every: int, heads: int,
+        self, queries: torch.Tensor, ends: np.ndarray | None, keys: CompactKeys, form: RecordFormat, scaling: float,
+        sample: np.ndarray, every: int, heads: int,
     ) -> None:  # fmt: skip
         states, behind = asked(queries)
         self._keys, self._group, self._heads = keys, form.group_size, (form.num_key_heads, heads)
@@ -204,8 +284,8 @@ class _Asked:
         self._queries = states.transpose(1, 2)  # (B, q, H, D)
         units = np.concatenate([[0], sample])
         self._tokens = to_device((units[:, None] * form.group_size + np.arange(form.group_size)).ravel(), device)
-        ends = [max(0, keys.tokens - after) // form.group_size for after in behind]
-        self._hidden = to_device((units >= np.array(ends)[:, None]) & (units > 0), device)  # (q, units)
+        seen = np.maximum(keys.tokens - np.array(behind), 0) if ends is None else ends[::-1][behind]
+        self._hidden = to_device((units >= seen[:, None] // form.group_size) & (units > 0), device)  # (q, units)
         self._rest = torch.zeros(rows, count, heads, len(sample), dtype=torch.bool, device=device)
         self._top, self._total = torch.zeros(2, rows, count, query_heads, dtype=torch.float32, device=device)
         self.mass = torch.zeros(2, rows, query_heads, dtype=torch.float32, device=device)
