@@ -235,7 +235,7 @@ def padding_of(tokens: TokenLog, mask: Any, held: int, length: int, *, compare: 
     it if there is padding. A mask that hides stored tokens is allowed, and so is a mask of another kind.
     """
     if mask is None:
-        if held and tokens.padded and tokens.length == held:
+        if held and tokens.length == held and tokens.has_padding():
             raise PromptError(
                 "attention_mask is missing, and the stored tokens include padding: pass the mask of the complete "
                 "conversation, as `cache.attention_mask` begins it"

@@ -31,8 +31,9 @@ class TokenLog:
         self._most = max_context
         self._ids = torch.empty(0, 0, dtype=torch.int64, device="cpu")
         self.length = 0
-        self._padded = False
-        self._there: list[tuple[int, torch.Tensor, bool]] = []  # see `append`
+        self._there: list[tuple[int, torch.Tensor]] = []  # a position, and ids from there on, as stored, on a device
+        self.padded = False
+        """Some stored token is padding, or may be, because a device has not said: see `has_padding`."""
 
     @staticmethod
     def planned(context: int, batch: int) -> int:
@@ -53,7 +54,7 @@ class TokenLog:
         self._account.free("token ids", self._ids)
         self._there = []
         self._ids = torch.empty(0, 0, dtype=torch.int64, device="cpu")
-        self._padded = False
+        self.padded = False
 
     @property
     def ids(self) -> torch.Tensor:
@@ -65,17 +66,14 @@ class TokenLog:
         """(B, length) as stored, after the copies from a device: a view."""
         if self._there:
             there, self._there = self._there, []
-            for (at, _, perhaps), ids in zip(there, to_host(*(ids for _, ids, _ in there)), strict=True):
+            for (at, _), ids in zip(there, to_host(*(ids for _, ids in there)), strict=True):
                 self._ids[:, at : at + ids.shape[1]] = ids
-                self._padded |= perhaps and bool((ids < self.UNKNOWN).any())
         return self._ids[:, : self.length]
 
-    @property
-    def padded(self) -> bool:
-        """Whether some stored token is padding."""
-        if any(perhaps for _, _, perhaps in self._there):
-            self._known()
-        return self._padded
+    def has_padding(self) -> bool:
+        """Whether some stored token is padding; may wait for a device."""
+        self._look_for_padding()
+        return self.padded
 
     @property
     def visible(self) -> torch.Tensor:
@@ -96,15 +94,12 @@ class TokenLog:
     def restore(self, held: torch.Tensor) -> None:
         """Take over a captured state, in an empty log."""
         self.append(held, 0)
-        self._padded = True  # perhaps
+        self.padded = True  # perhaps
         self._look_for_padding()
 
     def append(self, ids: torch.Tensor, at: int, padding: torch.Tensor | None = None) -> None:
         """Add ids (B, t) of a step that began at position `at`; ids missing before it are unknown. `padding`: bool
-        (B, t), True for padding, on the ids' device or the host.
-
-        Ids on a CUDA device stay there: their position, a copy with padding as it is stored, and whether there may be
-        some."""
+        (B, t), True for padding, on the ids' device or the host. A step's ids on a CUDA device are copied there."""
         stop = at + ids.shape[1]
         if self._there and (at < self.length or len(self._there) == self._MOST_THERE or ids.shape[0] != self.batch):
             self._known()
@@ -118,10 +113,11 @@ class TokenLog:
         self._ids[:, self.length : at] = self.UNKNOWN
         self.length, ids = stop, ids.detach()
         stored = ids if padding is None else torch.where(padding.to(ids.device), -3 - ids, ids)
-        if ids.device.type == "cuda":
-            self._there.append((at, stored.clone() if padding is None else stored, padding is not None))
+        if ids.device.type == "cuda" and ids.shape[1] == 1:
+            self._there.append((at, stored.clone() if padding is None else stored))
+            self.padded = self.padded or padding is not None
             return
-        self._padded = self._padded or (padding is not None and bool(padding.any()))
+        self.padded = self.padded or (padding is not None and bool(padding.any()))
         self._ids[:, at:stop] = stored
 
     def truncate(self, length: int) -> None:
@@ -140,7 +136,7 @@ class TokenLog:
         self._look_for_padding()
 
     def _look_for_padding(self) -> None:
-        self._padded = self.padded and not bool(self.visible.all())
+        self.padded = self.padded and not bool(self.visible.all())
 
     def first_difference(self, ids: torch.Tensor) -> int | None:
         """The first position where ids (B, t) differ from the known ids of the first t tokens; None: no difference. Ids

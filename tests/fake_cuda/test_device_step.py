@@ -111,14 +111,14 @@ def test_ids_leave_a_device_when_they_are_needed() -> None:
         assert log.length == 60 and not counts.to_host and not log.padded
         assert torch.equal(log.ids, given[:, :60]) and counts.syncs.total() == 1
         log.append(Fake(given[:, 60:61]), 60, Fake(padding))
-        assert not log.padded
+        assert log.padded and not log.has_padding() and not log.padded
         log.append(Fake(given[:, 61:62]), 61, Fake(~padding))
-        assert log.padded and not log.visible[:, 61].any() and torch.equal(log.ids, given[:, :62])
+        assert log.has_padding() and not log.visible[:, 61].any() and torch.equal(log.ids, given[:, :62])
         log.append(Fake(given[:, 50:51]), 50)  # over what is there
         log.append(Fake(given[:, 51:52]), 51)
         log.select_rows(torch.tensor([1, 1]))
         assert torch.equal(log.ids, given[[1, 1], :52]) and not log.padded
-        log.append(Fake(given[:1, :3]), 0)  # another batch
+        log.append(Fake(given[:1, :3]), 0)  # another batch, and several at once, which are copied
         log.truncate(2)
         assert log.ids.tolist() == [[0, 1]]
         ids = Fake(torch.tensor([[7]]))

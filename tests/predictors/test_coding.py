@@ -347,7 +347,7 @@ def test_rows_pieces_truncation_and_the_account(unit_size: int) -> None:
             )
             own = own.reshape(len(own), -1)[:, :tokens]
             np.testing.assert_array_equal(own, expected[..., 0])
-        assert account.by_owner["adapters"] == coding.own_bytes <= Coding.most_own_bytes(WIDTH, coding.nbytes)
+        assert account.by_owner["adapters"] == coding.own_bytes <= Coding.most_own_bytes(WIDTH, coding.nbytes, "cpu")
 
     for start, stop in ((0, 1), (1, 4), (4, 300), (300, 300), (300, 900)):
         found.append(keys[:, :, start:stop])
