@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import time
 from collections.abc import Iterator
@@ -195,6 +196,11 @@ def test_cases_call_the_kernels_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
         else:
             expected = low_bit.weighted(*run.args)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    for name in ("ranking.project", "ranking.score", "ranking.share", "ranking.pick", "ranking.rest", "slots.attend"):
+        twin = gpu_kernels.CASES[name](sizes, device).run
+        module, _, function = name.partition(".")
+        kernel = getattr(importlib.import_module(f"hf_offload_cache.kernels.{module}_triton"), function)
+        torch.testing.assert_close(kernel(*twin.args), twin(), rtol=1e-3, atol=0.05)
 
 
 def test_a_kernel_of_the_package_is_compared(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
