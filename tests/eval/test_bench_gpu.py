@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda.fake_device import Stream, moved, on_the_device
+from fake_device import Stream, moved, on_the_device
 from harness import COMMON, build
 from transformers import LlamaConfig, LlamaForCausalLM
 from words import words
