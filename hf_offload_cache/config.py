@@ -110,6 +110,8 @@ class OffloadConfig:
     the layers' states, and cannot be given when a context is opened."""
     added_later: ClassVar[tuple[str, ...]] = ()
     """Fields that contexts of earlier versions do not have. Their defaults mean what those versions did."""
+    renamed: ClassVar[dict[str, str]] = {}
+    """Fields by their names in earlier versions, which contexts of these have."""
     kept_on_open: ClassVar[tuple[str, ...]] = ("group_size", "exact", "num_sinks")
     """Fields that keep their saved values when a context is opened with a budget that its configuration does not
     fit."""
@@ -226,6 +228,15 @@ class OffloadConfig:
     def records_apart(self) -> bool:
         """Whether records in host memory are outside the budget on a CPU too."""
         return False
+
+    def on_a_cpu(self) -> Self:
+        """This configuration for a model on a CPU. Raises `ConfigError` if it has a limit for host memory apart."""
+        if self.host_memory is None:
+            return self
+        raise ConfigError(
+            f"host_memory={self.host_memory!r} is a limit for a model on a GPU, and this one is on a CPU, where memory "
+            "limits everything: leave host_memory out"
+        )
 
     def as_saved(self) -> Self:
         """This configuration with values for open fields that a context fixes."""

@@ -128,7 +128,8 @@ def _checked(config_class: type[OffloadConfig], manifest: Manifest) -> dict[str,
     """The saved fields, with the defaults of those that were added later. Raises `ContextError` unless `saved_fields`
     could have returned them."""
     names = {field.name for field in dataclasses.fields(config_class)} - set(config_class.of_a_run)
-    saved = {**{name: getattr(config_class, name) for name in config_class.added_later}, **manifest.config}
+    saved = {config_class.renamed.get(name, name): value for name, value in manifest.config.items()}
+    saved = {**{name: getattr(config_class, name) for name in config_class.added_later}, **saved}
     try:
         if unknown := sorted(saved.keys() - names):
             raise ConfigError(f"it has the field {shown(repr(unknown[0]))}")

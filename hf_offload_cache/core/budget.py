@@ -228,7 +228,9 @@ def choose_store(
     files in the folder `path`. With a memory, the records are those of the fields that `fit_goal` chooses for it.
     Unless the machine is `here`, only `host_memory` says what it has, and "auto" stays if that is not enough. Raises
     `ConfigError` for a `host_memory` of a model on a CPU."""
-    _check_host_memory(fields.get("host_memory"), geometry.device)
+    if geometry.device != "cuda" and fields.get("host_memory") is not None:
+        config = cls.config_class.load(None, fields).on_a_cpu()
+        fields = {**fields, **{name: getattr(config, name) for name in ("host_memory", *config.renamed.values())}}
     if fields.get("engine", "auto") == "auto" and geometry.device == "cuda":
         in_memory, (memory, context, batch) = {**fields, "engine": "memory"}, limits
         with contextlib.suppress(BudgetError):
@@ -240,15 +242,6 @@ def choose_store(
     return resolve_engine(fields, path) if here else fields
 
 
-def _check_host_memory(host_memory: int | str | None, device: str) -> None:
-    """Raise `ConfigError` for a limit of the host side if there is none."""
-    if host_memory is not None and device != "cuda":
-        raise ConfigError(
-            f"host_memory={host_memory!r} is a limit for a model on a GPU, and this one is on a CPU, where memory "
-            "limits everything: leave host_memory out"
-        )
-
-
 def configured(
     cls: Any, config: Any, fields: dict[str, Any], model: PreTrainedModel
 ) -> tuple[OffloadConfig, str | None]:
@@ -257,8 +250,9 @@ def configured(
     For a model on a GPU, engine "auto" is "memory" if limits are given for which the records fit into host memory, and
     the text, for the report, says how much of it they need."""
     given, where = load_config(cls.config_class, config, fields, model), None
-    _check_host_memory(given.host_memory, device := device_type(model))
-    if device == "cuda":
+    if device_type(model) != "cuda":
+        given = given.on_a_cpu()
+    else:
         context, batch, automatic = given.max_context, given.max_batch, given.engine == "auto"
         if context is not None and batch is not None and (unknown := unknown_shapes(model)) is None:
             in_memory = load_config(cls.config_class, config, {**fields, "engine": "memory"}, model)

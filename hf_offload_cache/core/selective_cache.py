@@ -271,7 +271,9 @@ class SelectiveCache(OffloadCache):
 
     def wants_blocks(self) -> bool:
         """Also while the look-ahead runs: it has learned enough when the other way is tried."""
-        return super().wants_blocks() or (self.look_ahead is not None and self._pace.first)
+        first = self._selective.get(0)
+        guesses = self.look_ahead is not None and self._pace.first and not (first is not None and first.on_device)
+        return guesses or super().wants_blocks()
 
     def make_room(self, step: Step) -> None:
         """Under a limit, give slots the memory of a prefill's writes, and give a verification of candidates, which

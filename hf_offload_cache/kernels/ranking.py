@@ -177,3 +177,34 @@ def rest(
     by_head = mean.view(batch, wide.shape[1], -1, inputs)
     value = by_head @ wide[:, :, :-1] + wide[:, :, -1:]
     return value.view(batch, heads, -1), (total.log() + top).view(batch, heads) + log_ratio
+
+
+@with_kernel()
+def encode(
+    keys: torch.Tensor, mean: torch.Tensor, projection: torch.Tensor, scale: torch.Tensor, counts: Counts,
+    codes: torch.Tensor, group: int, first: int,
+) -> None:  # fmt: skip
+    """Code the keys of tokens and put them into their places (the compact keys of KVSwap, section 3.2, in fewer bits).
+
+    A component's code is the floor of its projection, within the range of its bits.
+
+    Args:
+        keys: (B, K, t, D), contiguous in the last dimension.
+        mean: (K D,) float32, subtracted from the keys of all heads, joined.
+        projection: (K D, r) int8, times `scale` (r,) float32.
+        codes: (B, N G, U) uint8, see `components`, contiguous in the last dimension; changed at the tokens from `first`
+            on: there is room for them.
+    """
+    tokens, (wide, four, two) = keys.shape[2], counts
+    flat = keys.transpose(1, 2).flatten(2).float() - mean
+    found = (flat @ projection.float()).mul_(scale).floor_().transpose(1, 2)  # (B, r, t)
+    eight, pairs, quads = found.split([wide, four, two], 1)
+    parts = [eight.clamp(-128, 127).remainder(256)]
+    if four:
+        low, high = pairs.clamp(-8, 7).chunk(2, 1)
+        parts.append(low + 16 * high + 8 * 17)
+    if two:
+        ones = quads.clamp(-2, 1).chunk(4, 1)
+        parts.append(ones[0] + 4 * ones[1] + 16 * ones[2] + 64 * ones[3] + 2 * 85)
+    token = torch.arange(first, first + tokens, device=keys.device)
+    codes.unflatten(1, (-1, group))[:, :, token % group, token // group] = torch.cat(parts, 1).to(torch.uint8)

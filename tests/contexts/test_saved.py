@@ -583,7 +583,12 @@ def test_a_context_from_before_a_field_was_added(cls: Any, tmp_path: Path) -> No
 
         rewrite_values(folder, drop)
 
+    def under_earlier_names(values: dict[str, Any]) -> None:
+        for earlier, name in cls.config_class.renamed.items():
+            values["config"][earlier] = values["config"].pop(name)
+
     without(*cls.config_class.added_later)
+    rewrite_values(folder, under_earlier_names)
     for fields in ({}, {"memory": "100MiB"}):
         with cls.open(folder, model, **fields) as cache, torch.no_grad():
             assert cache.config.entry_bits is None

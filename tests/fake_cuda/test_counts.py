@@ -66,7 +66,7 @@ def cost_of(name: str | None, case: str) -> dict[str, Cost]:
     with tempfile.TemporaryDirectory() as folder, on_the_device(made) as (model, counts), torch.no_grad():
         cache: Any = DynamicCache(config=config)
         if name is not None:
-            cache = cache_class(name)(model, path=folder, max_context=tokens + 64, num_selected=64)
+            cache = cache_class(name)(model, path=folder, max_context=tokens + 64, max_batch=rows, num_selected=64)
 
         def fed(part: torch.Tensor) -> None:
             model(Fake(part), past_key_values=cache, logits_to_keep=1)

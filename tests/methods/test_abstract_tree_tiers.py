@@ -185,6 +185,17 @@ def test_what_is_used_often_stays_in_host_memory() -> None:
     assert hits[1] > hits[0] + 0.2
 
 
+def test_an_earlier_name_of_host_slots_works_on_a_cpu() -> None:
+    """There `host_memory` is no limit of its own."""
+    model = long_model()
+    with AbstractTreeCache(model, host_memory="1MiB") as cache:
+        assert (cache.config.host_slots, cache.config.host_memory) == ("1MiB", None)
+    with AbstractTreeCache.for_budget(model, "40MiB", max_context=LENGTH, host_memory="1MiB") as cache:
+        assert (cache.config.host_slots, cache.config.host_memory) == ("1MiB", None)
+    with pytest.raises(ConfigError, match="host_memory='1MiB' is a limit for a model on a GPU"):
+        AbstractTreeCache(model, host_memory="1MiB", host_slots="1MiB")
+
+
 def test_slots_follow_what_is_held() -> None:
     model, ids = long_model(), prompt(long_model(), 1, LENGTH)
     payload = 16 * 2 * 16 * 4

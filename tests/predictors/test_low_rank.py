@@ -14,6 +14,7 @@ from hf_offload_cache.memory import MemoryAccount, Workspace
 from hf_offload_cache.methods.disk_swap import (
     BLOCK,
     LowRankKeys,
+    low_rank_keys,
     principal_directions,
     query_moment,
     rank_among,
@@ -22,7 +23,6 @@ from hf_offload_cache.methods.disk_swap import (
     roots_of,
     scaled_directions,
 )
-from hf_offload_cache.methods.disk_swap import compact_keys as low_rank_keys
 
 HEADS, KV, DIM, GROUP = 6, 2, 8, 4
 WIDTH = KV * DIM

@@ -60,6 +60,7 @@ class AbstractTreeConfig(SelectedShareConfig):
     kept_on_open: ClassVar[tuple[str, ...]] = (
         *SelectedShareConfig.kept_on_open, "compress", "abstracts", "chunk_size", "dense_layers", "dense_chunk_size",
     )  # fmt: skip
+    renamed: ClassVar[dict[str, str]] = {**SelectedShareConfig.renamed, "host_memory": "host_slots"}
     sets_memory: ClassVar[tuple[str, ...]] = (*SelectedShareConfig.sets_memory, "host_slots")
 
     chunk_size: int | Sequence[int] | None = None
@@ -96,6 +97,12 @@ class AbstractTreeConfig(SelectedShareConfig):
     """Bytes, or a size such as "300MiB", of slots in host memory for frequently used chunks, in addition to the slots
     on the device. All layers that are not resident share it equally. On a CPU it gives that many more slots. None:
     none."""
+
+    def on_a_cpu(self) -> Self:
+        """As `OffloadConfig.on_a_cpu`; there `host_memory`, its earlier name, is `host_slots`."""
+        if self.host_memory is None or self.host_slots is not None:
+            return super().on_a_cpu()
+        return dataclasses.replace(self, host_memory=None, host_slots=self.host_memory)
 
     def __post_init__(self) -> None:
         self._check_dense_layers()

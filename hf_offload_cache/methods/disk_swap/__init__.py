@@ -54,7 +54,6 @@ from .compact_keys import BLOCK as BLOCK
 from .compact_keys import HIDDEN as HIDDEN
 from .compact_keys import CodedKeys as CodedKeys
 from .compact_keys import CompactKeys as CompactKeys
-from .compact_keys import LowRankKeys as LowRankKeys
 from .config import DiskSwapConfig as DiskSwapConfig
 from .fit import fit_disk_swap as fit_disk_swap
 from .fit import needles_lost as needles_lost
@@ -64,6 +63,7 @@ from .fitted_keys import LowRankShared as LowRankShared
 from .fitted_keys import Rules as Rules
 from .integer_product import multiplied as multiplied
 from .integer_product import rounded as rounded
+from .low_rank_keys import LowRankKeys as LowRankKeys
 from .predictor import LowRankPredictor as LowRankPredictor
 from .ranking import CANDIDATES as CANDIDATES
 from .ranking import few_of_many as few_of_many

@@ -25,10 +25,10 @@ from ...model.geometry import Geometry
 from ...stores.base import FreezableStore
 from .adapter import Adapter, adapter_rank
 from .coding import default_summary_bytes
-from .compact_keys import default_rank
 from .config import DiskSwapConfig
 from .fit import QUICK, faithful, fit_disk_swap, needles_lost, quickest, shortfalls
 from .fitted_keys import LowRankShared, Rules
+from .low_rank_keys import default_rank
 from .predictor import LowRankPredictor
 
 

@@ -18,8 +18,8 @@ from ...memory.fit import LEAST_SELECTED, LOST_BY, SHORT_TAIL, STREAM_SHARES, Se
 from ...model.geometry import Geometry
 from .adapter import adapter_rank
 from .coding import default_summary_bytes, most_bytes
-from .compact_keys import default_rank
 from .config import DiskSwapConfig
+from .low_rank_keys import default_rank
 
 # The worth of compact key bytes and of slots, as measured: how a budget is divided, and when it is too small
 

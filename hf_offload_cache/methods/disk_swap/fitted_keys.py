@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,12 @@ from ...errors import not_whole, shown
 from ...fetch.choice import DeviceChoice, Estimates
 from ...history.base import Sealed
 from ...history.records import RecordFormat
-from ...history.state import LARGEST, Array, Number, State, Table
+from ...history.state import LARGEST, Array, Number, State
 from ...kernels.ranking import pick, project, ranking_bytes, rest, score, share
 from ...memory.account import MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
 from ...predictors.base import Query
+from ...predictors.sinks import SinkKeys
 from ...predictors.value_maps import LEAST_TOKENS, ValueMaps, placed
 from .coding import (
     APART,
@@ -34,110 +35,10 @@ from .coding import (
     most_components,
     part_sizes,
 )
-from .compact_keys import HIDDEN, CodedKeys, CompactKeys, LowRankKeys, default_rank, encoding_bytes, leading
+from .compact_keys import HIDDEN, CodedKeys, CompactKeys, encoding_bytes, leading
+from .low_rank_keys import LowRankKeys, default_rank
 from .ranking import CANDIDATES, Candidates, Ranking, few_of_many, most_kept, rank_among, rank_units
 from .remainder import KEPT, PromptQueries, fit_bytes, fit_maps, mean_components, rehearse_maps
-
-# The first tokens' keys, which get exact scores: they differ from all others, and low bits clip them
-
-_OWNER = "sinks"
-
-
-class SinkKeys:
-    """Keys (B, Hk, n, D) of each row's `n` first tokens, on the keys' device. The account books them as "sinks".
-
-    Args:
-        first: (B,) int64, each row's first token that is not padding.
-    """
-
-    STATE: ClassVar[State] = State(
-        "keys of the first tokens",
-        _OWNER,
-        keys=Array("rows heads sinks dim"),
-        first=Table("rows", torch.int64, low=0, at="_first"),
-    )
-
-    def __init__(
-        self, form: RecordFormat, rows: int, num_sinks: int, device: torch.device, account: MemoryAccount,
-        first: np.ndarray,
-    ) -> None:  # fmt: skip
-        self._unit_size, self._account = form.group_size, account
-        shape = rows, form.num_key_heads, num_sinks, form.key_dim
-        self.keys = account.empty(_OWNER, *shape, dtype=form.dtype, device=device)
-        self._place(first)
-
-    @classmethod
-    def of(
-        cls, keys: Callable[[], Iterable[torch.Tensor]], tokens: int, visible: torch.Tensor | None, form: RecordFormat,
-        rows: int, num_sinks: int, device: torch.device, account: MemoryAccount,
-    ) -> Self | None:  # fmt: skip
-        """Copy the sinks from `keys`, parts (B, Hk, t, D) in order, `tokens` tokens a row in total. `visible` (B,
-        tokens) excludes padding. None if `keys` lack a sink of any row."""
-        first = np.zeros(rows, dtype=np.int64)
-        if visible is not None:
-            any_visible = visible.any(1).numpy(force=True)
-            first = np.where(any_visible, visible.int().argmax(1).numpy(force=True), tokens)
-        if first.max() + num_sinks > tokens:
-            return None
-        sinks, position = cls(form, rows, num_sinks, device, account, first), 0
-        for part in keys():
-            sinks.see(part, position)
-            position += part.shape[2]
-            if position >= sinks.end:
-                break
-        return sinks
-
-    def _place(self, first: np.ndarray) -> None:
-        """Let the sinks of row i begin at token `first[i]`."""
-        self._first = first
-        last = (first + self.keys.shape[2] - 1) // self._unit_size
-        count = int((last - first // self._unit_size).max(initial=0)) + 1
-        self.units: np.ndarray = last[:, None] - np.arange(count)[::-1]
-        """(B, units) int64: the units that contain the sinks."""
-        self.units.clip(min=0, out=self.units)
-
-    def see(self, keys: torch.Tensor, position: int) -> None:
-        """Copy the sinks among `keys` (B, Hk, t, D), those of the tokens from `position` on."""
-        for row, first in enumerate(self._first.tolist()):
-            start, stop = max(first, position), min(first + self.keys.shape[2], position + keys.shape[2])
-            if start < stop:
-                self.keys[row, :, start - first : stop - first] = keys[row, :, start - position : stop - position]
-
-    @property
-    def end(self) -> int:
-        """Tokens that a row must have so that all its sinks are stored."""
-        return int(self._first.max(initial=0)) + self.keys.shape[2]
-
-    def visible(self, seen: torch.Tensor) -> torch.Tensor:
-        """Values (B, n) of `seen` (B, tokens) for the sinks."""
-        columns = torch.from_numpy(self._first[:, None] + np.arange(self.keys.shape[2]))
-        return seen.gather(1, columns.to(seen.device))
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Replace row i by row `rows[i]`."""
-        self.STATE.select_rows(self, rows)
-        self._place(self._first)
-
-    def capture(self) -> dict[str, Any]:
-        """A tree for `restore`, without copies."""
-        return self.STATE.capture(self)
-
-    @classmethod
-    def restore(cls, tree: Any, form: RecordFormat, rows: int, tokens: int, account: MemoryAccount) -> Self:
-        """The sinks that `tree` was captured from, for rows of `tokens` tokens: copies. Raises `ContextError`,
-        `BudgetError`."""
-        sizes = {"rows": rows, "heads": form.num_key_heads, "dim": form.key_dim}
-        count = cls.STATE.check(tree, "a layer", form.dtype, **sizes)["sinks"]
-        if not 0 < count <= tokens - int(tree["first"].max()):
-            raise not_whole("a layer", f"its keys of the first tokens are {shown(tree['keys'])}, of {tokens} tokens")
-        sinks = cls(form, rows, count, tree["keys"].device, account, tree["first"].numpy(force=True))
-        cls.STATE.restore(sinks, tree)
-        return sinks
-
-    def close(self) -> None:
-        """Free the memory."""
-        self.STATE.close(self)
-
 
 _REFIT, _REFIT_LATER = 1.25, 8
 """Growth of the history, by prompts and by generated tokens, after which all that is fitted is fitted again."""

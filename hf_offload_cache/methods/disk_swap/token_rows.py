@@ -117,6 +117,12 @@ class TokenRows:
                 parted[..., : partial.shape[2], place + complete // each] = partial
         self.tokens += count
 
+    def extend(self, tokens: int) -> torch.Tensor:
+        """Count as many further tokens, whose room is reserved, as stored. Returns all memory, room included, in which
+        the caller puts them at their places."""
+        self.tokens += tokens
+        return self._data
+
     def truncate(self, tokens: int) -> None:
         """Keep the first `tokens` of every row."""
         self.tokens = min(self.tokens, tokens)

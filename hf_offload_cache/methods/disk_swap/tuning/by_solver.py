@@ -17,8 +17,8 @@ from ....tuning.sample import Progress, rows_for, sample_sizes
 from ....tuning.task import Task, Tuned, refuse
 from ..adapter import Adapter
 from ..cache import DiskSwapCache
-from ..compact_keys import default_rank
 from ..config import DiskSwapConfig
+from ..low_rank_keys import default_rank
 from .lookup import Reader, code_sizes
 from .profile import measure_io, measure_model
 from .solve import CompressionTable, IoProfile, Limits, ModelProfile, ReuseTable, Solution, solve
