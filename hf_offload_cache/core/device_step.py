@@ -69,8 +69,8 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
         layer.on_device = False
         return None
     made_of = query.states, slots.data, where, history.recent, history.form, layer.scaling
-    sizes = history.form, *call.query.shape[:2], history.rows, units.shape[1], slots.count
-    with storage.account.holding("scores", slots_bytes(*sizes)):
+    sizes = *call.query.shape[:2], history.rows, units.shape[1], slots.count, history.recent.shape[1]
+    with storage.account.holding("scores", slots_bytes(history.form, *sizes)):
         output, logarithm = attend(*made_of, value, weight)
     attended = units.shape[1] * history.form.group_size + history.recent.shape[1]
     counters.attend(call.query.shape[0], history.length, attended)

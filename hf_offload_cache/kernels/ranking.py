@@ -40,11 +40,15 @@ class Asks(NamedTuple):
     offsets: torch.Tensor
 
 
-def ranking_bytes(batch: int, heads: int, rows: int, units: int, rank: int, near: int, among: int, dim: int) -> int:
+def ranking_bytes(
+    batch: int, heads: int, rows: int, units: int, rank: int, near: int, among: int, others: int, dim: int
+) -> int:
     """Upper bound on the device memory of a step's ranking and estimate, for `near` keys with exact scores, `among`
-    units picked in each row, and values of `dim` channels."""
-    programs = max(PROGRAMS, batch * heads)
-    sums = 4 * programs * 32 * ((1 << rank.bit_length()) + 2)
+    units picked in each row, estimates of so many `others` tokens a row, and values of `dim` channels."""
+    own = batch * heads // rows  # query heads of a row
+    together, programs = max(16, min(32, 1 << (own - 1).bit_length())), rows * -(-own // 32)
+    programs = max(programs, min(PROGRAMS, programs * (others // 64 + 1)))
+    sums = 4 * programs * together * (max(16, 1 << rank.bit_length()) + 2) if others else 0
     results = 4 * batch * heads * (2 * rank + near + units + 2 * (units // BLOCK + 1) + dim + 4)
     return results + sums + 4 * rows * (units + among)
 

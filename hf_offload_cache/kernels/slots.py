@@ -19,13 +19,14 @@ from .on_a_device import with_kernel
 from .ranking import PROGRAMS
 
 
-def slots_bytes(form: Any, batch: int, heads: int, rows: int, selected: int, count: int) -> int:
+def slots_bytes(form: Any, batch: int, heads: int, rows: int, selected: int, count: int, recent: int) -> int:
     """Upper bound on the device memory of a step's exchange and attention, for `count` slots a row of which so many are
-    `selected`."""
+    `selected`, and so many `recent` entries."""
     key_heads = rows * form.num_key_heads
-    queries = max(16, 1 << (batch * heads // key_heads).bit_length())
-    programs = 2 * max(PROGRAMS, key_heads) + key_heads
-    return 4 * (programs * queries + batch * heads) * (form.value_dim + 2) + 8 * rows * (count + 2 * selected + 1)
+    queries = max(16, 1 << (batch * heads // key_heads - 1).bit_length())
+    parts = max(1, min(PROGRAMS // key_heads, selected * form.group_size // 64)) + recent // 16 + 1
+    sums = key_heads * parts * queries
+    return 4 * (sums + batch * heads) * (form.value_dim + 2) + 8 * rows * (count + 2 * selected + 1)
 
 
 @with_kernel()

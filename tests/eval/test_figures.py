@@ -84,7 +84,9 @@ def test_every_study_has_its_figure() -> None:
     assert studies and not [path.name for path in studies if path.with_suffix(".json") not in FILES]
 
 
-LIMITS = {"memory", "max_context", "max_batch", "engine", "verify", "io_timeout", "encryption_key", "trace"}
+LIMITS = {
+    "memory", "host_memory", "max_context", "max_batch", "engine", "verify", "io_timeout", "encryption_key", "trace",
+}  # fmt: skip
 """Fields of all caches that set a limit or a safeguard: their effect is not measured in quality or reads."""
 
 

@@ -667,7 +667,7 @@ def test_a_view_that_needs_more_takes_the_place_of_areas(storage: Storage) -> No
     areas, account = Areas(storage.account), storage.account
     def rehearsed(widest: int) -> dict[str, int]:
         run = DryRun()
-        Areas(run).rehearse(run, 8 * 64, (9 * 64, widest), (0, 0), "cpu")
+        Areas(run).rehearse(run, 8 * 64, (9 * 64, widest), (0, 0))
         return {owner: nbytes for owner, nbytes in run.plan(0).shared.decode.items() if nbytes}
 
     payload, planned = 64, rehearsed(18 * 64)

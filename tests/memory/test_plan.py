@@ -141,7 +141,8 @@ def test_a_plan_has_two_sides_on_a_gpu(name: str, engine: str) -> None:
     """The same owners as on a CPU, each on one side; what reads fill is on both."""
     cls, sides = cache_class(name), {}
     for device in ("cpu", "cuda"):
-        config = cls.config_class.load(None, {"engine": engine, "max_context": 4096, "max_batch": 2})
+        limits = {"engine": engine, "max_context": 4096, "max_batch": 2}
+        config = cls.config_class.load(None, {**limits, "block_tokens": 1024})  # a device's blocks are longer
         sides[device] = cls.plan(Geometry.uniform(4, 8, 2, 32, torch.bfloat16, device=device), config, 4096, 2)
     cpu, cuda = sides["cpu"], sides["cuda"]
     for own, host, there, host_there in (

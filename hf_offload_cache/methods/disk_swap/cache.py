@@ -60,10 +60,11 @@ class DiskSwapLayer(SelectiveLayer):
     def make_predictor(self) -> LowRankPredictor:
         selecting, storage = self.selecting, self.shared.storage
         assert selecting is not None and isinstance(selecting.settings, DiskSwapConfig)
-        form, rows, settings = self.history.form, self.history.rows, selecting.settings
+        history, form, rows, settings = self.history, self.history.form, self.history.rows, selecting.settings
+        kind = self.kind(1)
 
-        def streaming() -> int:
-            kind, records = self.kind(1), self.history.records
+        def streaming() -> int:  # without a reference to this layer, which holds the predictor
+            records = history.records
             unpacked = unpacking_bytes(form, rows * streamed(kind, settings, records))
             return stream_bytes(kind, settings, records) + unpacked
 

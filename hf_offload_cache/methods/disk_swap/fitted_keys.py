@@ -392,8 +392,9 @@ class FittedKeys:
             maps = None
         most, value, weight, lost = wanted if maps is None else min(CANDIDATES * wanted, units), None, None, None
         on = maps.on(keys.device) if maps is not None and most > wanted else None
-        near_keys = first.shape[2] + recent.shape[2]
-        nbytes = ranking_bytes(self.rows, heads, rows, units, keys.rank, near_keys, most, form.value_dim)
+        near_keys, others_of = first.shape[2] + recent.shape[2], 0 if on is None else (most - wanted) * group
+        sizes = units, keys.rank, near_keys, most, others_of, form.value_dim
+        nbytes = ranking_bytes(self.rows, heads, rows, *sizes)
         with self._shared.account.holding("scores", nbytes):
             low, constant, near = project(query.states, *asks, first, recent, query.scaling)
             best, tops, sums = score(low, constant, keys.codes, counts, group, apart)
