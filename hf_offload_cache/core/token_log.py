@@ -15,13 +15,13 @@ class TokenLog:
     """Ids (B, length), int64, in host memory, and which are padding; `UNKNOWN` where the model was given embeddings.
 
     Allocates room for `max_context` ids a row at once, if that is known. Ids on a CUDA device are copied when they are
-    needed, or are those of `_MOST_THERE` calls, so that steps do not wait for the device.
+    needed, or are more than `_MOST_THERE`, so that calls do not wait for the device.
     """
 
     # A padding id is stored as -3 minus the id: this works for UNKNOWN too, and no second array has to follow changes.
 
     UNKNOWN = -1
-    _MOST_THERE = 64
+    _MOST_THERE = 1 << 14
     STATE: ClassVar[State] = State(
         "token ids", "token ids", {"tokens": "length"}, ids=Array("rows tokens", torch.int64, at="_ids")
     )
@@ -99,9 +99,10 @@ class TokenLog:
 
     def append(self, ids: torch.Tensor, at: int, padding: torch.Tensor | None = None) -> None:
         """Add ids (B, t) of a step that began at position `at`; ids missing before it are unknown. `padding`: bool
-        (B, t), True for padding, on the ids' device or the host. A step's ids on a CUDA device are copied there."""
+        (B, t), True for padding, on the ids' device or the host. Ids on a CUDA device are copied there first."""
         stop = at + ids.shape[1]
-        if self._there and (at < self.length or len(self._there) == self._MOST_THERE or ids.shape[0] != self.batch):
+        there = sum(one.numel() for _, one in self._there) + ids.numel() if self._there else ids.numel()
+        if self._there and (at < self.length or there > self._MOST_THERE or ids.shape[0] != self.batch):
             self._known()
         self.length = min(self.length, at)
         if stop > self._ids.shape[1] or ids.shape[0] != self._ids.shape[0]:
@@ -113,7 +114,7 @@ class TokenLog:
         self._ids[:, self.length : at] = self.UNKNOWN
         self.length, ids = stop, ids.detach()
         stored = ids if padding is None else torch.where(padding.to(ids.device), -3 - ids, ids)
-        if ids.device.type == "cuda" and ids.shape[1] == 1:
+        if ids.device.type == "cuda" and ids.numel() <= self._MOST_THERE:
             self._there.append((at, stored.clone() if padding is None else stored))
             self.padded = self.padded or padding is not None
             return

@@ -99,7 +99,7 @@ def test_steps_on_a_device_are_as_close_as_on_the_host(
     assert (report.estimated_mass is not None) == fields.get("remainder", True)
 
 
-def test_ids_leave_a_device_when_they_are_needed() -> None:
+def test_ids_leave_a_device_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once, in order, with padding, also after changes; until then nothing is copied."""
     given = torch.arange(200).view(2, 100)
     padding = torch.zeros(2, 1, dtype=torch.bool)
@@ -118,13 +118,20 @@ def test_ids_leave_a_device_when_they_are_needed() -> None:
         log.append(Fake(given[:, 51:52]), 51)
         log.select_rows(torch.tensor([1, 1]))
         assert torch.equal(log.ids, given[[1, 1], :52]) and not log.padded
-        log.append(Fake(given[:1, :3]), 0)  # another batch, and several at once, which are copied
+        log.append(Fake(given[:1, :3]), 0)  # another batch, and several at once
         log.truncate(2)
         assert log.ids.tolist() == [[0, 1]]
         ids = Fake(torch.tensor([[7]]))
         log.append(ids, 2)
         ids.fill_(8)  # the caller's own
         assert log.ids.tolist() == [[0, 1, 7]]
+        monkeypatch.setattr(TokenLog, "_MOST_THERE", 4)
+        counts.clear()
+        for at in range(3, 9):
+            log.append(Fake(given[:1, at : at + 1]), at)
+        assert counts.syncs.total() == 1  # at the fifth
+        log.append(Fake(given[:1, 9:15]), 9)  # too many
+        assert counts.syncs.total() == 3 and log.ids[0, 3:].tolist() == list(range(3, 15))
 
 
 def test_the_report_counts_what_was_read() -> None:
