@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload_cache.kernels.ranking import BLOCK, HIDDEN, pick, project, rest, score, share
+from hf_offload_cache.kernels.ranking import BLOCK, HIDDEN, components, encode, pick, project, rest, score, share
 from hf_offload_cache.memory import MemoryAccount, Workspace
 from hf_offload_cache.methods.disk_swap import CodedKeys, compact_keys, fit_coding, rank_units
+from hf_offload_cache.methods.disk_swap.coding import Coding
 
 SCALING = 0.125
 
@@ -146,3 +147,38 @@ def test_the_rest_is_the_mapped_mean_of_components(shape: tuple[int, ...]) -> No
                 torch.testing.assert_close(value[sequence, head].double(), wanted, rtol=1e-3, atol=1e-4)
                 mass = of_head.logsumexp(0) + log_ratio[sequence, head]
                 assert float(weight[sequence, head]) == pytest.approx(float(mass), rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("counts", [(3, 10, 8), (0, 6, 4), (4, 0, 8), (5, 2, 0), (0, 0, 12), (9, 0, 0)])
+@pytest.mark.parametrize(("group", "first", "pieces"), [(15, 7, (1, 40, 9)), (4, 0, (2, 3, 6, 1)), (1, 5, (4, 3))])
+def test_codes_equal_those_that_compact_keys_store(
+    counts: tuple[int, int, int], group: int, first: int, pieces: tuple[int, ...]
+) -> None:
+    """All sums are exact here, so that their order makes no difference."""
+    random, batch, heads, dim, rank = torch.Generator().manual_seed(group), 2, 3, 16, sum(counts)
+    projection = torch.randint(-8, 8, (heads * dim, rank), generator=random).to(torch.int8)
+    scale = torch.tensor([4.0, 0.25, 0.125]).repeat_interleave(torch.tensor(counts))
+    mean = torch.randn(heads * dim, generator=random).mul(8).round().div(8)
+    tokens = first + sum(pieces)
+    keys = torch.randn(batch, tokens + 2, heads, dim, generator=random).mul(8).round().div(8).bfloat16()
+    keys = keys[:, 1:-1].transpose(1, 2)
+    account = MemoryAccount(None)
+    coding = Coding(mean, projection, scale, projection, scale, counts)
+    stored = CodedKeys(coding, heads, batch, account, Workspace(account, "scores"), group)
+    for piece in keys.split((first, *pieces), 2):
+        stored.append(piece)
+    before = torch.randint(0, 256, (batch, stored.codes.shape[1], stored.codes.shape[2] + 2), generator=random)
+    codes, at = before.byte(), first
+    for piece in keys[:, :, first:].split(pieces, 2):
+        encode(piece, mean, projection, scale, counts, codes, group, at)
+        at += piece.shape[2]
+
+    def by_token(lines: torch.Tensor) -> torch.Tensor:
+        return components(lines, counts, group).transpose(2, 3).flatten(2)
+
+    found, others = by_token(codes), by_token(before.byte())
+    assert torch.equal(found[..., first:tokens], by_token(stored.codes)[..., first:tokens])
+    assert torch.equal(found[..., :first], others[..., :first])
+    assert torch.equal(found[..., tokens:], others[..., tokens:])
+    for own, least, most in zip(found[..., first:tokens].split(counts, 1), (-128, 0, 0), (127, 15, 3), strict=True):
+        assert not own.numel() or (own.min() == least and own.max() == most)
