@@ -21,6 +21,8 @@ _HEADS = 64
 """Query heads whose scores a program computes at most."""
 _BYTES = 32
 """Bytes of a code at a time."""
+_CHANNELS = 16
+"""Channels of a key at a time in a product without tensor cores: with more, a program would not have the registers."""
 _TILE = 8192
 """Elements that a program holds at a time."""
 _TOKENS = 32
@@ -462,3 +464,105 @@ def rest(
         max(1, _TILE // (at_once * wide_inputs)), _type(low), num_warps=8 if wide_inputs > 64 else 4,
     )  # fmt: skip
     return value, weight
+
+
+# Codes
+
+@triton.jit
+def _product(total, key, projection, place, within, component, inside, rank):  # type: ignore[no-untyped-def]
+    """`total` (TOKENS, BYTES), plus the product of `key` (TOKENS, c) with the projection to some components."""
+    part = tl.load(
+        projection + place[:, None] * rank + component[None, :], mask=within[:, None] & inside[None, :], other=0
+    )
+    return tl.dot(key, part.to(tl.float32), total, input_precision="ieee")
+
+
+@triton.jit
+def _code(total, scale, component, inside, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes int32 of products, as they are stored: in two's complement if of 8 bits, else from 0 on."""
+    bound: tl.constexpr = 2 ** (BITS - 1)
+    found = tl.floor(total * tl.load(scale + component, mask=inside, other=0.0)[None, :])
+    found = tl.minimum(tl.maximum(found, -bound), bound - 1).to(tl.int32)
+    return (found & 255) if BITS == 8 else (found + bound)
+
+
+@triton.jit
+def _put(  # type: ignore[no-untyped-def]
+    keys, mean, projection, scale, codes, rank, block, count, token, there, at, key_head, key_token, step,
+    PARTS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, BYTES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Code and store a block of bytes of one class, which has `count` bytes of PARTS components each. `projection`,
+    `scale` and `codes` begin with the class. Byte 0 of the tokens is `at`; byte n is n times `step` further."""
+    byte = block * BYTES + tl.arange(0, BYTES)
+    inside = byte < count
+    first = tl.zeros((TOKENS, BYTES), dtype=tl.float32)
+    second, third, fourth = first, first, first
+    blocks: tl.constexpr = (DIM + CHANNELS - 1) // CHANNELS
+    for part in range(KEY_HEADS * blocks):
+        head, channel = part // blocks, part % blocks * CHANNELS + tl.arange(0, CHANNELS)
+        place, within = head * DIM + channel, channel < DIM
+        key = tl.load(
+            keys + head * key_head + token[:, None] * key_token + channel[None, :],
+            mask=there[:, None] & within[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        key -= tl.load(mean + place, mask=within, other=0.0)[None, :]
+        first = _product(first, key, projection, place, within, byte, inside, rank)
+        if PARTS > 1:
+            second = _product(second, key, projection, place, within, count + byte, inside, rank)
+        if PARTS > 2:
+            third = _product(third, key, projection, place, within, 2 * count + byte, inside, rank)
+            fourth = _product(fourth, key, projection, place, within, 3 * count + byte, inside, rank)
+    bits: tl.constexpr = 8 // PARTS
+    packed = _code(first, scale, byte, inside, bits)
+    if PARTS > 1:
+        packed += _code(second, scale, count + byte, inside, bits) << bits
+    if PARTS > 2:
+        packed += _code(third, scale, 2 * count + byte, inside, bits) << (2 * bits)
+        packed += _code(fourth, scale, 3 * count + byte, inside, bits) << (3 * bits)
+    into = codes + (byte * step)[None, :] + at[:, None]
+    tl.store(into, packed.to(tl.uint8), mask=there[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["rank", "wide", "four", "two", "tokens", "first"])
+def _encode(  # type: ignore[no-untyped-def]
+    keys, mean, projection, scale, codes, rank, wide, four, two, tokens, first, key_row, key_head, key_token, line,
+    code_row, GROUP: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+    BYTES: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    row, block, half, quarter = tl.program_id(2).to(tl.int64), tl.program_id(1), four // 2, two // 4
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    there, at, step = token < tokens, (first + token) % GROUP * line + (first + token) // GROUP, GROUP * line
+    keys, codes = keys + row * key_row, codes + row * code_row
+    of_eight, of_four = tl.cdiv(wide, BYTES), tl.cdiv(half, BYTES)
+    if block < of_eight:
+        _put(
+            keys, mean, projection, scale, codes, rank, block, wide, token, there, at, key_head, key_token, step,
+            1, KEY_HEADS, DIM, TOKENS, BYTES, CHANNELS,
+        )  # fmt: skip
+    elif block < of_eight + of_four:
+        _put(
+            keys, mean, projection + wide, scale + wide, codes + wide * step, rank, block - of_eight, half, token,
+            there, at, key_head, key_token, step, 2, KEY_HEADS, DIM, TOKENS, BYTES, CHANNELS,
+        )  # fmt: skip
+    else:
+        _put(
+            keys, mean, projection + wide + four, scale + wide + four, codes + (wide + half) * step, rank,
+            block - of_eight - of_four, quarter, token, there, at, key_head, key_token, step, 4, KEY_HEADS, DIM,
+            TOKENS, BYTES, CHANNELS,
+        )  # fmt: skip
+
+
+def encode(
+    keys: torch.Tensor, mean: torch.Tensor, projection: torch.Tensor, scale: torch.Tensor, counts: Counts,
+    codes: torch.Tensor, group: int, first: int,
+) -> None:  # fmt: skip
+    """As `ranking.encode`, of contiguous `mean`, `projection` and `scale`. A program computes `_BYTES` bytes of
+    `_TOKENS` tokens, with one product for each component of a byte."""
+    (batch, key_heads, tokens, dim), (eight, four, two) = keys.shape, counts
+    blocks = sum(triton.cdiv(count, _BYTES) for count in (eight, four // 2, two // 4))
+    grid: Any = (triton.cdiv(tokens, _TOKENS), blocks, batch)
+    _encode[grid](
+        keys, mean, projection, scale, codes, len(scale), *counts, tokens, first, *keys.stride()[:3], codes.stride(1),
+        codes.stride(0), group, key_heads, dim, _TOKENS, _BYTES, _CHANNELS, num_warps=8,
+    )  # fmt: skip

@@ -211,6 +211,71 @@ def test_the_estimate_of_the_others(
             assert_near(found, one)
 
 
+ENCODED = {
+    "smol": (SHAPES["smol"], torch.bfloat16, 7, (1, 40, 9)),
+    "llama": (SHAPES["llama"], torch.bfloat16, 3, (37,)),
+    "odd": (SHAPES["odd"], torch.float32, 0, (33, 2)),
+    "wide": (SHAPES["wide"], torch.float32, 1, (6, 1)),
+    "many tokens": (SHAPES["many heads"], torch.float16, 5, (1500, 30)),
+    "no 8 bits": (Shape(2, 3, 3, 24, 24, (0, 16, 40), 15, 4), torch.bfloat16, 16, (1, 31)),
+    "only 8 bits": (Shape(2, 1, 1, 40, 40, (33, 0, 0), 7, 8), torch.float32, 20, (34,)),
+    "only 2 bits": (Shape(1, 3, 3, 80, 80, (0, 0, 256), 16, 3), torch.bfloat16, 0, (17, 20)),
+}
+"""Shape, type of keys, first token, and tokens of each call."""
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("case", ENCODED)
+def test_codes_of_keys_and_no_other_bytes(device: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product within 1e-4 of an integer may be rounded to either side of it."""
+    (shape, dtype, first, pieces), kernel = ENCODED[case], kernels("ranking_triton", device, monkeypatch)
+    given, tokens, width = Inputs(shape), sum(pieces), shape.key_heads * shape.key
+    units = (first + tokens) // shape.group + 3
+    around = torch.full((shape.batch, tokens + 2, shape.key_heads + 1, shape.key + 8), torch.nan).to(dtype)
+    keys = around[:, 1:-1, :-1, : shape.key].transpose(1, 2)
+    keys.copy_(given.normal(*keys.shape))
+    deviations = torch.tensor([60.0, 5.0, 1.5]).repeat_interleave(torch.tensor(shape.counts))
+    mean, projection, scale = given.normal(width), given.integers(width, shape.rank), deviations / 105 / width**0.5
+    expected = given.integers(shape.batch, given.codes().shape[1] + 2, units + 5).view(torch.uint8)
+    found, at = move(expected.clone(), device), first
+    fill_what_is_empty(monkeypatch)
+    for piece in keys.split(pieces, 2):
+        args = piece, mean, projection, scale, shape.counts
+        ranking.encode(*args, expected[:, 1:-1, :units], shape.group, at)
+        kernel.encode(*on(device, *args), found[:, 1:-1, :units], shape.group, at)
+        at += piece.shape[2]
+    flat = keys.transpose(1, 2).flatten(2).double() - mean
+    products = (flat @ projection.double() * scale).transpose(1, 2)
+    either, token = torch.zeros(shape.batch, shape.rank, shape.group, units + 5).bool(), torch.arange(first, at)
+    either[:, :, token % shape.group, token // shape.group] = (products - products.round()).abs() < 1e-4
+    assert either.float().mean() < 1e-3
+    found = found.cpu()
+    assert torch.equal(found[:, [0, -1]], expected[:, [0, -1]])
+    differ = torch.ne(*(ranking.components(one[:, 1:-1], shape.counts, shape.group) for one in (found, expected)))
+    assert not bool((differ & ~either).any())
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_that_is_an_integer_is_its_code(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sums are exact here, and many products are integers or beyond what their bits hold."""
+    kernel, shape, tokens = kernels("ranking_triton", device, monkeypatch), SHAPES["many heads"], 40
+    given, width = Inputs(shape), shape.key_heads * shape.key
+    keys = given.normal(shape.batch, shape.key_heads, tokens, shape.key).mul(8).round().div(8).to(dtype)
+    mean, projection = given.normal(width).mul(8).round().div(8), given.integers(width, shape.rank) // 16
+    scale = torch.tensor([4.0, 0.25, 0.125]).repeat_interleave(torch.tensor(shape.counts))
+    products = (keys.transpose(1, 2).flatten(2) - mean) @ projection.float() * scale
+    for some in (products == products.round(), products[..., :3].abs() > 200):
+        assert some.float().mean() > 0.05
+    args, expected = (keys, mean, projection, scale, shape.counts), given.codes()
+    found = move(expected.clone(), device)
+    ranking.encode(*args, expected, shape.group, 9)
+    kernel.encode(*on(device, *args), found, shape.group, 9)
+    assert torch.equal(found.cpu(), expected)
+
+
 @EACH_DEVICE
 def test_each_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, shape = kernels("ranking_triton", device, monkeypatch), SHAPES["smol"]
@@ -236,3 +301,5 @@ def test_each_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert (launches.count, launches.others) == (4, [])
         kernel.rest(*code_args, others, maps, scale, constant, offsets)
         assert (launches.count, launches.others) == (5, [])
+        kernel.encode(keys, mean.view(-1), queries.view(-1, shape.rank), offsets, shape.counts, codes, shape.group, 1)
+        assert (launches.count, launches.others) == (6, [])
