@@ -280,6 +280,17 @@ def _rest(sizes: Sizes, device: torch.device) -> Case:
     return Case(functools.partial(kernel("ranking.rest"), *given), read + maps.nbytes)
 
 
+@case("ranking.encode")
+def _encode(sizes: Sizes, device: torch.device) -> Case:
+    keys = torch.randn(sizes.rows, sizes.tokens, sizes.kv_heads, sizes.dim, dtype=torch.bfloat16, device=device)
+    width, rank = sizes.kv_heads * sizes.dim, sum(_COUNTS)
+    mean, scale = torch.randn(width, device=device), torch.rand(rank, device=device) / width**0.5
+    projection = torch.randint(-127, 128, (width, rank), device=device).to(torch.int8)
+    given = keys.transpose(1, 2), mean, projection, scale, _COUNTS, _codes(sizes, device)[2]
+    nbytes = sum(one.nbytes for one in given if isinstance(one, torch.Tensor))
+    return Case(functools.partial(kernel("ranking.encode"), *given, _UNIT, 0), nbytes)
+
+
 @case("slots.exchange")
 def _exchange(sizes: Sizes, device: torch.device) -> Case:
     steps = [_units(sizes, device) for _ in range(8)]

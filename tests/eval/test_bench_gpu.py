@@ -170,6 +170,8 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert by_name.keys() >= {name for name in on_a_device.TWINS if name.partition(".")[0] in ("ranking", "slots")}
     units, codes, entry = 256 // 4, 112, 2 * 2 * 64 * 2  # of 4 tokens; bytes of a token's codes, and of its entry
     assert by_name["ranking.score"]["nbytes"] == 4 * units * codes + 4 * 4 * units
+    read, projection = 256 * (entry // 2 + codes), 2 * 64 * (192 + 4) + 4 * 192  # with the mean and the scale
+    assert by_name["ranking.encode"]["nbytes"] == read + projection
     assert by_name["slots.bring"]["nbytes"] == 32 * entry and by_name["slots.bring"]["floor"] == gpu_kernels.BUS
     assert by_name["slots.attend"]["nbytes"] == 64 * entry == attended["nbytes"]
     assert by_name["slots.attend"]["compared_with"] == gpu_kernels.GATHERED
@@ -201,6 +203,12 @@ def test_cases_call_the_kernels_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
         module, _, function = name.partition(".")
         kernel = getattr(importlib.import_module(f"hf_offload_cache.kernels.{module}_triton"), function)
         torch.testing.assert_close(kernel(*twin.args), twin(), rtol=1e-3, atol=0.05)
+    twin = gpu_kernels.CASES["ranking.encode"](sizes, device).run
+    *given, codes, group, first = twin.args
+    found = codes.clone()
+    importlib.import_module("hf_offload_cache.kernels.ranking_triton").encode(*given, found, group, first)
+    twin()  # which changes `codes`
+    assert (found != codes).float().mean() < 1e-3  # a product near an integer may be rounded to either side of it
 
 
 def test_a_kernel_of_the_package_is_compared(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
