@@ -21,7 +21,7 @@ LOOKED_AT = 16
 
 
 def is_possible(layer: Layer) -> bool:
-    """Whether steps of this layer, which has its history, may run on a device."""
+    """Whether steps of this layer, which has its history, may run on a device. Then it watches no queries."""
     history = layer.history
     possible: bool = (
         history.device.type == "cuda"
@@ -31,6 +31,8 @@ def is_possible(layer: Layer) -> bool:
         and history.form.dtype.itemsize <= 4
         and has_step(history.device, history.form.key_dim, history.form.value_dim)
     )
+    if possible:
+        layer.watch_query = None  # nothing is guessed
     return possible
 
 

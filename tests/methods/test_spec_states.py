@@ -351,7 +351,8 @@ def test_attention_holds_what_the_account_says(
 
     def told(layer: SpecLayer, *args: Any) -> Any:
         account = layer.shared.storage.account
-        before = account.peak = account.current
+        account.reset_peaks()
+        before = account.peak
         with record_function("attention of a layer"):
             found = attend(layer, *args)
         booked.append(account.peak - before)

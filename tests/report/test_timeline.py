@@ -140,8 +140,8 @@ def test_ranking_looking_ahead_and_gathering_are_apart(traced: tuple[list[Event]
 def test_what_is_waited_for_is_there(traced: tuple[list[Event], Any, int]) -> None:
     events, report, _ = traced
     waits = [span for span in spans(events, "compute") if span["name"] == "wait"]
-    attention = [span for span in spans(events, "compute") if span["name"] == "attention"]
-    assert waits and all(any(inside(wait, span) for span in attention) for wait in waits)
+    waiting = [span for span in spans(events, "compute") if span["name"] in ("attention", "summarise")]
+    assert waits and all(any(inside(wait, span) for span in waiting) for wait in waits)
     seconds = sum(wait["dur"] for wait in waits) / 1e6
     assert seconds >= report.stall_seconds, "a wait that the counters know is not on the timeline"
 

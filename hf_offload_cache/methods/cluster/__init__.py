@@ -56,6 +56,7 @@ from .history import HELD_BACK as HELD_BACK
 from .history import ClusterHistory as ClusterHistory
 from .new_clusters import NewClusters as NewClusters
 from .new_clusters import chain as chain
+from .new_clusters import clusters_of_rows as clusters_of_rows
 from .new_clusters import co_retrieved as co_retrieved
 from .new_clusters import in_pools as in_pools
 from .new_clusters import pairs as pairs

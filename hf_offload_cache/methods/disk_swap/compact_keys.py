@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...history.state import Array, State
-from ...kernels.on_a_device import has_step, to_device
+from ...kernels.on_a_device import has_step, to_device, to_host
 from ...kernels.ranking import Asks, encode
 from ...memory.account import MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
@@ -309,7 +309,7 @@ class CodedKeys(CompactKeys):
         self._key_heads, self._account, self._workspace = num_key_heads, account, workspace
         self._rank, self._offsets = coding.rank, coding.offsets
         self._queries, self._scale = coding.queries.numpy(), coding.query_scale.numpy()
-        self._mean = coding.mean.numpy(force=True)
+        self._mean = coding.mean.numpy() if self.device.type == "cpu" else None
         self._asks: Asks | None = None
         self._coding_bytes = coding.own_bytes + (coding.asking_bytes if self.device.type == "cuda" else 0)
         account.hold("adapters", self._coding_bytes)
@@ -361,6 +361,8 @@ class CodedKeys(CompactKeys):
         low = np.empty((*states.shape[:3], self._rank + 1), dtype=np.float32)
         np.matmul(states, self._queries.astype(np.float32).reshape(heads, dim, -1), out=low[..., :-1])
         low[..., :-1] *= self._scale
+        if self._mean is None:
+            self._mean = to_host(self.coding.mean)[0].numpy()
         np.matmul(states, self._mean.reshape(heads, dim, 1), out=low[..., -1:])
         return low.reshape(batch, query.shape[1], -1)
 
