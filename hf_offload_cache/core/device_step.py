@@ -48,23 +48,21 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
     history, storage, selecting = layer.history, layer.shared.storage, layer.selecting
     predictor: Any = layer.predictor
     assert selecting is not None
-    if selecting.watch is not None or history.records > MOST_UNITS:
+    chooses = history.records > layer.budget
+    if selecting.watch is not None or history.records > MOST_UNITS or (chooses and not predictor.chooses_on_device):
+        return None
+    slots = device_slots(layer, min(history.records, layer.budget))
+    if slots is None:
         return None
     counters, query = storage.counters, layer.query_of(call.query[:, :, 0], None)
     looks = (counters.decode_steps + layer.layer_idx) % LOOKED_AT == 0
-    value = weight = None
-    if history.records <= layer.budget:
+    value = weight = lost = None
+    if not chooses:
         every = torch.arange(history.records, dtype=torch.int32, device=history.device)
         units = every.expand(history.rows, -1)
     else:
         choice = predictor.choose_on_device(query, layer.budget, looks)
-        if choice is None:
-            return None
-        units, value, weight = choice.units, choice.value, choice.weight
-        if choice.lost is not None:
-            counters.later(lost_millionths=choice.lost)
-            counters.times_lost += 1
-    slots = device_slots(layer, units.shape[1])
+        units, value, weight, lost = choice.units, choice.value, choice.weight, choice.lost
     where = slots.bring(history, units)
     if where is None:
         layer.drop_fetcher()
@@ -76,19 +74,30 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
         output, logarithm = attend(*made_of, value, weight)
     attended = units.shape[1] * history.form.group_size + history.recent.shape[1]
     counters.attend(call.query.shape[0], history.length, attended)
+    if lost is not None:
+        counters.later(lost_millionths=lost)
+        counters.times_lost += 1
     if looks and weight is not None:
         counters.times_estimated += 1
-        counters.later(estimated_millionths=((weight - logarithm).exp().mean() * 1e6).long())
+        counters.later(estimated_millionths=((weight - logarithm).exp().nan_to_num().mean() * 1e6).long())
     return output[:, None], None
 
 
-def device_slots(layer: Layer, least: int) -> DeviceSlots:
-    """The slots of a layer: as many as its budget allows beside a complete choice, and at least `least` a row."""
-    history, selecting, slots = layer.history, layer.selecting, layer.device_slots
+def device_slots(layer: Layer, least: int) -> DeviceSlots | None:
+    """The slots of a layer, for at least `least` units a row: under a limit those that are planned, without one as many
+    besides a complete choice. None: a complete choice does not fit those that are planned."""
+    history, selecting, slots, storage = layer.history, layer.selecting, layer.device_slots, layer.shared.storage
     assert selecting is not None
-    if slots is None or slots.closed or slots.version != selecting.version or slots.count < least:
+    made_for = selecting.version, history.records
+    if slots is not None and not slots.closed and slots.made_for == made_for:
+        return slots
+    count = layer.slots // history.rows + (layer.budget if storage.account.limit is None else 0)
+    if count < least:
         layer.drop_fetcher()
-        count = layer.slots // history.rows + max(least, layer.budget)
-        layer.device_slots = slots = DeviceSlots(layer.shared.storage, history, count, selecting.version)
+        return None
+    if slots is None or slots.closed or slots.made_for[0] != selecting.version or slots.count < count:
+        layer.drop_fetcher()
+        layer.device_slots = slots = DeviceSlots(storage, history, count)
         layer.shared.books_changed = True
+    slots.made_for = made_for
     return slots

@@ -189,7 +189,7 @@ class SelectiveCache(OffloadCache):
         self.before_selecting()
         # no attention runs before the first layer's, so its last choice is prefetched
         first = self._selective.get(0)
-        self._looks_ahead = self._pace.first and not (first is not None and first.on_device)
+        self._looks_ahead = self._pace.first and (first is None or first.device_slots is None)
         if first is not None and self.look_ahead is not None and step.tokens == 1 and self._looks_ahead:
             with self.timeline.span("look ahead", 0):
                 first.prefetch_again()

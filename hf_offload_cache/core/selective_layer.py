@@ -522,7 +522,7 @@ class SelectiveLayer(OffloadLayer):
 
     def _sparse(self) -> bool:
         selecting = self.selecting
-        selects = selecting is not None and selecting.worthwhile and not self.on_device
+        selects = selecting is not None and selecting.worthwhile and self.device_slots is None
         return selects and self.is_filled and self.state == "tagged"
 
     def ahead(self, choice: Choice) -> None:

@@ -65,9 +65,12 @@ class TokenLog:
     def _known(self) -> torch.Tensor:
         """(B, length) as stored, after the copies from a device: a view."""
         if self._there:
-            there, self._there = self._there, []
-            for (at, _), ids in zip(there, to_host(*(ids for _, ids in there)), strict=True):
-                self._ids[:, at : at + ids.shape[1]] = ids
+            (copied,) = to_host(torch.cat([ids for _, ids in self._there], 1))
+            for (at, ids), own in zip(
+                self._there, copied.split([ids.shape[1] for _, ids in self._there], 1), strict=True
+            ):
+                self._ids[:, at : at + ids.shape[1]] = own
+            self._there = []
         return self._ids[:, : self.length]
 
     def has_padding(self) -> bool:

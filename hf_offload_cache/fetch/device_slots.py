@@ -37,6 +37,7 @@ class Addresses:
             new = np.broadcast_to(np.arange(first, units), (history.rows, units - first))
             records = history.extents(new).records
             self._storage.catch_up(history.store, history.device)
+            self._storage.prefetcher.check_written(history.store, records.reshape(-1))
             if (addresses := history.store.addresses(records.reshape(-1))) is None:
                 self._elsewhere, self._known = True, None
                 return None
@@ -54,14 +55,13 @@ class DeviceSlots:
 
     The account books them as "reuse slots". Everything is in the order of the current stream. For the thread that runs
     the model. Raises `BudgetError`, with nothing booked.
-
-    Args:
-        version: of the budgets that `count` comes from.
     """
 
-    def __init__(self, storage: Storage, history: Source, count: int, version: int = 0) -> None:
+    def __init__(self, storage: Storage, history: Source, count: int) -> None:
         form, device, self._account = history.form, history.device, storage.account
-        self.count, self.version = count, version
+        self.count = count
+        self.made_for = 0, 0
+        """Version of the budgets, and units a row, that `count` suffices for; set by the owner."""
         self._storage = storage
         self._addresses = Addresses(storage)
         shape = history.rows, count, form.payload_width
@@ -81,15 +81,20 @@ class DeviceSlots:
 
     def bring(self, history: Source, units: torch.Tensor) -> torch.Tensor | None:
         """Slots (rows, S) int32 of a step's `units` (rows, S) int32, distinct and ascending, at most `count`, after
-        their records were read into them. Does not wait. None if the device cannot read some record."""
+        their records were read into them. Does not wait. None if the device cannot read some record. If it raises, the
+        slots are freed, and this is closed: tables may say that records are there which were not read."""
         if (addresses := self._addresses.of(history)) is None:
             return None
         missing = addresses.shape[1] - self._slot_of.shape[1]
         if missing > 0:  # room for an eighth more
             more = self._slot_of.new_full((history.rows, missing + max(64, addresses.shape[1] // 8)), -1)
             self._slot_of = torch.cat([self._slot_of, more], 1)
-        slots, absent, counts = exchange(units, self._slot_of, self._unit_in, self._order)
-        bring(addresses, absent, slots, self.data)
+        try:
+            slots, absent, counts = exchange(units, self._slot_of, self._unit_in, self._order)
+            bring(addresses, absent, slots, self.data)
+        except BaseException:
+            self.free_memory()
+            raise
         self._count(history, units.numel(), counts)
         return slots
 
@@ -115,6 +120,5 @@ class DeviceSlots:
 
     def close(self) -> None:
         """Free the memory, after the reads in flight. Idempotent."""
-        if not self.closed:
-            torch.cuda.current_stream(self.data.device).synchronize()
+        torch.cuda.current_stream(self.data.device).synchronize()
         self.free_memory()

@@ -105,6 +105,7 @@ class Storage:
         self._audits = False
         self.stream_buffers: list[Staging] = []
         self._outgoing: dict[torch.device, Outgoing] = {}
+        self._read_by = set[torch.device]()  # devices that read records in host memory by themselves
         self._copies: weakref.WeakSet[Store] = weakref.WeakSet()  # whose records the writer copies, since `catch_up`
 
     # --- stores ------------------------------------------------------------------------------------------------
@@ -145,6 +146,8 @@ class Storage:
             if not self.closed:  # `close` reports it itself; the stuck operation keeps the store and its file
                 raise
         else:
+            for device in self._read_by:  # its kernels may still read memory that is about to be freed
+                torch.cuda.current_stream(device).synchronize()
             store.close()
         if store in self.stores:
             self.stores.remove(store)
@@ -177,6 +180,7 @@ class Storage:
     def catch_up(self, store: Store, device: torch.device) -> None:
         """Let work that the current stream of a CUDA device gets from now on read, in host memory, what was written to
         `store`. Blocks only for what the writer copies there."""
+        self._read_by.add(device)
         if device in self._outgoing:
             self._outgoing[device].join(device)
         if store in self._copies or device not in self._outgoing:

@@ -81,13 +81,19 @@ def _merged(  # type: ignore[no-untyped-def]
     return most, shares, found
 
 
-@functools.cache
 def counters(device: torch.device, size: int) -> torch.Tensor:
-    """(size,) int32 zeros of `device`, the same at each call: programs that are done, for each sum that several share.
+    """(size,) int32 zeros of `device`, the same at each call on a stream: programs that are done, for each sum that
+    several share.
 
     The last program of a sum sets its counter to zero again, so no launch clears them. Kernels of one stream run one
-    after the other, so each finds zeros. Kernels that use counters must not run on two streams at once.
+    after the other, so each finds zeros.
     """
+    on_cuda = device.type == "cuda"
+    return _counters(device, size, torch.cuda.current_stream(device).cuda_stream if on_cuda else 0)
+
+
+@functools.cache
+def _counters(device: torch.device, size: int, stream: int) -> torch.Tensor:
     return torch.zeros(size, dtype=torch.int32, device=device)
 
 

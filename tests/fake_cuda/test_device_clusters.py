@@ -26,6 +26,7 @@ from hf_offload_cache.methods.cluster import (
     NewClusters,
     Partition,
     arrivals,
+    clusters_of_rows,
     new_clusters,
 )
 from hf_offload_cache.methods.cluster.arrivals import Arrivals
@@ -245,7 +246,7 @@ def test_clusters_of_a_device_are_as_close_as_the_processors(size: int, capacity
     """The keys' squared distance to their means, and the number of clusters."""
     points = texts_keys(3, 1536, 32)
     of_rows, partition = Partition(3, 32, size, capacity, 1.25), Partition(3, 32, size, capacity, 1.25)
-    labels, counts, _, variances = new_clusters.clusters_of_rows(
+    labels, counts, _, variances = clusters_of_rows(
         points, partition.wanted(np.arange(3), 1536, 1536), capacity
     )
     for row in range(3):
@@ -259,21 +260,21 @@ def test_clusters_of_a_device_are_as_close_as_the_processors(size: int, capacity
 
 def test_rows_may_want_different_numbers() -> None:
     points, wanted = texts_keys(3, 200, 8), [1, 20, 7]
-    labels, counts, means, _ = new_clusters.clusters_of_rows(points, np.array(wanted), 300)
+    labels, counts, means, _ = clusters_of_rows(points, np.array(wanted), 300)
     assert [len(own.unique()) for own in labels] == wanted and (counts > 0).sum(1).tolist() == wanted
     for row, number in enumerate(wanted):
-        alone = new_clusters.clusters_of_rows(points[row : row + 1], np.array([number]), 300)
+        alone = clusters_of_rows(points[row : row + 1], np.array([number]), 300)
         assert torch.equal(labels[row], alone[0][0]) and torch.equal(means[row, :number], alone[2][0, :number])
 
 
 def test_equal_keys_and_keys_that_are_not_finite() -> None:
     """Runs of as many as a cluster holds; and no number out of range."""
-    labels, counts, _, variances = new_clusters.clusters_of_rows(torch.ones(1, 50, 4), np.array([5]), 12)
+    labels, counts, _, variances = clusters_of_rows(torch.ones(1, 50, 4), np.array([5]), 12)
     assert counts[0].sort(descending=True).values[:6].tolist() == [10] * 5 + [0] and not variances.any()
     assert torch.equal(labels[0], torch.arange(50, dtype=torch.int32) // 10)
     points = torch.ones(1, 50, 4)
     points[0, 7] = torch.nan
-    labels, counts, _, _ = new_clusters.clusters_of_rows(points, np.array([5]), 12)
+    labels, counts, _, _ = clusters_of_rows(points, np.array([5]), 12)
     assert counts.sum() == 50 and int(labels.max()) < int((counts > 0).sum())
 
 
@@ -305,6 +306,6 @@ def test_no_more_is_packed_than_booked(part: tuple[int, int], tmp_path: Any) -> 
 
 def test_the_kernels_functions_are_what_a_device_launches(device: Any) -> None:
     points = Fake(texts_keys(2, 300, 8))
-    new_clusters.clusters_of_rows(points, np.array([25, 25]), 24)
+    clusters_of_rows(points, np.array([25, 25]), 24)
     assert device.launches["kernels/on_a_device.py:run"] == 3 * (1 + 3) + 1 + 4 + 3 + 1 + 3
     assert device.launches.total() == 24 + 5 and not device.syncs

@@ -15,7 +15,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core import SelectiveLayer, TokenLog
+from hf_offload_cache.fetch import device_slots
 from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.model import Geometry
 
 TOKENS, PIECE, STEPS, LAYERS = 1280, 1280, 18, COMMON["num_hidden_layers"]
 Put = Callable[[torch.Tensor], torch.Tensor]
@@ -218,6 +220,39 @@ def test_slots_are_booked_and_freed() -> None:
         fed(model, cache, ids[:, -1:], Fake)
         assert not of_slots(cache)[0].closed
     assert not account.by_owner.get("reuse slots") and account.current == 0
+
+
+def test_a_read_that_could_not_begin_leaves_no_slot_that_says_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is repeated, and is right."""
+    ids = prompt(llama(), 1, TOKENS + 4)
+    with a_device() as (model, cache, _):
+        expected = decoded(model, cache, ids, Fake)
+    with a_device() as (model, cache, _):
+        decoded(model, cache, ids[:, : TOKENS + 3], Fake)
+
+        def refused(*_: Any) -> None:
+            raise MemoryError("no room for a kernel")
+
+        monkeypatch.setattr(device_slots, "bring", refused)
+        with pytest.raises(MemoryError):
+            fed(model, cache, ids[:, -1:], Fake)
+        monkeypatch.undo()
+        assert any(slots is not None and slots.closed for slots in of_slots(cache))
+        found = fed(model, cache, ids[:, -1:], Fake)
+    torch.testing.assert_close(found, expected[:, -1:])
+
+
+def test_slots_that_a_budget_has_hold_a_complete_choice_or_the_host_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit plans no slots for a choice of each layer beside those of `reuse_capacity`."""
+    monkeypatch.setattr(DiskSwapCache, "lend_slots", lambda *_: None)
+    ids = prompt(llama(), 1, TOKENS + 2)
+    for reuse, there in ((160, True), (16, False)):
+        with a_device(memory="64MiB", max_batch=1, reuse_capacity=reuse) as (model, cache, _):
+            decoded(model, cache, ids, Fake)
+            assert all((slots is not None) == there for slots in of_slots(cache))
+            if there:
+                planned = type(cache).plan(Geometry.of(model), cache.config, TOKENS + 128, 1).decode["reuse slots"]
+                assert cache.storage.account.by_owner["reuse slots"] == planned
 
 
 def test_memory_that_is_not_pinned_goes_over_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,8 @@ from triton_kernels import DEVICES, kernels
 
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.kernels import kmeans
-from hf_offload_cache.methods.cluster import ClusterForm
+from hf_offload_cache.methods.cluster import ClusterForm, clusters_of_rows
 from hf_offload_cache.methods.cluster.arrivals import Arrivals
-from hf_offload_cache.methods.cluster.new_clusters import clusters_of_rows
 from hf_offload_cache.methods.cluster.plan import clustering_there
 
 SIZES = [(1, 1, 1, 1), (2, 77, 5, 9), (3, 130, 70, 64), (1, 200, 129, 24), (2, 33, 7, 200)]

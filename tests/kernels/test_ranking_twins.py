@@ -10,8 +10,7 @@ import torch
 
 from hf_offload_cache.kernels.ranking import BLOCK, HIDDEN, components, encode, pick, project, rest, score, share
 from hf_offload_cache.memory import MemoryAccount, Workspace
-from hf_offload_cache.methods.disk_swap import CodedKeys, compact_keys, fit_coding, rank_units
-from hf_offload_cache.methods.disk_swap.coding import Coding
+from hf_offload_cache.methods.disk_swap import CodedKeys, Coding, compact_keys, fit_coding, rank_units
 
 SCALING = 0.125
 

@@ -36,8 +36,8 @@ Differences from algorithm 1:
 * A cluster over capacity is split whatever its variance, and into more than two parts if they would be over capacity:
   `Partition.parts`.
 * A variance splits no cluster once the head's clusters reserve 2.5 times the disk space of its keys: `Partition.roomy`.
-* On a device a new cluster over capacity becomes equal runs of its keys, in the order of the sequence (`parted` in
-  `kernels/kmeans.py`).
+* On a device a new cluster over capacity becomes equal runs of its keys, in the order of the sequence:
+  `clusters_of_rows`.
 * Over the buffer budget, as many of the fullest clusters as needed are settled (`fullest`), and only flagged ones are
   split. The paper always splits the fullest one.
 * Shared clusters are closed: no key joins them, and they are not split (`Partition.nearest`, `Partition.close`).

@@ -336,7 +336,8 @@ class CodedKeys(CompactKeys):
         if has_step(keys.device, dim):
             coding, first, each = self.coding, self.tokens, self._rows.each
             made_of = coding.mean, coding.keys, coding.key_scale, coding.counts
-            encode(keys, *made_of, self._rows.extend(tokens), each, first)
+            encode(keys, *made_of, self._rows.memory, each, first)
+            self._rows.extend(tokens)
             return
         for piece in parts(keys, _encoded_at_once(heads * dim, self._rank, part)):
             codes = self.coding.encode(piece.transpose(1, 2).flatten(2).flatten(0, 1))

@@ -378,12 +378,16 @@ class FittedKeys:
         device, ratio = queries[0].states.device, maps.log_ratio.reshape(rows, each)
         return placed(mass, ratio, values, self._form_of_rows, batch, device)
 
-    def choose_on_device(self, query: Query, wanted: int, looks: bool) -> DeviceChoice | None:
+    @property
+    def chooses_on_device(self) -> bool:
+        """As `LowRankPredictor.chooses_on_device`."""
+        return isinstance(self.keys, CodedKeys) and (self.sinks is not None or not self.rules.num_sinks)
+
+    def choose_on_device(self, query: Query, wanted: int, looks: bool) -> DeviceChoice:
         """The `wanted` best units of each row for a query, by all components, and an estimate of those that follow, on
-        the keys' device; `looks`: with the lost mass. None: there are no codes, or no keys of sinks."""
+        the keys' device; `looks`: with the lost mass."""
         keys, form, sinks = self.keys, self.form, self.sinks
-        if not isinstance(keys, CodedKeys) or (sinks is None and self.rules.num_sinks):
-            return None
+        assert isinstance(keys, CodedKeys)
         asks, counts, group, latest = keys.asks, keys.coding.counts, form.group_size, query.recent()
         recent = latest.view(self.rows, form.num_key_heads, *latest.shape[2:])
         first, apart = (recent[:, :, :0], 0) if sinks is None else (sinks.keys, sinks.units.shape[1])
@@ -406,7 +410,7 @@ class FittedKeys:
             mass = importance[:, apart:].sum() - importance.gather(1, chosen[:, apart:].long()).sum()
             if value is not None:
                 mass -= importance.gather(1, others.long()).sum()
-            lost = (mass * (1e6 / (query.states[..., 0].numel()))).long()
+            lost = (mass.nan_to_num() * (1e6 / (query.states[..., 0].numel()))).long()
         return DeviceChoice(chosen, value, weight, lost)
 
     def seen(self, query: Query) -> torch.Tensor | None:

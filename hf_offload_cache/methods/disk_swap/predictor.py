@@ -127,13 +127,15 @@ class LowRankPredictor(Predictor):
         chosen = np.isneginf(np.take_along_axis(others, best, 1))
         return replace(choice, next=np.where(chosen, -1, candidates[best]))
 
-    def choose_on_device(self, query: Query, budget: int, looks: bool) -> DeviceChoice | None:
-        """As `select`, on the device of the keys and by all units at every step; None: this needs the host. `looks`:
-        with the lost mass."""
-        choice = self.fitted.choose_on_device(query, budget, looks)
-        if choice is not None:
-            self._latest = self._beyond = None
-        return choice
+    @property
+    def chooses_on_device(self) -> bool:
+        """Whether there are codes, and the keys of sinks, as `choose_on_device` needs them."""
+        return self.fitted.chooses_on_device
+
+    def choose_on_device(self, query: Query, budget: int, looks: bool) -> DeviceChoice:
+        """As `select`, on the device of the keys and by all units at every step. `looks`: with the lost mass."""
+        self._latest = self._beyond = None
+        return self.fitted.choose_on_device(query, budget, looks)
 
     def estimate(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
         """As `Predictor.estimate`."""

@@ -117,11 +117,14 @@ class TokenRows:
                 parted[..., : partial.shape[2], place + complete // each] = partial
         self.tokens += count
 
-    def extend(self, tokens: int) -> torch.Tensor:
-        """Count as many further tokens, whose room is reserved, as stored. Returns all memory, room included, in which
-        the caller puts them at their places."""
-        self.tokens += tokens
+    @property
+    def memory(self) -> torch.Tensor:
+        """All memory, room included, in which a caller may put tokens at their places, and then call `extend`."""
         return self._data
+
+    def extend(self, tokens: int) -> None:
+        """Count as many further tokens, which are in `memory`, as stored."""
+        self.tokens += tokens
 
     def truncate(self, tokens: int) -> None:
         """Keep the first `tokens` of every row."""
