@@ -8,8 +8,8 @@ measures for three minutes and ends. The same command goes on with what is missi
 kernels: each kernel against the bytes that it moves.
 text: SmolLM2 on 32K tokens of text. Its positions end at 8K, so only the times mean something: a prefill and a step.
 quality: SmolLM2 within its positions: distance to `DynamicCache` on texts, and planted needles.
-shape: steps of a few layers of Llama-3.1-8B's shape with random weights, filled with synthetic keys and values. Of two
-numbers of layers follow the figures of all 32 (rows of "scaled").
+shape: steps of a few layers of Llama-3.1-8B's shape with random weights, filled with synthetic keys and values. Steps
+of two numbers of layers give those of all 32 (rows of "scaled").
 capped: the largest batch of all 32 layers, on a device that gives torch so much memory only.
 complete: as "shape", with all 32 layers, if device and host have the memory.
 

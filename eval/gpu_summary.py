@@ -88,7 +88,7 @@ def _over(rows: dict[str, dict[str, Any]], one: str, other: str, field: str = "m
 
 
 def promises(rows: Rows, ours: Iterable[str]) -> Rows:
-    """What the project promises of a GPU, for each of our caches."""
+    """The limits for a GPU, for each of our caches, and whether they are reached."""
     text = {row["name"]: row for row in rows if (row["part"], row.get("tokens")) == ("text", 32768)}
     many, long = steps_of(rows, 32768, 8), steps_of(rows, 131072, 1)
     cap = largest(rows, 24, 32768)

@@ -209,7 +209,7 @@ def _lost_note(cls: Any, config: OffloadConfig, geometry: Geometry, given: dict[
 _MEASURED = "(measured on SmolLM2-135M up to 8K tokens)"
 
 
-# Where the records of a model on a GPU lie
+# The store of a model's records on a GPU
 
 HOST_SHARE = Fraction(3, 4)
 """Share of the available host memory that records may take. Pinned memory is neither swapped nor reclaimed, and the
@@ -268,7 +268,7 @@ def configured(
 def _has_host_room(
     cls: Any, geometry: Geometry, config: OffloadConfig, context: int, batch: int, here: bool = True
 ) -> tuple[bool, str]:
-    """Whether a cache with engine "memory" fits into host memory, and the figures. What may be used is its
+    """Whether a cache with engine "memory" fits into host memory, and the figures. The limit is its
     `host_memory`, or a share of what this machine has available."""
     try:
         plan: MemoryPlan = cls.plan(geometry, config, context, batch)

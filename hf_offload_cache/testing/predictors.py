@@ -150,13 +150,7 @@ class PredictorTests:
             assert predictor.ready(self.tokens // self.form.group_size)
             assert self.learn(predictor, keys, self.tokens) == []
             self.chosen(predictor, self.query(rows, keys))
-            run, units = DryRun(), self.tokens // self.form.group_size
-            self.make_predictor(rows, run).rehearse(run, self.tokens + _LATEST, self.num_heads, units)
-            plan = run.plan(0)
-            most = [sum(own.values()) + sum(shared.values()) for own, shared in (
-                (plan.own.prefill, plan.shared.prefill), (plan.own.decode, plan.shared.decode),
-            )]  # fmt: skip
-            assert 0 < account.peak + predictor.tables_nbytes <= max(most)
+            assert 0 < account.peak + predictor.tables_nbytes <= self._most_planned(rows)
 
     def test_choices(self) -> None:
         """Within bounds and budget, with the sinks, also for a guess; and they depend on the query."""
@@ -247,6 +241,14 @@ class PredictorTests:
         self.learn(predictor, keys)
         return predictor
 
+    def _most_planned(self, rows: int) -> int:
+        """Bytes that a dry run of a predictor of `rows` rows declares, in the pass that takes more."""
+        run, units = DryRun(), self.tokens // self.form.group_size
+        self.make_predictor(rows, run).rehearse(run, self.tokens + _LATEST, self.num_heads, units)
+        plan = run.plan(0)
+        passes = (plan.own.prefill, plan.shared.prefill), (plan.own.decode, plan.shared.decode)
+        return max(sum(own.values()) + sum(shared.values()) for own, shared in passes)
+
     def test_no_more_is_held_than_planned(self) -> None:
         """At its peak, while it is fitted, chooses and moves rows; and `close` frees everything."""
         for rows in (1, 3):
@@ -254,13 +256,7 @@ class PredictorTests:
             predictor, keys = self.fitted_predictor(rows, account)
             self.chosen(predictor, self.query(rows, keys))
             predictor.select_rows(torch.arange(rows).flip(0))
-            run, units = DryRun(), self.tokens // self.form.group_size
-            self.make_predictor(rows, run).rehearse(run, self.tokens + _LATEST, self.num_heads, units)
-            plan = run.plan(0)
-            most = [sum(own.values()) + sum(shared.values()) for own, shared in (
-                (plan.own.prefill, plan.shared.prefill), (plan.own.decode, plan.shared.decode),
-            )]  # fmt: skip
-            assert 0 < account.peak + predictor.tables_nbytes <= max(most)
+            assert 0 < account.peak + predictor.tables_nbytes <= self._most_planned(rows)
             predictor.close()
             assert all(held == 0 for owner, held in account.by_owner.items() if owner != "scores")
             self.learn(predictor, self.keys(rows, self.tokens))

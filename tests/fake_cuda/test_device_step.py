@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import Counts, Fake, fake_cuda, on_the_device, values_of
+from fake_device import CUDA, Counts, Fake, fake_cuda, on_the_device, values_of
 from harness import COMMON, build, prompt
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core import SelectiveLayer, TokenLog
 from hf_offload_cache.fetch import device_slots
+from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.methods.spec import ChosenEntries
 from hf_offload_cache.model import Geometry
 
 TOKENS, PIECE, STEPS, LAYERS = 1280, 1280, 18, COMMON["num_hidden_layers"]
@@ -240,6 +242,22 @@ def test_a_read_that_could_not_begin_leaves_no_slot_that_says_it_has_it(monkeypa
         assert any(slots is not None and slots.closed for slots in of_slots(cache))
         found = fed(model, cache, ids[:, -1:], Fake)
     torch.testing.assert_close(found, expected[:, -1:])
+
+
+def test_an_entry_that_could_not_be_read_is_not_resident() -> None:
+    """Of `SpecCache`, whose tokens are exchanged before their entries are read, too."""
+
+    def exchanged(tokens: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tokens.copy_(wanted), wanted
+
+    def refused(*_: Any) -> None:
+        raise MemoryError("no room for a kernel")
+
+    with fake_cuda():
+        chosen = ChosenEntries(RecordFormat(2, 8, 2, 8, torch.float32, 4), 1, 4, CUDA, MemoryAccount())
+        with pytest.raises(MemoryError):
+            chosen.exchange(Fake(torch.arange(8).view(1, 2, 4)), exchanged, refused, torch.cuda.Stream())
+        assert chosen.empty and chosen.tokens.tolist() == [[[-1] * 4] * 2]
 
 
 def test_slots_that_a_budget_has_hold_a_complete_choice_or_the_host_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,13 +160,18 @@ class ChosenEntries:
         """
         self._wait()
         self.wanted = self.absent = None
-        fetched, counts = exchanged(self.tokens, wanted)
-        for used in (fetched, self.keys, self.values):
-            used.record_stream(stream)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            gather(fetched, (self.keys, self.values))
-            self._under_way = stream.record_event()
+        try:
+            fetched, counts = exchanged(self.tokens, wanted)
+            for used in (fetched, self.keys, self.values):
+                used.record_stream(stream)
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                gather(fetched, (self.keys, self.values))
+                self._under_way = stream.record_event()
+        except BaseException:  # tokens may name entries that were not read
+            self.tokens.fill_(-1)
+            self.empty = True
+            raise
         self.empty = self.empty and not wanted.shape[2]
         return counts
 
