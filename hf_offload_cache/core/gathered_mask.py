@@ -1,0 +1,65 @@
+"""The mask of a step's gathered entries, taken column by column from the model's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..fetch.choice import Choice, Estimates, Fetched
+from ..history.base import History
+from ..model.attention_call import AttentionCall
+
+
+def gathered_mask(call: AttentionCall, history: History, choice: Choice, fetched: Fetched) -> torch.Tensor:
+    """The mask (B, 1 or H, q, N + t) of the fetched entries; for each query head if key heads have their own rows.
+
+    Contains columns of the model's mask (None: causal, aligned at the lower right); missing entries are hidden.
+    """
+    batch, length, device = call.query.shape[0], history.length, history.device
+    if call.mask is None and call.query.shape[2] == 1 and fetched.valid is not None:  # all entries are visible
+        seen = np.pad(fetched.valid, ((0, 0), (0, history.recent.shape[1])), constant_values=True)
+        return _of_query_heads(call, torch.from_numpy(seen).to(device).unflatten(0, (batch, -1))[:, :, None])
+    places = fetched.of_chosen(history.positions(choice.units))
+    recent = np.arange(length - history.recent.shape[1], length)
+    valid = places >= 0 if fetched.valid is None else fetched.valid & (places >= 0)
+    places = np.concatenate([places.clip(min=0), np.broadcast_to(recent, (len(places), len(recent)))], 1)
+    columns = torch.from_numpy(places).to(device).unflatten(0, (batch, -1))[:, :, None]
+    mask = call.mask
+    if mask is None:
+        mask = torch.ones(1, 1, call.num_queries, length, dtype=torch.bool, device=device)
+        mask = mask.tril(length - call.num_queries)
+    mask = mask.expand(batch, columns.shape[1], -1, -1)
+    mask = mask.gather(-1, columns.expand(-1, -1, mask.shape[2], -1))
+    if not valid.all():
+        least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        hidden = ~torch.from_numpy(valid).to(device).unflatten(0, (batch, -1))[:, :, None]
+        mask[..., : valid.shape[1]] = mask[..., : valid.shape[1]].masked_fill(hidden, least)
+    return _of_query_heads(call, mask)
+
+
+def biased_mask(call: AttentionCall, mask: torch.Tensor | None, estimates: Estimates, entries: int) -> torch.Tensor:
+    """An additive mask (B, H, q, entries) in the query's type: that of other entries, the boolean or additive `mask`
+    (B, 1 or H, q, ·), None if all are visible; then the bias of `estimates`."""
+    bias, dtype = estimates.bias, call.query.dtype
+    count, least = bias.shape[3], torch.finfo(dtype).min
+    result = torch.zeros(*bias.shape[:3], entries, dtype=dtype, device=bias.device)
+    result[..., entries - count :] = bias.clamp_min(least)
+    if mask is not None and mask.dtype == torch.bool:
+        result[..., : entries - count].masked_fill_(~mask, least)
+    elif mask is not None:
+        result[..., : entries - count] = mask
+    return result
+
+
+def millionths(call: AttentionCall, scaling: float, keys: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Share of the attention mass on the last `count` of the keys (B, Hk, n, D), mean over rows, heads and queries, for
+    the additive mask (B, H, q, n): () int64, in millionths, on their device; 0 if scores are not finite."""
+    (rows, heads, queries, dim), shared = call.query.shape, keys.shape[1]
+    states = call.query.reshape(rows, shared, -1, dim).to(keys.dtype)
+    scores = torch.matmul(states, keys.transpose(2, 3)).view(rows, heads, queries, -1).float() * scaling
+    return (scores.add_(mask).softmax(3)[..., -count:].sum(3).mean().nan_to_num() * 1e6).long()
+
+
+def _of_query_heads(call: AttentionCall, mask: torch.Tensor) -> torch.Tensor:
+    """A mask (B, 1 or key heads, q, n), repeated for each query head."""
+    return mask if mask.shape[1] == 1 else mask.repeat_interleave(call.query.shape[1] // mask.shape[1], 1)
