@@ -305,7 +305,7 @@ class OffloadConfig:
 class SelectiveConfig(OffloadConfig):
     """Fields of every cache that selects tokens."""
 
-    sets_memory: ClassVar[tuple[str, ...]] = ("num_selected", "reuse_capacity", "memory")
+    sets_memory: ClassVar[tuple[str, ...]] = ("num_selected", "reuse_capacity", "host_slots", "memory")
     """Fields with which a user sets the memory for selecting: see `SelectiveCache.weigh`."""
 
     num_selected: int = 400
@@ -316,12 +316,17 @@ class SelectiveConfig(OffloadConfig):
     look_ahead: bool | None = None
     """Guess the next layer's query and prefetch for it. None: if that is measured to be faster. The guess takes
     processor time, which does not pay on a fast disk. The selection always uses the true query."""
+    host_slots: int | str | None = None
+    """Bytes, or a size such as "300MiB", of slots in host memory for records that were read, in addition to the slots
+    on the device: a cache of the disk. Layers share it equally. On a CPU it gives that many more slots. None: none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_selection()
         self._at_least("reuse_capacity", 0)
         self._one_of("look_ahead", (None, True, False))
+        if self.host_slots is not None:
+            parse_size(self.host_slots, "host_slots")
 
     def _check_selection(self) -> None:
         self._at_least("num_selected", 1)
@@ -337,6 +342,10 @@ class SelectiveConfig(OffloadConfig):
     def most_tokens_fetched(self, held: int) -> int:
         """As `tokens_fetched`, including widened steps (see `Selecting.widen`)."""
         return self.tokens_fetched(held)
+
+    def host_bytes_of(self, layers: int) -> int:
+        """A layer's part of `host_slots`, of so many layers."""
+        return 0 if self.host_slots is None else parse_size(self.host_slots, "host_slots") // max(1, layers)
 
 
 @dataclass(frozen=True)

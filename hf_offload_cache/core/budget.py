@@ -16,7 +16,7 @@ import numpy as np
 
 from ..config import GOALS, OffloadConfig, parse_memory, parse_size
 from ..errors import BudgetError, ConfigError, shown
-from ..memory.fit import fit_nothing, slow_blocks
+from ..memory.fit import fit_nothing, slow_blocks, with_host_slots
 from ..memory.machine import free_memory
 from ..memory.plan import MemoryPlan
 from ..model.fingerprint import fingerprint
@@ -469,5 +469,7 @@ def _fit(
     options = search(cls.config_class, cls.plan, geometry, limits, fields, of_goal)
     if not geometry.layers:
         return fit_nothing(options)
-    config: OffloadConfig = cls.choose_exact(options) if fields.get("exact") else cls.choose_fields(options, geometry)
-    return config
+    if fields.get("exact"):
+        exact: OffloadConfig = cls.choose_exact(options)
+        return exact
+    return with_host_slots(options, cls.choose_fields(options, geometry))

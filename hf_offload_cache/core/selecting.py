@@ -9,6 +9,7 @@ from ..config import SelectiveConfig
 from ..fetch.areas import Areas
 from ..fetch.choice import Choice
 from ..fetch.storage import Storage
+from ..history.records import RecordFormat
 from ..memory.account import Workspace
 from ..predictors.sinks import sink_units
 
@@ -21,6 +22,8 @@ class Selecting:
     storage: Storage
     reads_ahead: int = 1
     """Maximum number of prefetches in flight."""
+    layers: int = 1
+    """Number of layers that select."""
     padded: bool = False
     """Some row has padding, so its sinks may begin anywhere in a unit."""
     watch: Callable[[int, Choice], None] | None = None
@@ -64,6 +67,12 @@ class Selecting:
             return 0
         most = min(slots + -(-config.num_sinks // unit_size), most_slots(config, unit_size, units))
         return most if fixed else int(self.slot_share * most)
+
+    def host_slots(self, config: SelectiveConfig, form: RecordFormat, rows: int, units: int, near: int) -> int:
+        """Slots in host memory for a layer of `units` units a row, besides `near` ones on the device, which they do
+        not duplicate."""
+        room = config.host_bytes_of(self.layers) // form.payload_bytes
+        return max(0, min(room, rows * most_slots(config, form.group_size, units) - near)) if room else 0
 
     def limit(self, worthwhile: bool, slot_share: float) -> None:
         """Set `worthwhile` and `slot_share` for the steps from now on."""

@@ -116,7 +116,7 @@ class SelectiveCache(OffloadCache):
         self._pace = Pace(settings.look_ahead)
         if settings.exact:
             return
-        self.selecting = Selecting(settings, self.shared.storage, self.reads_ahead)
+        self.selecting = Selecting(settings, self.shared.storage, self.reads_ahead, len(self.selective))
         if settings.look_ahead is not False:
             self.look_ahead = LookAhead(self.shared.storage.account)
         self._selective = {layer.layer_idx: layer for layer in self.selective}

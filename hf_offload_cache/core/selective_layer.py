@@ -18,8 +18,9 @@ from ..fetch.areas import records_soon
 from ..fetch.choice import Choice, Estimate, Estimates
 from ..fetch.device_slots import DeviceSlots
 from ..fetch.fetcher import Fetched, Fetcher
+from ..fetch.policy import FirstIn, Policy
 from ..fetch.replica_link import Link
-from ..fetch.tier import SlotTier, Tier
+from ..fetch.tier import Tier, slot_tiers
 from ..history.base import Sealed, all_sealed
 from ..history.records import without_autocast
 from ..memory.dry_run import DryRun
@@ -85,9 +86,9 @@ class SelectiveLayer(OffloadLayer):
         return made
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
-        """The tiers in which read payloads stay, fastest first: `capacity` payloads on the device."""
-        form, device = self.history.form, self.history.device
-        return [SlotTier(capacity, form.payload_width, form.payload_dtype, device, self.shared.storage.account)]
+        """The tiers in which read payloads stay, fastest first, `capacity` payloads in all."""
+        history, account = self.history, self.shared.storage.account
+        return slot_tiers(history.form, history.device, account, self.near_slots, capacity, self.policy)
 
     def make_link(self) -> Link | None:
         """The link that reads some records as replicas; None: it reads none."""
@@ -125,7 +126,7 @@ class SelectiveLayer(OffloadLayer):
         """Rehearse the history, the predictor, tiers and a step's gather."""
         self.rehearse_history(run, kind, context)
         ahead = 0 if self.config.look_ahead is False else 1
-        self.selecting = selecting = Selecting(self.config, self.shared.storage, ahead, padded=True)
+        self.selecting = selecting = Selecting(self.config, self.shared.storage, ahead, kind.layers, padded=True)
         wanted = selecting.units(self.config, kind.form.group_size, context)
         self.predictor = self.make_predictor()
         self.predictor.rehearse(run, context, kind.num_heads * kind.batch // kind.rows, wanted)
@@ -319,9 +320,21 @@ class SelectiveLayer(OffloadLayer):
     @property
     def slots(self) -> int:
         """Number of slots for `make_tiers`; when it changes, tiers are made again."""
+        history, selecting, near = self.history, self.selecting, self.near_slots
+        assert selecting is not None
+        return near + selecting.host_slots(self.config, history.form, history.rows, history.records, near)
+
+    @property
+    def near_slots(self) -> int:
+        """Slots on the device."""
         history, selecting = self.history, self.selecting
         assert selecting is not None
         return history.rows * selecting.slots(self.config, history.form.group_size, history.records)
+
+    @property
+    def policy(self) -> Callable[[int], Policy]:
+        """Makes the replacement policy of a number of slots."""
+        return FirstIn
 
     @property
     def fetcher(self) -> Fetcher:

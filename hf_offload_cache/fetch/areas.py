@@ -35,6 +35,12 @@ class ByteRows:
             self._bytes[target] = source._bytes[rows]
             return
         into, taken = self.tensor, source.tensor
+        if source._bytes is not None:  # through pinned memory, so that nothing waits
+            gathered = pinned_empty(len(target), source._bytes.shape[1])
+            np.take(source._bytes, np.arange(len(taken))[rows], 0, gathered.numpy())
+            there = gathered.view(taken.dtype).to(into.device, non_blocking=True)
+            into.index_copy_(0, _index(target, into.device), there)
+            return
         taken = taken[rows] if isinstance(rows, slice) else taken.index_select(0, _index(rows, taken.device))
         into.index_copy_(0, _index(target, into.device), taken.to(into.device))
 
@@ -148,6 +154,11 @@ class Staging:
                 records = self._device[: size * form.record_bytes].view(size, form.record_bytes)
                 self._payloads[shape] = ByteRows(form.payload(records))
         return self._payloads[shape]
+
+    def host_payloads(self, count: int, form: Any) -> ByteRows:
+        """The payloads of the first `count` records in host memory, valid until the next `host_rows`."""
+        records = self._host[: count * form.record_bytes].view(count, form.record_bytes)
+        return ByteRows(form.payload(records))
 
     def wait_uploaded(self) -> None:
         """Block until every `upload` has read its host rows."""

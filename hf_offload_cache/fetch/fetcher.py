@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from .areas import Areas, ByteRows, Filled, records_soon
+from .areas import Areas, ByteRows, Filled, Staging, records_soon
 from .choice import Choice, Estimate, Estimates, Extents, Fetched, Source, valid_entries
 from .reads import AreaReads, EarlyLook, Missing
 from .replica_link import Link
@@ -41,6 +42,9 @@ class Fetcher:
         self._several = len(self.tiers) > 1
         self._missing, self._reads = Missing(storage, areas, layer_idx, link), AreaReads(storage, areas, layer_idx)
         self._weighs, self.layer_idx = link is not None, layer_idx
+        self._in_use: dict[Tier, np.ndarray] = {}  # by tiers that keep what is read: slots of the gather's records
+        if any(tier.keeps_reads for tier in tiers):
+            self._missing.keep_reads(self._keep_read)
         self._early = None if looks is None else EarlyLook(storage, looks, layer_idx)
         self.latest: Choice | None = None
         """The latest gathered choice; None after a change of the rows."""
@@ -187,6 +191,8 @@ class Fetcher:
             lies_in = tier.locate(records)
             hits.append((tier, lies_in))
             absent = absent & (lies_in < 0)
+            if tier.keeps_reads:
+                self._in_use[tier] = lies_in[lies_in >= 0]
         places, ready, estimates = absent.nonzero()[0], 0, None
 
         def meanwhile() -> None:
@@ -212,6 +218,12 @@ class Fetcher:
         if form.bits is not None:
             view.unpack()
         return Filled(self, choice.units, extents, view, count - places.size, ready), estimates
+
+    def _keep_read(self, records: np.ndarray, area: Staging, form: Any) -> None:
+        """Let tiers that keep what is read keep the first records of an area."""
+        for tier, in_use in self._in_use.items():
+            new = (tier.locate(records) < 0).nonzero()[0]
+            tier.keep(records[new], in_use, area.host_payloads(records.size, form), new)
 
     def look(self, history: Source, extents: Extents, *, again: bool = False) -> torch.Tensor:
         """The payloads (rows, E, payload width) of the records of `extents`, for a predictor; -1: zeros.

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from .prefetcher import Ticket
 from .replica_link import Link
 from .storage import Storage
 from .tier import among, distinct
+
+Kept = Callable[[np.ndarray, Staging, Any], None]
+"""Takes distinct records (n,), the area whose first n records they are, as the format says."""
 
 # A read into a borrowed area
 
@@ -70,6 +74,8 @@ class AreaReads:
 
     def __init__(self, storage: Storage, areas: Areas, layer_idx: int | None, link: Link | None = None) -> None:
         self._storage, self._areas, self._layer_idx, self._link = storage, areas, layer_idx, link
+        self.kept: Kept | None = None
+        """Called after each read for a gather; None: nothing is."""
 
     def read(
         self, history: Source, records: np.ndarray, area: Staging, *, ahead: bool = False,
@@ -144,6 +150,8 @@ class AreaReads:
                 else:
                     self._storage.counters.stall_seconds += read.ticket.wait()
                 into.put(target, read.area.payloads(read.records.size, history.form), rows)
+                if self.kept is not None:
+                    self.kept(read.records, read.area, history.form)
             else:
                 self._finish_both(history, read, read.replicated, into, target, np.arange(read.records.size)[rows])
         except Exception:
@@ -190,6 +198,8 @@ class AreaReads:
         if read.ticket is not None:
             self._storage.wait_for(read.ticket, self._layer_idx)
             into.put(target[~packed], area.payloads(whole, form), to_whole)
+            if self.kept is not None:
+                self.kept(read.records[~replicated], area, form)
         if lost:
             again = read.records[replicated]
             link.replicas.forget(again)
@@ -313,6 +323,10 @@ class Missing:
     def __init__(self, storage: Storage, areas: Areas, layer_idx: int | None, link: Link | None) -> None:
         self._areas, self._reads = areas, AreaReads(storage, areas, layer_idx, link)
         self.ahead: ReadAhead | None = None
+
+    def keep_reads(self, kept: Kept) -> None:
+        """Call `kept` after each read for a gather."""
+        self._reads.kept = kept
 
     def begin_ahead(
         self, history: Source, choice: Choice, room: int, records: np.ndarray, importance: Importance,

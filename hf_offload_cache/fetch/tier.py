@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 
-from ..memory.account import SLOTS, MemoryAccount
+from ..memory.account import HOST_SLOTS, SLOTS, MemoryAccount
 from .areas import Areas, ByteRows, View
 from .choice import Fetched, kept_entries
 from .policy import FirstIn, Policy
@@ -102,6 +102,10 @@ class Tier(Protocol):
     For the thread that runs the model.
     """
 
+    keeps_reads: bool
+    """It is in host memory next to a device, and keeps records from the memory that they are read into; otherwise from
+    where they are attended to."""
+
     def locate(self, records: np.ndarray) -> np.ndarray:
         """The slot of each record (int64 ids); -1 if it is not resident."""
 
@@ -131,10 +135,13 @@ class Tier(Protocol):
 
 
 class SlotTier:
-    """`capacity` payloads of `width` elements in one tensor on `device`, booked in the account as `owner`.
+    """`capacity` payloads of `width` elements in one tensor on `device`, booked in the account as "reuse slots".
 
     Raises `BudgetError`, with nothing booked.
     """
+
+    owner: ClassVar[str] = SLOTS
+    keeps_reads = False
 
     def __init__(
         self,
@@ -143,16 +150,18 @@ class SlotTier:
         dtype: torch.dtype,
         device: torch.device,
         account: MemoryAccount,
-        owner: str = SLOTS,
         policy: Callable[[int], Policy] = FirstIn,
     ) -> None:
         self.capacity = capacity
         self._table = SlotTable(capacity, policy)
-        self._account, self._owner = account, owner
-        self._data = account.empty(owner, capacity, width, dtype=dtype, device=device)
+        self._account = account
+        self._data = self._allocated(capacity, width, dtype, device)
         self._rows = ByteRows(self._data)
         self.locate = self._table.locate
         self.forget = self._table.forget
+
+    def _allocated(self, capacity: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._account.empty(self.owner, capacity, width, dtype=dtype, device=device)
 
     def rehearse(self, records: int) -> None:
         self._table.rehearse(records)
@@ -182,11 +191,45 @@ class SlotTier:
         return self._table.nbytes
 
     def close(self) -> None:
-        self._account.free(self._owner, self._data)
+        self._account.free(self.owner, self._data)
         self._data = self._data.new_empty(0, *self._data.shape[1:])
         self._rows = ByteRows(self._data)
         self._table = SlotTable(0)
         self.locate, self.forget = self._table.locate, self._table.forget
+
+
+class HostTier(SlotTier):
+    """A `SlotTier` in pinned host memory next to slots on a device, booked as "host slots": a cache of the disk.
+
+    It keeps records as they are read, from the host memory that they were read into."""
+
+    owner = HOST_SLOTS
+    keeps_reads = True
+
+    def _allocated(self, capacity: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._account.empty(self.owner, capacity, width, dtype=dtype, device=device, pinned=True)
+
+    def renew(self, records: np.ndarray, source: ByteRows) -> None:
+        """The rewritten records are on the device, and on the disk: they are read again when they are needed."""
+        self.forget(records)
+
+
+def slot_tiers(
+    form: Any, device: torch.device, account: MemoryAccount, near: int, capacity: int,
+    policy: Callable[[int], Policy] = FirstIn,
+) -> list[Tier]:  # fmt: skip
+    """Tiers for `capacity` payloads of `form`: `near` of them on a `device`, and the others in host memory. On a CPU
+    these are one tier."""
+    near = capacity if device.type == "cpu" else near
+    tiers: list[Tier] = [SlotTier(near, form.payload_width, form.payload_dtype, device, account, policy)]
+    if near < capacity:
+        try:
+            far = capacity - near, form.payload_width, form.payload_dtype, torch.device("cpu"), account, policy
+            tiers.append(HostTier(*far))
+        except BaseException:
+            tiers[0].close()
+            raise
+    return tiers
 
 
 # Payloads copied between tiers and attention's view
@@ -209,8 +252,10 @@ def take_resident(found: Found, view: View) -> None:
 
 
 def keep(found: Found, records: np.ndarray, view: View) -> None:
-    """Let each tier keep the records it did not have. Cannot fail."""
+    """Let each tier keep the records it did not have, unless it keeps them when they are read. Cannot fail."""
     for tier, lies_in in found:
+        if tier.keeps_reads:
+            continue
         places = ((lies_in < 0) & (records >= 0)).nonzero()[0]
         if places.size:
             keep_in(tier, lies_in, places, *distinct(records[places]), view)

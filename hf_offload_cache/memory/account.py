@@ -229,16 +229,16 @@ class MemoryAccount:
             raise
 
     def empty(
-        self, owner: str, *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self, owner: str, *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu", pinned: bool = False
     ) -> torch.Tensor:
-        """An uninitialised tensor that can be written to in any mode, booked under `owner` until `free`.
+        """As `lasting_empty`, booked under `owner` until `free`.
 
         Raises `BudgetError`, or the device's error, with nothing booked.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         self.hold(owner, nbytes)
         try:
-            return lasting_empty(*shape, dtype=dtype, device=device)
+            return lasting_empty(*shape, dtype=dtype, device=device, pinned=pinned)
         except BaseException:  # a device may have less memory than a budget allows
             self.release(owner, nbytes)
             raise
@@ -271,12 +271,18 @@ class MemoryAccount:
 
 # Allocation of memory that outlives a step
 
-def lasting_empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Uninitialised tensor that can be written to in any mode.
+def lasting_empty(
+    *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu", pinned: bool = False
+) -> torch.Tensor:
+    """Uninitialised tensor that can be written to in any mode; `pinned`, in page-locked host memory, or in plain memory
+    if no more can be pinned.
 
     A tensor made under `torch.inference_mode` cannot be written to outside it.
     """
     with torch.inference_mode(False):
+        if pinned:
+            with contextlib.suppress(RuntimeError):
+                return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
         return torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -29,7 +29,7 @@ class DryRun(MemoryAccount):
         self._lasting: dict[str, int] | None = None
 
     def empty(
-        self, owner: str, *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self, owner: str, *shape: int, dtype: torch.dtype, device: torch.device | str = "cpu", pinned: bool = False
     ) -> torch.Tensor:
         """As `MemoryAccount.empty`, on the meta device."""
         self.by_owner[owner] += math.prod(shape) * dtype.itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -240,6 +241,17 @@ def slow_blocks(config: OffloadConfig) -> str | None:
         f"a chunked prefill takes about {times:g} times the processor time: the budget only has room for blocks of "
         f"{block} tokens (block_tokens), and {FAST_BLOCK} would be enough: raise memory, or lower max_context"
     )
+
+
+def with_host_slots(search: Search[Config], config: Config) -> Config:
+    """`config` with slots in host memory for what the limit of host memory leaves, if the model is on a device and the
+    records are on the disk. With records in host memory, slots there would be copies of it."""
+    if search.device == "cpu" or search.host_memory is None or config.engine == "memory":
+        return config
+    chosen = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
+    if chosen.get("host_slots", 0) is not None:  # the user's, or the cache has none
+        return config
+    return search.config(search.most({**chosen, "host_slots": 0}, "host_slots", search.host_memory))
 
 
 def fit_nothing(search: Search[Config]) -> Config:

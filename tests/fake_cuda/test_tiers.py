@@ -8,15 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from fake_device import Fake, on_the_device
+from fake_device import COUNTS, Fake, on_the_device, values_of
 from harness import COMMON, build, prompt
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import offload_cache
 from hf_offload_cache.core import budget
+from hf_offload_cache.core.budget import fit_goal
 from hf_offload_cache.errors import BudgetError, ConfigError
+from hf_offload_cache.fetch.areas import ByteRows
+from hf_offload_cache.fetch.policy import FirstIn
+from hf_offload_cache.fetch.tier import HostTier
+from hf_offload_cache.memory.account import MemoryAccount
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
 
@@ -216,3 +222,63 @@ def test_a_fit_leaves_room_for_the_keys_that_it_streams(on_device: Any, tmp_path
         run(on_device, cache, (400, 400, 400))
         report = cache.report()
         assert report.peak_memory_bytes <= report.memory_budget and report.tokens == 1204
+
+
+OFTEN = {
+    "disk-swap": {"reuse_capacity": 32},
+    "cluster": {"reuse_capacity": 32},
+    "abstract-tree": {"reuse_capacity": 32, "chunk_size": 16, "dense_layers": 0, "early_steps": 0},
+    "spec": {},
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_host_memory_keeps_what_was_read_from_the_disk(name: str, on_device: Any, tmp_path: Path) -> None:
+    """In pinned memory, on the way to the device, so that a step reads less, does not wait more, and attends to the same."""
+    ids, logits, reads, waits = prompt(llama(), 1, 600), [], [], []
+    fields: dict[str, Any] = {"num_selected": 48, "engine": "mapped", "look_ahead": False, **OFTEN[name]}
+    for host in (None, "2MiB"):
+        with cache_class(name)(on_device, tmp_path, host_slots=host, **fields) as cache, torch.no_grad():
+            on_device(Fake(ids), past_key_values=cache, logits_to_keep=1)
+            COUNTS.clear()
+            steps = [on_device(Fake(ids[:, step : step + 1]), past_key_values=cache) for step in range(8)]
+            assert not any("areas" in caller for caller in COUNTS.blocking)
+            waits.append(COUNTS.syncs.total())
+            logits.append([values_of(step.logits) for step in steps])
+            reads.append(cache.report().bytes_read)
+            kept = [one for layer in cache.selective for one in layer.fetcher.tiers if isinstance(one, HostTier)]
+            assert len(kept) == (3 if host else 0) and all(one._data.is_pinned() for one in kept)
+            assert cache.storage.account.by_owner["host slots"] == sum(one._data.nbytes for one in kept)
+        assert not cache.storage.account.by_owner["host slots"]
+    assert all(map(torch.equal, *logits))
+    assert reads[1] < reads[0] and waits[1] <= waits[0]
+
+
+def test_what_was_rewritten_leaves_host_memory() -> None:
+    """It keeps copies of what the disk has, of the records that it has not, and drops them by its policy."""
+    tier = HostTier(2, 4, torch.float32, torch.device("cpu"), MemoryAccount(), FirstIn)
+    source = ByteRows(torch.arange(16.0).view(4, 4))
+    tier.keep(np.array([3, 5]), np.array([], dtype=np.int64), source, np.array([0, 2]))
+    out = ByteRows(torch.zeros(2, 4))
+    tier.take(tier.locate(np.array([5, 3])), out, np.arange(2))
+    assert out.tensor.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
+    tier.renew(np.array([5, 7]), ByteRows(torch.ones(2, 4)))
+    assert tier.locate(np.array([3, 5, 7])).tolist() == [0, -1, -1]
+    tier.keep(np.array([9]), np.array([0]), source, np.array([1]))
+    assert tier.locate(np.array([3, 9])).tolist() == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", CACHES)
+def test_a_budget_gives_host_memory_to_what_was_read(name: str) -> None:
+    """What the limit leaves, with records on the disk; none with records in host memory, or by the user's choice."""
+    cls = cache_class(name)
+    geometry, fields = Geometry.uniform(30, 9, 3, 64, device="cuda"), {"engine": "mapped", "host_memory": 2**26}
+    memory = geometry.full_kv_bytes(8192, 1) // 4
+    config = fit_goal(cls, None, geometry, (memory, 8192, 1), fields)
+    plan = cls.plan(geometry, config, 8192, 1)
+    assert config.host_slots > 2**25 and 2**25 < plan.host_decode["host slots"] <= plan.host_bytes <= 2**26
+    assert 2**26 - plan.host_bytes < 2**20
+    for more in ({"host_slots": None}, {"host_memory": 2**34, "engine": "memory"}, {"host_memory": None}):
+        config = fit_goal(cls, None, geometry, (memory, 8192, 1), {**fields, **more})
+        assert config.host_slots is None

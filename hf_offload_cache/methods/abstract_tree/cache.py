@@ -46,9 +46,8 @@ def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
 
     chosen = search.first_fit(_tried(search), smallest)
     most = search.most(chosen, "reuse_capacity", search.max_context)
-    room = search.memory if search.device == "cpu" else search.host_memory or 0  # on a CPU, less than a chunk a layer
-    if search.device == "cpu" or search.config(most).engine != "memory":  # there, host memory has all chunks
-        most = search.most({**most, "host_slots": 0}, "host_slots", room)
+    if search.device == "cpu":  # less than a chunk a layer
+        most = search.most({**most, "host_slots": 0}, "host_slots", search.memory)
     return search.config(search.wider_streams(most))
 
 
@@ -181,7 +180,7 @@ class AbstractTreeCache(SelectiveCache):
         rates: Rates = {}
         for layer in self.selective:
             assert isinstance(layer, AbstractTreeLayer)
-            layer.num_layers, layer.rates = len(self.selective), rates
+            layer.rates = rates
         if self.config.keeps_pages:
             for layer, following in pairwise(self.selective):
                 assert isinstance(layer, AbstractTreeLayer) and isinstance(following, AbstractTreeLayer)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
-from ...config import SelectedShareConfig, parse_size
+from ...config import SelectedShareConfig
 from ...errors import ConfigError
 
 # Tokens per chunk (LeoAM, section 4.2, "dynamic chunk resizing")
@@ -61,7 +61,6 @@ class AbstractTreeConfig(SelectedShareConfig):
         *SelectedShareConfig.kept_on_open, "compress", "abstracts", "chunk_size", "dense_layers", "dense_chunk_size",
     )  # fmt: skip
     renamed: ClassVar[dict[str, str]] = {**SelectedShareConfig.renamed, "host_memory": "host_slots"}
-    sets_memory: ClassVar[tuple[str, ...]] = (*SelectedShareConfig.sets_memory, "host_slots")
 
     chunk_size: int | Sequence[int] | None = None
     """Tokens per chunk, a power of two. A chunk has one abstract, and is one record on disk. A sequence has one value
@@ -93,10 +92,6 @@ class AbstractTreeConfig(SelectedShareConfig):
     next to the chunks. "auto": per read, the share that minimises predicted latency on the measured disk, so tokens may
     differ between runs. A chunk read as a replica stays one in its slot. With a share between 0 and 1, tokens may
     therefore differ in forks and contexts, and between runs if `look_ahead` is measured. None: no replicas."""
-    host_slots: int | str | None = None
-    """Bytes, or a size such as "300MiB", of slots in host memory for frequently used chunks, in addition to the slots
-    on the device. All layers that are not resident share it equally. On a CPU it gives that many more slots. None:
-    none."""
 
     def on_a_cpu(self) -> Self:
         """As `OffloadConfig.on_a_cpu`; there `host_memory`, its earlier name, is `host_slots`."""
@@ -226,8 +221,6 @@ class AbstractTreeConfig(SelectedShareConfig):
         super()._check_selection()
         if self.num_opened is not None:
             self._at_least("num_opened", self.num_selected or 1)
-        if self.host_slots is not None:
-            parse_size(self.host_slots, "host_slots")
 
     def of_layer(self, index: int) -> Self:
         assert isinstance(self.dense_layers, int), "for_layers counts them first"
@@ -263,9 +256,8 @@ class AbstractTreeConfig(SelectedShareConfig):
         return (2 if self.early_steps and looked_into else 1) * self.tokens_fetched(held)
 
     def host_bytes_of(self, layers: int) -> int:
-        """A layer's part of `host_slots`, of so many layers: the ones that are not resident share it."""
-        total = 0 if self.host_slots is None else parse_size(self.host_slots, "host_slots")
-        return total // max(1, layers - int(self.residents))
+        """As `SelectiveConfig.host_bytes_of`: the layers that are not resident share it."""
+        return super().host_bytes_of(layers - int(self.residents))
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...core.plan import LayerKind
-from ...core.selecting import most_slots
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
 from ...errors import BudgetError
 from ...fetch.choice import Choice, Fetched, kept_entries
-from ...fetch.policy import MostUsed
+from ...fetch.policy import MostUsed, Policy
 from ...fetch.replica_link import Link, Rates
-from ...fetch.tier import SlotTier, Tier
 from ...history.base import History
 from ...history.records import RecordFormat
-from ...memory.account import HOST_SLOTS
 from ...memory.dry_run import DryRun
 from ...stores.base import FreezableStore
 from .config import AbstractTreeConfig
@@ -38,8 +35,6 @@ class AbstractTreeLayer(SelectiveLayer):
 
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         super().__init__(shared, layer_idx, place, **kwargs)
-        self.num_layers = 1
-        """Number of offloaded layers; set by the cache."""
         self.rates: Rates = {}
         """Times of the disk as `compress="auto"` measured them; owned and set by the cache."""
         self.following: AbstractTreeLayer | None = None
@@ -69,7 +64,6 @@ class AbstractTreeLayer(SelectiveLayer):
         return AbstractTreePredictor(history.form, history.rows, config, account)
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
-        self.num_layers = kind.layers
         super().rehearse(run, kind, context)
         pages = self.history.pages if isinstance(self.history, ChunkHistory) else None
         if pages is not None:  # which are read one layer early
@@ -79,30 +73,14 @@ class AbstractTreeLayer(SelectiveLayer):
     # --- tiers -------------------------------------------------------------------------------------------------
 
     @property
-    def slots(self) -> int:
-        near, history = self._near_slots, self.history
-        return near + _host_slots(history.form, self.config, self.num_layers, history.rows, history.units, near)
-
-    @property
-    def _near_slots(self) -> int:
-        """Slots on the device."""
-        near, history = super().slots, self.history
+    def near_slots(self) -> int:
+        near, history = super().near_slots, self.history
         return min(near, history.rows * _room_for_all(history.units)) if self.config.keeps_all else near
 
-    def make_tiers(self, capacity: int) -> Sequence[Tier]:
-        """Slots on the device and in host memory; on a CPU these are one tier. Frequently used records stay in host
-        memory, and on a CPU in its slots (LeoAM, section 4.3)."""
-        form, device, account = self.history.form, self.history.device, self.shared.storage.account
-        near = capacity if device.type == "cpu" else self._near_slots
-        tiers: list[Tier] = [SlotTier(near, form.payload_width, form.payload_dtype, device, account, policy=MostUsed)]
-        if near < capacity:
-            host, far = torch.device("cpu"), (capacity - near, form.payload_width, form.payload_dtype)
-            try:
-                tiers.append(SlotTier(*far, host, account, HOST_SLOTS, MostUsed))
-            except BaseException:
-                tiers[0].close()
-                raise
-        return tiers
+    @property
+    def policy(self) -> Callable[[int], Policy]:
+        """Frequently used records stay in host memory, and on a CPU in its slots (LeoAM, section 4.3)."""
+        return MostUsed
 
     def keep_all(self) -> None:
         """Read all stored chunks of a resident layer into its slots, before its step selects some. If this fails, the
@@ -175,16 +153,6 @@ class AbstractTreeLayer(SelectiveLayer):
         config = self.config
         complete = config.tokens_fetched(context) <= config.attended(context)
         return 0 if complete else config.attended(context) + config.num_sinks
-
-
-def _host_slots(
-    form: RecordFormat, config: AbstractTreeConfig, layers: int, rows: int, units: int, near: int
-) -> int:
-    """Slots in host memory besides `near` ones on the device, for one of `layers` layers. Host slots do not duplicate
-    these."""
-    most = rows * most_slots(config, form.group_size, units)
-    room = config.host_bytes_of(layers) // form.payload_bytes
-    return max(0, min(room, most - near))
 
 
 def _room_for_all(units: int) -> int:

@@ -20,7 +20,6 @@ from ...core.shared import Shared
 from ...errors import ConfigError
 from ...fetch.choice import Choice, Fetched
 from ...fetch.policy import MostUsed, Policy
-from ...fetch.tier import SlotTier, Tier
 from ...history.base import History
 from ...history.records import RecordFormat
 from ...kernels.on_a_device import to_device
@@ -135,10 +134,9 @@ class ClusterLayer(SelectiveLayer):
         """Make the policy of a number of slots; `sizes` as in `ClusterAligned`."""
         return partial(ClusterAligned, sizes=sizes)
 
-    def make_tiers(self, capacity: int) -> Sequence[Tier]:
-        form, device = self.history.form, self.history.device
-        account, policy = self.shared.storage.account, self.policy_of(self.history.clustered.sizes)
-        return [SlotTier(capacity, form.payload_width, form.payload_dtype, device, account, policy=policy)]
+    @property
+    def policy(self) -> Callable[[int], Policy]:
+        return self.policy_of(self.history.clustered.sizes)
 
     # --- memory ------------------------------------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class SpecLayer(SelectiveLayer):
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         config, form, rows = self.config, kind.form, kind.rows
         self.rehearse_history(run, kind, context)
-        self.selecting = Selecting(config, self.shared.storage, UNDER_WAY if config.speculative else 0)
+        self.selecting = Selecting(config, self.shared.storage, UNDER_WAY if config.speculative else 0, kind.layers)
         self.predictor = predictor = self.make_predictor()
         tokens = max(0, context - config.num_recent) // config.quant_group * config.quant_group
         asked = kind.num_heads, TOGETHER, scores_of(config, TOGETHER)  # candidates need no more
@@ -153,7 +153,7 @@ class SpecLayer(SelectiveLayer):
         chosen = ChosenEntries(form, rows, config.chosen, torch.device("meta"), run)
         if rows > 1:
             run.moves(chosen.nbytes)
-        if config.reuse_capacity and not config.records_apart:
+        if (config.reuse_capacity or config.host_slots is not None) and not config.records_apart:
             self.rehearse_slots(run)
         if config.engine == "memory":  # only the selected entries of a record are copied
             area = EntryReads.area_bytes(form, rows * config.chosen)
