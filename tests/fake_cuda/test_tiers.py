@@ -234,7 +234,7 @@ OFTEN = {
 
 @pytest.mark.parametrize("name", CACHES)
 def test_host_memory_keeps_what_was_read_from_the_disk(name: str, on_device: Any, tmp_path: Path) -> None:
-    """In pinned memory, on the way to the device, so that a step reads less, does not wait more, and attends to the same."""
+    """In pinned memory, on the way to the device: a step reads less, does not wait more, and attends to the same."""
     ids, logits, reads, waits = prompt(llama(), 1, 600), [], [], []
     fields: dict[str, Any] = {"num_selected": 48, "engine": "mapped", "look_ahead": False, **OFTEN[name]}
     for host in (None, "2MiB"):
