@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..fetch.choice import DeviceChoice
 from ..fetch.device_slots import DeviceSlots
 from ..kernels.on_a_device import has_step
 from ..kernels.ranking import MOST_UNITS
@@ -56,30 +57,28 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
         return None
     counters, query = storage.counters, layer.query_of(call.query[:, :, 0], None)
     looks = (counters.decode_steps + layer.layer_idx) % LOOKED_AT == 0
-    value = weight = lost = None
     if not chooses:
         every = torch.arange(history.records, dtype=torch.int32, device=history.device)
-        units = every.expand(history.rows, -1)
+        choice = DeviceChoice(every.expand(history.rows, -1))
     else:
         choice = predictor.choose_on_device(query, layer.budget, looks)
-        units, value, weight, lost = choice.units, choice.value, choice.weight, choice.lost
-    where = slots.bring(history, units)
+    where = slots.bring(history, choice.units)
     if where is None:
         layer.drop_fetcher()
         layer.on_device = False
         return None
     made_of = query.states, slots.data, where, history.recent, history.form, layer.scaling
-    sizes = *call.query.shape[:2], history.rows, units.shape[1], slots.count, history.recent.shape[1]
+    sizes = *call.query.shape[:2], history.rows, where.shape[1], slots.count, history.recent.shape[1]
     with storage.account.holding("scores", slots_bytes(history.form, *sizes)):
-        output, logarithm = attend(*made_of, value, weight)
-    attended = units.shape[1] * history.form.group_size + history.recent.shape[1]
-    counters.attend(call.query.shape[0], history.length, attended)
-    if lost is not None:
-        counters.later(lost_millionths=lost)
+        output, logarithm = attend(*made_of, choice.value, choice.weight, choice.keep)
+    attended = where.shape[1] * history.form.group_size if choice.attended is None else choice.attended
+    counters.attend(call.query.shape[0], history.length, attended + history.recent.shape[1])
+    if choice.lost is not None:
+        counters.later(lost_millionths=choice.lost)
         counters.times_lost += 1
-    if looks and weight is not None:
+    if looks and choice.weight is not None:
         counters.times_estimated += 1
-        counters.later(estimated_millionths=((weight - logarithm).exp().nan_to_num().mean() * 1e6).long())
+        counters.later(estimated_millionths=((choice.weight - logarithm).exp().nan_to_num().mean() * 1e6).long())
     return output[:, None], None
 
 

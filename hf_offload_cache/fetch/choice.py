@@ -92,10 +92,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """A `Choice` of complete units whose tensors are new, on the history's device, and whose estimates are known."""
+    """A `Choice` whose tensors are new, on the history's device, and whose estimates are known."""
 
     units: torch.Tensor
-    """(rows, M) int32, ascending."""
+    """(rows, M) int32, ascending in each row up to the first -1; see `Choice`."""
+    keep: torch.Tensor | None = None
+    """(rows, M, entries a unit) bool, contiguous: the entries of the units to attend to; None: all."""
+    attended: int | None = None
+    """Entries that a row keeps at most, for the report; None: all of M units."""
     value: torch.Tensor | None = None
     """(B, H, Dv) float32: an entry of each query head that stands for what was not chosen; None: it is dropped."""
     weight: torch.Tensor | None = None

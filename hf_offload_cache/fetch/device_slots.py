@@ -80,9 +80,10 @@ class DeviceSlots:
         return self._addresses.nbytes + sum(one.nbytes for one in (self._unit_in, self._order, self._slot_of))
 
     def bring(self, history: Source, units: torch.Tensor) -> torch.Tensor | None:
-        """Slots (rows, S) int32 of a step's `units` (rows, S) int32, distinct and ascending, at most `count`, after
-        their records were read into them. Does not wait. None if the device cannot read some record. If it raises, the
-        slots are freed, and this is closed: tables may say that records are there which were not read."""
+        """Slots (rows, S) int32 of a step's `units` (rows, S) int32, distinct and ascending, at most `count` in a row,
+        after their records were read into them; -1 for a unit of -1. Does not wait. None if the device cannot read some
+        record. If it raises, the slots are freed, and this is closed: tables may say that records are there which were
+        not read."""
         if (addresses := self._addresses.of(history)) is None:
             return None
         missing = addresses.shape[1] - self._slot_of.shape[1]
@@ -95,20 +96,24 @@ class DeviceSlots:
         except BaseException:
             self.free_memory()
             raise
-        self._count(history, units.numel(), counts)
+        self._count(history, counts)
         return slots
 
-    def _count(self, history: Source, selected: int, absent: torch.Tensor) -> None:
-        """Count a step's units and, later, those that were read, by row."""
+    def _count(self, history: Source, counts: torch.Tensor) -> None:
+        """Count a step's units later: by row those that were read, and those that were in slots."""
         counters, store, nbytes = self._storage.counters, history.store, self.data[0, 0].nbytes
-        counters.units_selected += selected
 
-        def told(read: int) -> None:
-            counters.units_resident += selected - read
-            counters.units_ready += selected - read
-            store.count_read(read, read * nbytes)
+        def were_read(units: int) -> None:
+            counters.units_selected += units
+            store.count_read(units, units * nbytes)
 
-        counters.tell_later(told, absent)
+        def were_there(units: int) -> None:
+            counters.units_selected += units
+            counters.units_resident += units
+            counters.units_ready += units
+
+        counters.tell_later(were_read, counts[0])
+        counters.tell_later(were_there, counts[1])
 
     def free_memory(self) -> None:
         """As `Spare.free_memory`: frees the slots and closes. Reads in flight end in the stream's order."""

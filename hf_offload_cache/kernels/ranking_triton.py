@@ -16,7 +16,7 @@ import triton.language as tl
 from .low_bit_triton import wide
 from .ranking import BLOCK, HIDDEN, LEAST, MOST_UNITS, PROGRAMS, Counts
 
-_HIDDEN, _LEAST = tl.constexpr(HIDDEN), tl.constexpr(LEAST)
+_HIDDEN, _LEAST, _LOWEST = tl.constexpr(HIDDEN), tl.constexpr(LEAST), tl.constexpr(-3e38)
 _HEADS = 64
 """Query heads whose scores a program computes at most."""
 _BYTES = 32
@@ -67,7 +67,8 @@ def _merged(  # type: ignore[no-untyped-def]
         at = (head * parts + part)[:, None] * QUERIES + query[None, :]
         own = tl.load(best + at, mask=there, other=float("-inf"), cache_modifier=".cg")
         above = tl.maximum(most, tl.max(own, 0))
-        now, before = tl.exp(own - above[None, :]), tl.exp(most - above)
+        least = tl.maximum(above, _LOWEST)  # parts without a key weigh 0
+        now, before = tl.exp(own - least[None, :]), tl.exp(most - least)
         shares = shares * before + tl.sum(
             now * tl.load(total + at, mask=there, other=0.0, cache_modifier=".cg"), 0
         )  # fmt: skip

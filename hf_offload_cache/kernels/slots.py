@@ -3,8 +3,9 @@
 The tables are tensors of the device, so that a step neither waits for the host nor tells it anything. Slots are filled
 first in, first out, as `SlotTable` fills them (KVSwap, section 3.4.3); those that a step attends to stay.
 
-Shapes: R rows (sequences, or their key heads if these choose apart) of U units and M slots each, at least as many as a
-step selects, S; a record holds the entries of G tokens.
+Shapes: R rows (sequences, or their key heads if these choose apart) of U units and M slots each; a step selects at most
+S and at most M units of a row, and rows with fewer than others have -1 for the missing ones; a record holds the entries
+of G tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def slots_bytes(form: Any, batch: int, heads: int, rows: int, selected: int, cou
 def exchange(
     units: torch.Tensor, slot_of: torch.Tensor, unit_in: torch.Tensor, order: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Give a slot to each of a step's `units` (R, S) int32, distinct and ascending. Changes the three tables.
+    """Give a slot to each of a step's `units` (R, S) int32: distinct and ascending, or -1. Changes the three tables.
 
     Args:
         slot_of: (R, U) int32, the slot of each unit, or -1.
@@ -41,26 +42,30 @@ def exchange(
         order: (R, M) int32, the slots in the order in which they will be filled again. A slot that is filled becomes
             the last; the step's other units keep their slots.
 
-    Returns the units' slots (R, S) int32; `absent` (R, S) int32, each unit that was in no slot and has to be read into
-    its new one, -1 for the others; and `counts` (R,) int64, how many these are. All are new.
+    Returns the units' slots (R, S) int32, -1 for those of -1; `absent` (R, S) int32, each unit that was in no slot and
+    has to be read into its new one, -1 for the others; and `counts` (2, R) int64, how many these are, and how many
+    units were in slots. All are new.
     """
-    (rows, count), held = units.shape, unit_in.shape[1]
-    slots = slot_of.gather(1, units.long())
-    new = slots < 0
-    absent, counts = torch.where(new, units, -1), new.sum(1)
+    (rows, count), held, last = units.shape, unit_in.shape[1], slot_of.shape[1]
+    asked = units >= 0
+    slots = torch.where(asked, slot_of.gather(1, units.clamp(min=0).long()), -1)
+    new = asked & (slots < 0)
+    absent, counts = torch.where(new, units, -1), torch.stack([new.sum(1), (slots >= 0).sum(1)])
     used = torch.zeros(rows, held + 1, dtype=torch.bool, device=units.device)
-    used.scatter_(1, torch.where(new, held, slots).long(), True)
+    used.scatter_(1, torch.where(slots < 0, held, slots).long(), True)
     free = ~used.gather(1, order.long())
     rank = free.cumsum(1)
-    filled = free & (rank <= counts[:, None])
+    filled = free & (rank <= counts[0][:, None])
     given = torch.zeros(rows, count + 1, dtype=torch.int32, device=units.device)
     given.scatter_(1, torch.where(filled, rank - 1, count), order)
     slots = torch.where(new, given.gather(1, (new.cumsum(1) - 1).clamp_(min=0)), slots)
     old = unit_in.gather(1, order.long())
-    leaves = torch.where(filled & (old >= 0), old, units[:, :1])  # a unit of this step is told its slot again below
-    slot_of.scatter_(1, leaves.long(), -1)
-    slot_of.scatter_(1, units.long(), slots)
-    unit_in.scatter_(1, slots.long(), units)
+    places, inside = torch.nn.functional.pad(slot_of, (0, 1)), torch.nn.functional.pad(unit_in, (0, 1))
+    places.scatter_(1, torch.where(filled & (old >= 0), old, last).long(), -1)  # the last is nobody's
+    places.scatter_(1, torch.where(asked, units, last).long(), slots)
+    inside.scatter_(1, torch.where(asked, slots, held).long(), units)
+    slot_of.copy_(places[:, :-1])
+    unit_in.copy_(inside[:, :-1])
     order.copy_(order.gather(1, filled.int().sort(dim=1, stable=True).indices))
     return slots, absent, counts
 
@@ -73,7 +78,7 @@ def bring(addresses: torch.Tensor, absent: torch.Tensor, slots: torch.Tensor, da
     Args:
         addresses: (R, U) int64, the begin of each unit's record in pinned host memory, which must stay until this has
             run, a multiple of 16.
-        absent, slots: (R, S) int32, of `exchange`.
+        absent, slots: (R, S) int32, of `exchange`; what is -1 is not read.
         data: (R, M, E), contiguous, of any type: the payloads in the slots.
     """
     nbytes, into = data[0, 0].nbytes, data.view(torch.uint8).numpy()
@@ -85,29 +90,34 @@ def bring(addresses: torch.Tensor, absent: torch.Tensor, slots: torch.Tensor, da
 @with_kernel()
 def attend(
     query: torch.Tensor, data: torch.Tensor, slots: torch.Tensor, recent: torch.Tensor, form: Any, scaling: float,
-    value: torch.Tensor | None, weight: torch.Tensor | None,
+    value: torch.Tensor | None, weight: torch.Tensor | None, keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of one query a sequence to the entries in slots, the latest ones, and an estimate of the rest, in one
-    softmax in single precision.
+    softmax in single precision. At least one of these counts in each row.
 
     Args:
         query: (B, H, D).
         data: (R, M, E) payloads of `form`, a `RecordFormat`: entries, or entries in 8 bits with their scales.
-        slots: (R, S) int32: all entries of these slots count.
+        slots: (R, S) int32: the entries of these slots count; none of -1.
         recent: (R, t, entry width), the latest entries, contiguous in the last dimension.
         scaling: factor of the scores.
         value, weight: (B, H, Dv) and (B, H) float32, of `ranking.rest`: a further entry of each query head, with this
             value and score; None: there is none.
+        keep: (R, S, G) bool, contiguous: which entries in the slots count; None: all. The others may be anything.
 
     Returns the output (B, H, Dv) in the query's type, and the logarithm (B, H) float32 of each softmax's sum. Both are
     new.
     """
     (batch, heads, dim), rows = query.shape, len(slots)
-    payloads = data.gather(1, slots.long()[..., None].expand(-1, -1, data.shape[2])).flatten(0, 1)
-    entries = form.unpacked(payloads).reshape(rows, -1, form.entry_width)
-    keys, values = form.split(torch.cat([entries, recent], 1))
+    at = slots.clamp(min=0).long()[..., None].expand(-1, -1, data.shape[2])
+    entries = form.unpacked(data.gather(1, at).flatten(0, 1)).reshape(rows, -1, form.entry_width)
+    counts = (slots >= 0)[..., None].expand(-1, -1, form.group_size)
+    hidden = ~(counts if keep is None else counts & keep).flatten(1)
+    keys, values = form.split(torch.cat([entries.masked_fill(hidden[..., None], 0), recent], 1))
     grouped = query.float().view(rows, keys.shape[1], -1, dim)
-    scores = (grouped @ keys.float().transpose(2, 3)).view(batch, heads, -1) * scaling
+    products = (grouped @ keys.float().transpose(2, 3)) * scaling
+    products[..., : hidden.shape[1]].masked_fill_(hidden[:, None, None], -torch.inf)
+    scores = products.view(batch, heads, -1)
     if weight is not None:
         scores = torch.cat([scores, weight[..., None]], 2)
     logarithm = scores.logsumexp(2)

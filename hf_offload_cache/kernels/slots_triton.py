@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .low_bit_triton import wide
-from .ranking_triton import _merged, _rounded, _times, counters, split
+from .ranking_triton import _LOWEST, _merged, _rounded, _times, counters, split
 
 _PROGRAMS = 64
 """Enough to keep a bus busy; more would keep the device from other work."""
@@ -35,15 +35,16 @@ def _exchange(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place, slot = tl.arange(0, PLACES), tl.arange(0, SLOTS)
-    asked, there = place < count, slot < held
+    listed, there = place < count, slot < held
     slot_of += row * of_row
     unit_in += row * in_row
     order += row * order_row
     taken = scratch + row * (2 * held)
     given = taken + held
     # slots that a unit of this step is in
-    unit = tl.load(units + row * unit_row + place, mask=asked, other=0)
-    own = tl.load(slot_of + unit, mask=asked, other=0)
+    unit = tl.load(units + row * unit_row + place, mask=listed, other=-1)
+    asked = unit >= 0
+    own = tl.load(slot_of + unit, mask=asked, other=-1)
     new = asked & (own < 0)
     tl.store(taken + slot, tl.zeros((SLOTS,), dtype=tl.int32), mask=there)
     tl.debug_barrier()
@@ -65,9 +66,10 @@ def _exchange(  # type: ignore[no-untyped-def]
     own = tl.where(new, tl.load(given + tl.cumsum(new.to(tl.int32), 0) - 1, mask=new, other=0), own)
     tl.store(slot_of + unit, own, mask=new)
     tl.store(unit_in + own, unit, mask=new)
-    tl.store(slots + row * count + place, own, mask=asked)
-    tl.store(absent + row * count + place, tl.where(new, unit, -1), mask=asked)
+    tl.store(slots + row * count + place, own, mask=listed)
+    tl.store(absent + row * count + place, tl.where(new, unit, -1), mask=listed)
     tl.store(counts + row, number)
+    tl.store(counts + tl.num_programs(0) + row, tl.sum(asked.to(tl.int32), 0) - number)
 
 
 def exchange(
@@ -77,7 +79,7 @@ def exchange(
     (rows, count), held = units.shape, order.shape[1]
     options: dict[str, Any] = {"dtype": torch.int32, "device": units.device}
     slots, absent = torch.empty(rows, count, **options), torch.empty(rows, count, **options)
-    counts = torch.empty(rows, dtype=torch.int64, device=units.device)
+    counts = torch.empty(2, rows, dtype=torch.int64, device=units.device)
     scratch = torch.empty(rows, 2, held, **options)
     places, wide_held = wide(count), wide(held)
     _exchange[(rows,)](
@@ -143,21 +145,22 @@ def _in_type(number, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 def _added(  # type: ignore[no-untyped-def]
     query, keys, values, there, most, shares, found, scaling, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Largest score, sum of weights and weighted sum, with further keys (D, n) and values (n, Dv), at least one."""
+    """Largest score, sum of weights and weighted sum, with further keys (D, n) and values (n, Dv)."""
     own = tl.where(there[None, :], tl.dot(query, keys, input_precision=PRECISION) * scaling, float("-inf"))
     above = tl.maximum(most, tl.max(own, 1))
-    own, before = tl.exp(own - above[:, None]), tl.exp(most - above)
+    least = tl.maximum(above, _LOWEST)  # of no key yet, the weights are 0
+    own, before = tl.exp(own - least[:, None]), tl.exp(most - least)
     return above, shares * before + tl.sum(own, 1), found * before[:, None] + _times(own, values, PRECISION)
 
 
 @triton.jit(do_not_specialize=["each", "selected", "stored_parts", "per_part", "recent_count", "slot_row"])
 def _attend(  # type: ignore[no-untyped-def]
-    query, data, largest, slots, recent, value, weight, best, total, parted, done, output, logarithm, scaling, each,
-    heads, selected, stored_parts, per_part, recent_count, held, query_row, query_head, slot_row, recent_row,
+    query, data, largest, slots, keep, recent, value, weight, best, total, parted, done, output, logarithm, scaling,
+    each, heads, selected, stored_parts, per_part, recent_count, held, query_row, query_head, slot_row, recent_row,
     recent_token, EACH: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, VALUES_AT: tl.constexpr, ENTRY: tl.constexpr, KEY_WIDE: tl.constexpr,
     VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
-    KIND: tl.constexpr, ESTIMATED: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, ESTIMATED: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     program, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row, head = program // heads, program % heads
@@ -174,7 +177,10 @@ def _attend(  # type: ignore[no-untyped-def]
     for first in range(part * per_part, min((part + 1) * per_part, selected * GROUP), TOKENS):
         token = first + tl.arange(0, TOKENS)
         there = token < selected * GROUP
-        slot = tl.load(slots + row * slot_row + token // GROUP, mask=there, other=0)
+        slot = tl.load(slots + row * slot_row + token // GROUP, mask=there, other=-1)
+        there = slot >= 0
+        if KEPT:
+            there = there & (tl.load(keep + row * (selected * GROUP) + token, mask=there, other=0) != 0)
         begin, place = (row * held + slot) * WIDTH, token % GROUP
         key_at, value_at = begin + place * ENTRY + head * KEY, begin + place * ENTRY + VALUES_AT + head * VALUE
         keys = tl.load(
@@ -229,7 +235,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 def attend(
     query: torch.Tensor, data: torch.Tensor, slots: torch.Tensor, recent: torch.Tensor, form: Any, scaling: float,
-    value: torch.Tensor | None, weight: torch.Tensor | None,
+    value: torch.Tensor | None, weight: torch.Tensor | None, keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `slots.attend`, of contiguous tensors; `query` and `slots` in the last dimension. As many heads of values as
     of keys, and entries of at most 32 bits. The last program of a key head merges its parts."""
@@ -249,13 +255,14 @@ def attend(
     largest_at = width - 2 * heads * form.group_size * form.dtype.itemsize
     grid: Any = (rows * heads, parts)
     _attend[grid](
-        query, data.view(torch.int8) if packed else data, data.view(form.dtype) if packed else data, slots, recent,
+        query, data.view(torch.int8) if packed else data, data.view(form.dtype) if packed else data, slots,
+        slots if keep is None else keep.view(torch.uint8), recent,
         logarithm if value is None else value, logarithm if weight is None else weight, best, total, parted,
         counters(query.device, triton.next_power_of_2(rows * heads)), output, logarithm, scaling, rows // batch, heads,
         selected, stored_parts, per_part, recent.shape[1], held, *query.stride()[:2], slots.stride(0),
         *recent.stride()[:2], each, form.group_size, width, largest_at // form.dtype.itemsize, key, dim,
         form.key_width, form.entry_width, wide(key), value_wide, queries, at_once,
         max(1, _TILE // (queries * value_wide)), packed, str(form.dtype).removeprefix("torch."), weight is not None,
-        "ieee" if single else "tf32", num_warps=4 if max(key, dim) <= 128 else 8,
+        keep is not None, "ieee" if single else "tf32", num_warps=4 if max(key, dim) <= 128 else 8,
     )  # fmt: skip
     return output, logarithm

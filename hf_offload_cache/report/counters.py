@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-MOST_WAITING = 1024
+MOST_WAITING = 2048
 """Numbers on devices from which on the end of a step adds them to the counts, for which it waits."""
 
 

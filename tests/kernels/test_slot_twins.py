@@ -17,7 +17,8 @@ from hf_offload_cache.stores import MemoryStore
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_slots_are_exchanged_as_the_processors_table_does(data: st.DataObject) -> None:
-    """A row is a table, first in, first out: the same units are in the same slots after any sequence of steps."""
+    """A row is a table, first in, first out: the same units are in the same slots after any sequence of steps. Rows
+    with fewer units than others end in -1, which are in no slot."""
     units, rows = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3))
     most = data.draw(st.integers(1, units))
     count = data.draw(st.integers(most, units + 5))
@@ -26,15 +27,19 @@ def test_slots_are_exchanged_as_the_processors_table_does(data: st.DataObject) -
     tables = [SlotTable(count) for _ in range(rows)]
     for _ in range(data.draw(st.integers(1, 8))):
         width = data.draw(st.integers(1, most))
-        chosen = [sorted(data.draw(st.sets(st.integers(0, units - 1), min_size=width, max_size=width))) for _ in tables]
-        slots, absent, counts = exchange(torch.tensor(chosen, dtype=torch.int32), slot_of, unit_in, order)
+        chosen = [sorted(data.draw(st.sets(st.integers(0, units - 1), max_size=width))) for _ in tables]
+        padded = torch.full((rows, width + data.draw(st.integers(0, 3))), -1, dtype=torch.int32)
+        for row, one in zip(padded, chosen, strict=True):
+            row[: len(one)] = torch.tensor(one)
+        slots, absent, counts = exchange(padded, slot_of, unit_in, order)
         for row, table in enumerate(tables):
-            wanted = np.array(chosen[row])
-            before = table.locate(wanted)
+            wanted = np.array(chosen[row], dtype=np.int64)
+            before, end = table.locate(wanted), len(wanted)
             table.insert(wanted[before < 0], before[before >= 0])
-            assert slots[row].tolist() == table.locate(wanted).tolist()
-            assert absent[row].tolist() == np.where(before < 0, wanted, -1).tolist()
-            assert int(counts[row]) == (before < 0).sum()
+            assert slots[row, :end].tolist() == table.locate(wanted).tolist()
+            assert absent[row, :end].tolist() == np.where(before < 0, wanted, -1).tolist()
+            assert (slots[row, end:] == -1).all() and (absent[row, end:] == -1).all()
+            assert counts[:, row].tolist() == [(before < 0).sum(), (before >= 0).sum()]
             assert slot_of[row].tolist() == table.locate(np.arange(units)).tolist()
             full = (unit_in[row] >= 0).nonzero()[:, 0]
             assert slot_of[row][unit_in[row][full].long()].tolist() == full.tolist()
@@ -96,3 +101,39 @@ def test_attention_is_one_softmax_over_slots_latest_entries_and_the_estimate(
                 values = torch.cat([values, value[sequence, head][None]])
             torch.testing.assert_close(output[sequence, head], scores.softmax(0) @ values)
             torch.testing.assert_close(logarithm[sequence, head], scores.logsumexp(0))
+
+
+@pytest.mark.parametrize("estimated", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_entries_that_a_choice_does_not_keep_do_not_count_whatever_they_are(estimated: bool, kept: bool) -> None:
+    """Nor do slots of -1: attention equals that to the other entries alone, in a row with nothing in slots too."""
+    random = torch.Generator().manual_seed(0)
+    form = RecordFormat(2, 24, 2, 40, torch.float32, 5)
+    query = torch.randn(2, 6, 24, generator=random)
+    data = torch.randn(2, 7, form.payload_width, generator=random)
+    slots = torch.tensor([[3, 0, 6], [2, -1, -1]]).int()
+    keep = torch.rand(2, 3, 5, generator=random) < 0.4 if kept else torch.ones(2, 3, 5, dtype=torch.bool)
+    keep[0, 1] = not kept
+    recent = torch.randn(2, 4, form.entry_width, generator=random)
+    value, weight = torch.randn(2, 6, 40, generator=random), torch.randn(2, 6, generator=random)
+    rest = (value, weight) if estimated else (None, None)
+    entries = data.view(2, 7, 5, -1)
+    alone = [
+        [entries[0, 3][keep[0, 0]], entries[0, 0][keep[0, 1]], entries[0, 6][keep[0, 2]]], [entries[1, 2][keep[1, 0]]]
+    ]
+    counted = torch.zeros(2, 7, 5, dtype=torch.bool)
+    for row, at in ((0, 0), (0, 1), (0, 2), (1, 0)):
+        counted[row, slots[row, at]] = keep[row, at]
+    entries[~counted] = torch.nan
+    given = query, data, slots, recent, form, 0.2, *rest
+    output, logarithm = attend(*given, keep) if kept else attend(*given)
+    for row in range(2):
+        own = torch.cat([*alone[row], recent[row]])[None, None]
+        every = torch.zeros(1, 1, dtype=torch.int32)
+        form_of_all = RecordFormat(2, 24, 2, 40, torch.float32, own.shape[2])
+        more = [None if one is None else one[row : row + 1] for one in rest]
+        expected = attend(
+            query[row : row + 1], own.flatten(2), every, recent[row : row + 1, :0], form_of_all, 0.2, *more
+        )  # fmt: skip
+        torch.testing.assert_close(output[row], expected[0][0])
+        torch.testing.assert_close(logarithm[row], expected[1][0])

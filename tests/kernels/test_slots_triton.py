@@ -32,12 +32,14 @@ def test_slots_are_given_as_the_twin_gives_them(
         first = int(torch.randint(0, units - drawn + 1, (), generator=made)) if step % 3 else 0
         wanted = torch.stack([torch.randperm(drawn, generator=made)[:selected].sort().values for _ in range(rows)])
         wanted = (wanted + first).int()
+        for row in range(1, rows):  # which has fewer units, or none
+            wanted[row, max(0, selected - row - step % 4 * row) :] = -1
         expected = slots.exchange(wanted, *tables)
         found = kernel.exchange(wanted.to(device), *on_device)
         for one, other in zip((*found, *on_device), (*expected, *tables), strict=True):
             assert torch.equal(one.cpu(), other)
     assert all(bool((table[:, -3:] == -5).all()) for table in wider)
-    assert int(expected[2].sum()) < rows * selected or units > 4 * count
+    assert int(expected[2][0].sum()) < rows * selected or units > 4 * count
 
 
 @EACH_DEVICE
@@ -142,6 +144,52 @@ def test_one_softmax_over_slots_the_latest_and_an_estimate(
 
 
 @EACH_DEVICE
+@pytest.mark.parametrize(
+    ("shape", "dtype", "bits", "apart", "selected", "recent", "programs"),
+    [
+        ("smol", torch.bfloat16, None, True, 9, 7, 264),
+        ("llama", torch.float16, 8, False, 40, 0, 264),
+        ("odd", torch.float32, None, False, 23, 70, 7),
+        ("odd", torch.float32, 8, True, 60, 1, 264),
+        ("wide", torch.float32, None, False, 9, 3, 264),
+        ("many queries", torch.float16, None, True, 30, 7, 264),
+    ],
+)
+def test_what_is_not_kept_is_not_attended_to(
+    device: str, shape: str, dtype: torch.dtype, bits: int | None, apart: bool, selected: int, recent: int,
+    programs: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Parts of tokens and complete parts, and slots of -1; what lies there may be NaN."""
+    kernel = kernels("slots_triton", device, monkeypatch)
+    monkeypatch.setattr(kernels("ranking_triton", device, monkeypatch), "PROGRAMS", programs)
+    monkeypatch.setattr(kernel, "_TILE", 512)  # parts are merged one after the other
+    query, data, places, latest, form = attention(shape, dtype, bits, apart, selected, recent)
+    rows, made = len(places), torch.Generator().manual_seed(2)
+    keep = torch.rand(rows, selected, form.group_size, generator=made) < 0.3
+    keep[:, : selected // 2] = False  # the first parts have no key
+    keep[0, -1], places[-1, selected * 2 // 3 :] = True, -1
+    keep[-1, selected // 2] = True
+    if bits is None:
+        counts = torch.zeros(rows, data.shape[1] + 1, form.group_size, dtype=torch.bool)
+        counts.scatter_(1, places.long().remainder(data.shape[1] + 1)[..., None].expand_as(keep), keep)
+        data.view(rows, -1, form.group_size, form.entry_width)[~counts[:, :-1]] = torch.nan
+    value = torch.randn(*query.shape[:2], form.value_dim, generator=made)
+    weight = torch.randn(query.shape[:2], generator=made)
+    given = query, data, places, latest
+    rests = ((None, None), (value, weight))
+    expected = [slots.attend(*given, form, form.key_dim**-0.5, *rest, keep) for rest in rests]
+    fill_what_is_empty(monkeypatch)
+    moved = [move(one, device) for one in given]
+    rtol, atol = TOLERANCES[dtype]
+    for rest, (output, logarithm) in zip(rests, expected, strict=True):
+        there = [None if one is None else one.to(device) for one in rest]
+        found = kernel.attend(*moved, form, form.key_dim**-0.5, *there, keep.to(device))
+        assert output.isfinite().all()
+        torch.testing.assert_close(found[0].cpu(), output, rtol=rtol, atol=atol)
+        torch.testing.assert_close(found[1].cpu(), logarithm, rtol=min(rtol, 1e-3), atol=atol)
+
+
+@EACH_DEVICE
 def test_an_estimate_of_no_weight_adds_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = kernels("slots_triton", device, monkeypatch)
     *given, form = attention("odd", torch.float32, None, False, 4, 3)
@@ -168,6 +216,7 @@ def test_each_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     query, data, places, recent = (one.to(device) for one in given)
     tables = [places.new_full((2, 50), -1), places.new_full((2, 6), -1), places.new_zeros(2, 6)]
     addresses = torch.zeros(2, 50, dtype=torch.int64, device=device)
+    keep = torch.ones(2, 4, form.group_size, dtype=torch.bool, device=device)
     value, weight = torch.ones(2, 6, 40, device=device), torch.ones(2, 6, device=device)
     kernel.counters(query.device, 4)
     with Launches(kernel, monkeypatch) as launches:
@@ -176,5 +225,5 @@ def test_each_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
         kernel.bring(addresses, places, places, data)
         assert (launches.count, launches.others) == (2, [])
         kernel.attend(query, data, places, recent, form, 0.2, value, weight)
-        kernel.attend(query, data, places, recent, form, 0.2, None, None)
+        kernel.attend(query, data, places, recent, form, 0.2, None, None, keep)
         assert (launches.count, launches.others) == (4, [])

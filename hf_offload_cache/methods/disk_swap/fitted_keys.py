@@ -411,7 +411,7 @@ class FittedKeys:
             if value is not None:
                 mass -= importance.gather(1, others.long()).sum()
             lost = (mass.nan_to_num() * (1e6 / (query.states[..., 0].numel()))).long()
-        return DeviceChoice(chosen, value, weight, lost)
+        return DeviceChoice(chosen, value=value, weight=weight, lost=lost)
 
     def seen(self, query: Query) -> torch.Tensor | None:
         """(B, tokens) bool: the ranked tokens that are not padding; None: all."""
