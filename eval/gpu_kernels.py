@@ -24,6 +24,9 @@ from hf_offload_cache.stores import MemoryStore
 DEVICE, BUS = "device copy", "pinned copy"
 """Floors: a copy within the device, which reads and writes, and one to it out of pinned host memory."""
 GATHERED = "SDPA on a gathered copy"
+PRODUCTS = "float32 products of points and centroids"
+OF_TORCH = (GATHERED, PRODUCTS)
+"""Calls of torch's that kernels are compared with, because their work is more than moving bytes."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def missing(name: str, device: torch.device) -> str | None:
     if name not in CASES:
         return "eval.gpu_kernels has no case for it"
     runs = on_a_device.has_step if name in on_a_device.TWINS else on_a_device.has_kernels
-    return None if name == GATHERED or runs(device) else "Triton's kernels do not run here"
+    return None if name in OF_TORCH or runs(device) else "Triton's kernels do not run here"
 
 
 def every_name() -> list[str]:
@@ -327,3 +330,54 @@ def _attend(sizes: Sizes, device: torch.device) -> Case:
     recent = torch.randn(sizes.rows, _RECENT, form.entry_width, device=device).to(torch.bfloat16)
     run = functools.partial(kernel("slots.attend"), query, data, slots, recent, form, 0.1, None, None)
     return Case(run, data.nbytes + recent.nbytes, over=GATHERED, most=1.5)
+
+
+# ClusterCache's prefill: k-means of the keys of a piece of the prompt, all key heads at once
+
+_PIECE, _CLUSTER = 8192, 12
+"""Maximum number of keys a piece, and mean number of keys a cluster."""
+
+
+def _points(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Points, centroids and labels, as functions of `kmeans` take them."""
+    rows, count = sizes.rows * sizes.kv_heads, min(sizes.tokens, _PIECE)
+    clusters = count // _CLUSTER
+    points = torch.randn(rows, count, sizes.dim, dtype=torch.bfloat16, device=device)
+    labels = torch.randint(0, clusters, (rows, count), dtype=torch.int32, device=device)
+    return points, torch.randn(rows, clusters, sizes.dim, device=device), labels
+
+
+@case(PRODUCTS)
+def _products(sizes: Sizes, device: torch.device) -> Case:
+    points, centroids, labels = _points(sizes, device)
+    wide, across = points.float(), centroids.transpose(1, 2)
+    out = torch.empty(*labels.shape, centroids.shape[1], device=device)
+    return Case(lambda: torch.bmm(wide, across, out=out), wide.nbytes + centroids.nbytes + out.nbytes)
+
+
+@case("kmeans.assign")
+def _assign(sizes: Sizes, device: torch.device) -> Case:
+    points, centroids, labels = _points(sizes, device)
+    nbytes = points.nbytes + centroids.nbytes + labels.nbytes
+    return Case(functools.partial(kernel("kmeans.assign"), points, centroids), nbytes, over=PRODUCTS)
+
+
+@case("kmeans.means")
+def _means(sizes: Sizes, device: torch.device) -> Case:
+    points, before, labels = _points(sizes, device)
+    nbytes = points.nbytes + labels.nbytes + 2 * before.nbytes + 4 * before[..., 0].numel()
+    return Case(functools.partial(kernel("kmeans.means"), points, labels, before), nbytes)
+
+
+@case("kmeans.apart")
+def _apart(sizes: Sizes, device: torch.device) -> Case:
+    points, centroids, labels = _points(sizes, device)
+    nbytes = points.nbytes + 2 * labels.nbytes + centroids.nbytes  # distances have four bytes, as labels
+    return Case(functools.partial(kernel("kmeans.apart"), points, labels, centroids), nbytes)
+
+
+@case("kmeans.parted")
+def _parted(sizes: Sizes, device: torch.device) -> Case:
+    _, centroids, labels = _points(sizes, device)
+    run = functools.partial(kernel("kmeans.parted"), labels, centroids.shape[1], 2 * _CLUSTER)
+    return Case(run, 2 * labels.nbytes)

@@ -167,7 +167,8 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert attended["nbytes"] == 2 * 2 * 64 * 64 * 2
     floor = attended["nbytes"] * copy["median_seconds"] / copy["nbytes"]
     assert attended["share"] == pytest.approx(floor / attended["median_seconds"])
-    assert by_name.keys() >= {name for name in on_a_device.TWINS if name.partition(".")[0] in ("ranking", "slots")}
+    modules = "ranking", "slots", "kmeans"
+    assert by_name.keys() >= {name for name in on_a_device.TWINS if name.partition(".")[0] in modules}
     units, codes, entry = 256 // 4, 112, 2 * 2 * 64 * 2  # of 4 tokens; bytes of a token's codes, and of its entry
     assert by_name["ranking.score"]["nbytes"] == 4 * units * codes + 4 * 4 * units
     read, projection = 256 * (entry // 2 + codes), 2 * 64 * (192 + 4) + 4 * 192  # with the mean and the scale
@@ -175,6 +176,13 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert by_name["slots.bring"]["nbytes"] == 32 * entry and by_name["slots.bring"]["floor"] == gpu_kernels.BUS
     assert by_name["slots.attend"]["nbytes"] == 64 * entry == attended["nbytes"]
     assert by_name["slots.attend"]["compared_with"] == gpu_kernels.GATHERED
+    points, labels, centroids = 2 * 256 * 64 * 2, 2 * 256 * 4, 2 * (256 // 12) * 64 * 4
+    assert by_name["kmeans.assign"]["nbytes"] == points + centroids + labels
+    assert by_name["kmeans.assign"]["compared_with"] == gpu_kernels.PRODUCTS
+    assert by_name["kmeans.means"]["nbytes"] == points + labels + 2 * centroids + centroids // 64
+    assert by_name["kmeans.apart"]["nbytes"] == points + centroids + 2 * labels
+    assert by_name["kmeans.parted"]["nbytes"] == 2 * labels
+    assert by_name[gpu_kernels.PRODUCTS]["nbytes"] == 2 * points + centroids + 2 * 256 * 21 * 4  # in float32
 
 
 _CHECKS = {
@@ -198,7 +206,9 @@ def test_cases_call_the_kernels_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
         else:
             expected = low_bit.weighted(*run.args)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    for name in ("ranking.project", "ranking.score", "ranking.share", "ranking.pick", "ranking.rest", "slots.attend"):
+    torch.manual_seed(0)  # no point is as near to two centroids
+    ranking = ("ranking.project", "ranking.score", "ranking.share", "ranking.pick", "ranking.rest", "slots.attend")
+    for name in (*ranking, "kmeans.assign", "kmeans.means", "kmeans.apart", "kmeans.parted"):
         twin = gpu_kernels.CASES[name](sizes, device).run
         module, _, function = name.partition(".")
         kernel = getattr(importlib.import_module(f"hf_offload_cache.kernels.{module}_triton"), function)
