@@ -333,6 +333,44 @@ def test_nothing_left_has_no_mass(heads: int) -> None:
     assert one.select(asked, UNITS, False).next is None  # type: ignore[union-attr]
 
 
+@APART
+@pytest.mark.parametrize("seen", [30, 150], ids=["fewer than the candidates", "more"])
+def test_a_query_of_a_fit_sees_no_later_units(seen: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later units, and the one that a query sees a part of, get no weight and change no mass, whatever keys they have.
+    Without `ends`, each of the latest queries sees what came before it."""
+    (keys, values), queries, end = keys_and_values(2), some(2, HEADS, 16, DIM, seed=5), seen * GROUP
+    coding = fit_coding(lambda: iter([keys]), UNITS * GROUP, KV, None, KINDS["coded"].summary_bytes or 0, queries)
+    others = torch.cat([keys[:, :, :end], 9 * some(*keys[:, :, end:].shape, seed=7)], 2)
+    weights: list[torch.Tensor] = []
+    add = remainder.LeastSquares.add
+
+    def added(self: Any, components: torch.Tensor, values: torch.Tensor, own: torch.Tensor, *more: Any) -> None:
+        weights.append(own)
+        add(self, components, values, own, *more)
+
+    monkeypatch.setattr(remainder.LeastSquares, "add", added)
+
+    def fitted(keys: torch.Tensor, ends: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The maps' ratio, and the weights of all units but the first."""
+        weights.clear()
+        compact = CodedKeys(coding, KV, 2, account := MemoryAccount(), Workspace(account, "scores"), GROUP)
+        compact.append(keys)
+        chosen = BUDGET, CANDIDATES * BUDGET
+        made_of = compact, lambda: iter([(keys, values)]), FORMS[KV], queries
+        maps = fit_maps(*made_of, DIM**-0.5, chosen, None, account, heads, ends=ends)
+        assert maps is not None
+        return maps.ratio, torch.cat(weights, 2)
+
+    ends = np.full(16, end + GROUP - 1)
+    (ratio, own), (ratio_of_others, own_of_others) = fitted(keys, ends), fitted(others, ends)
+    assert torch.equal(ratio, ratio_of_others) and torch.equal(own, own_of_others) and (own > 0).sum() > 2 * KV * 16
+    assert not own[..., end - GROUP :].any() and (ratio != 1).all()
+    ends = UNITS * GROUP - np.arange(16)[::-1]
+    (ratio, own), (by_default, own_by_default) = fitted(others, ends), fitted(others, None)
+    assert torch.equal(ratio, by_default) and torch.equal(own, own_by_default)
+    assert own[..., end - GROUP :].any()
+
+
 def test_a_short_prompt_and_no_queries_have_none() -> None:
     assert learned("coded", 1, units=200).fitted.maps is None
     one = learned("coded", 1)
