@@ -100,9 +100,9 @@ class Step:
         needed: torch.Tensor | None = mask
         seen: torch.Tensor | None = None
         if (common := seen_before(mask)) is not None:
-            seen, causal = common
+            seen, causal, wholly = common
             if causal:
-                needed, seen = None, None if bool(seen.all()) else seen
+                needed, seen = None, None if wholly else seen
         self._streamed.append((mask, needed, seen))
         return needed, seen
 
@@ -112,8 +112,12 @@ class Step:
                 return seen, changes
         last = mask[:, 0, -1]
         seen = shown(last)
-        hides = not bool(seen.all())
-        result = seen if hides else None, hides or (last.dtype != torch.bool and bool(last.any()))
+        if mask.shape[2] > 1 and not mask.is_cpu and (streamed := self.streamed(mask))[0] is None:
+            hides = streamed[1] is not None  # a device was waited for once, for both
+            result = seen if hides else None, hides
+        else:
+            hides = not bool(seen.all())
+            result = seen if hides else None, hides or (last.dtype != torch.bool and bool(last.any()))
         self._masks.append((mask, *result))
         return result
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_COLUMNS = 4096
-"""Columns of a mask that are examined at once."""
+from ..kernels.on_a_device import to_host
 
 
 def shown(mask: torch.Tensor) -> torch.Tensor:
@@ -13,25 +12,25 @@ def shown(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def seen_before(mask: torch.Tensor) -> tuple[torch.Tensor, bool] | None:
+def seen_before(mask: torch.Tensor) -> tuple[torch.Tensor, bool, bool] | None:
     """Visible tokens before the last q: bool (·, 1, 1, T - q), of a mask (·, 1, q, T) that shows each of those to all
     queries or to none, as padding does; attention is then faster than with a row per query. And whether the mask hides,
-    of these q, exactly the tokens after each. None: another kind of mask."""
+    of these q, exactly the tokens after each; and whether it hides none before. None: another kind of mask.
+
+    A CUDA device is waited for once."""
     queries, columns = mask.shape[-2:]
     if columns < queries:
         return None
     before, latest = mask.split([columns - queries, queries], -1)
-    seen = shown(before[:, :, -1:])
-    parts = zip(before.split(_COLUMNS, -1), seen.split(_COLUMNS, -1), strict=True)
-    if not all(bool(((_plain(part) == visible) & (shown(part) == visible)).all()) for part, visible in parts):
-        return None
+    least, most = before.amin(-2, keepdim=True), before.amax(-2, keepdim=True)
+    seen = least if mask.dtype == torch.bool else (least == 0) & (most == 0)
+    plain = (shown(most) == seen).all()
     causal = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril_()
-    return seen, bool((shown(latest) == causal).all()) and bool((_plain(latest) == causal).all())
-
-
-def _plain(mask: torch.Tensor) -> torch.Tensor:
-    """Places that a mask neither hides nor biases."""
-    return mask if mask.dtype == torch.bool else mask == 0
+    is_causal = (shown(latest) == causal).all()
+    if mask.dtype != torch.bool:
+        is_causal &= ((latest == 0) == causal).all()
+    plainly, causally, wholly = to_host(torch.stack([plain, is_causal, seen.all()]))[0].tolist()
+    return (seen, causally, wholly) if plainly else None
 
 
 def additive_mask(mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -32,14 +32,14 @@ def test_hiding_the_future_alone(queries: int, columns: int, kind: str) -> None:
     plain = causal(2, queries, columns)
     assert (found := seen_before(made(plain))) is not None
     assert found[0].shape == (2, 1, 1, columns - queries)
-    assert bool(found[0].all()) and found[1]
+    assert bool(found[0].all()) and found[1] and found[2]
     for query, column in {(0, 0), (queries - 1, 0), (queries - 1, columns - 1), (0, columns - 1)}:
         other = plain.clone()
         other[1, 0, query, column] ^= True
         found = seen_before(made(other))
         before = column < columns - queries
         assert found is None if before and queries > 1 else found is not None and found[1] == before
-        assert found is None or bool(found[0].all()) != before
+        assert found is None or bool(found[0].all()) == found[2] != before
     if kind != "bool":
         biased = made(plain)
         biased[0, 0, -1, 0] = 0.5
@@ -49,7 +49,7 @@ def test_hiding_the_future_alone(queries: int, columns: int, kind: str) -> None:
         padded = plain.clone()
         padded[1, ..., :2] = False  # of one row, to all of its queries
         assert (found := seen_before(made(padded))) is not None
-        assert (~found[0]).nonzero().tolist() == [[1, 0, 0, 0], [1, 0, 0, 1]] and found[1]
+        assert (~found[0]).nonzero().tolist() == [[1, 0, 0, 0], [1, 0, 0, 1]] and found[1] and not found[2]
         padded[1, ..., : columns - queries + 1] = False  # into what these queries bring
         assert (found := seen_before(made(padded))) is not None
         assert not bool(found[0][1].any()) and bool(found[0][0].all()) and not found[1]
