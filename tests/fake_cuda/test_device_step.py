@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hf_offload_cache.core import SelectiveLayer, TokenLog
 from hf_offload_cache.fetch import device_slots
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.methods.disk_swap import fitted_keys
 from hf_offload_cache.methods.spec import ChosenEntries
 from hf_offload_cache.model import Geometry
 
@@ -101,6 +103,49 @@ def test_steps_on_a_device_are_as_close_as_on_the_host(
         ours, theirs = getattr(report, name), getattr(expected, name)
         assert ours == theirs if theirs is None else ours == pytest.approx(theirs, rel=0.05)
     assert (report.estimated_mass is not None) == fields.get("remainder", True)
+
+
+@pytest.mark.parametrize(
+    ("planned", "pieces", "fits"),
+    [(TOKENS + 128, 2, [TOKENS]), (None, 2, [TOKENS // 2, TOKENS]), (TOKENS // 2 + 128, 1, [TOKENS // 2])],
+)
+def test_a_prompt_in_pieces_is_fitted_once_if_its_length_is_planned(
+    planned: int | None, pieces: int, fits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its end, by each layer; the first piece alone is fitted at once if it is nearly all that is planned."""
+    sizes, counted = list[int](), fitted_keys.fit_coding
+
+    def fit_coding(keys: Any, tokens: int, *rest: Any) -> Any:
+        sizes.append(tokens)
+        return counted(keys, tokens, *rest)
+
+    monkeypatch.setattr(fitted_keys, "fit_coding", fit_coding)
+    prompt_ids = prompt(llama(), 1, TOKENS)
+    with a_device(max_context=planned) as (model, cache, _):
+        for piece in prompt_ids[:, :planned].split(TOKENS // 2, 1)[:pieces]:
+            fed(model, cache, piece, Fake, logits_to_keep=1)
+        cache.end_prompt()
+    assert sizes == [tokens - 32 for tokens in fits for _ in range(LAYERS)]  # without the tail
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_queries_of_a_fit_are_asked_on_the_device_as_on_the_host(rows: int) -> None:
+    torch.manual_seed(0)
+    keys, query = torch.randn(rows, 2, 600, 32).bfloat16(), torch.randn(4 * rows, 6, 32)
+    coding = fitted_keys.fit_coding(lambda: [keys], 600, 2, None, 8, query[None, 0, :, None].expand(rows, -1, 40, -1))
+
+    def asking(coding: Any) -> list[torch.Tensor]:
+        compact = fitted_keys.CodedKeys(coding, 2, rows, MemoryAccount(), None)
+        there = Fake(query) if compact.device == CUDA else query
+        return [values_of(one) for one in compact.asking(there, 0.25)]
+
+    wanted = asking(coding)
+    with fake_cuda() as counts:
+        on_device = replace(coding, **{name: Fake(getattr(coding, name)) for name in ("mean", "keys", "key_scale")})
+        found = asking(on_device)
+        assert not counts.syncs
+    torch.testing.assert_close(found, wanted)
+    assert found[0].shape == (4 * rows, 6, coding.rank) and found[1].shape == (4 * rows, 6, 1)
 
 
 def test_ids_leave_a_device_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,17 +89,18 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-ROWS, PROMPT, PIECE = 2, 1152, 576
+ROWS, PROMPT, PIECE, FED = 2, 1152, 576, 10
+"""Of a padded batch; `FED`: steps, so many that a choice between near equals weighs little."""
 
 
 def padded(model: Any, cache: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Logits of the last token of each call: a prompt in pieces, in a padded batch, and steps after it."""
-    ids = prompt(model, ROWS, PROMPT + STEPS)
+    ids = prompt(model, ROWS, PROMPT + FED)
     mask = torch.ones_like(ids)
     mask[0, :40] = 0
     found = []
     with torch.no_grad():
-        for start, stop in itertools.pairwise([*range(0, PROMPT, PIECE), *range(PROMPT, PROMPT + STEPS + 1)]):
+        for start, stop in itertools.pairwise([*range(0, PROMPT, PIECE), *range(PROMPT, PROMPT + FED + 1)]):
             given = {"attention_mask": put(mask[:, :stop]), "logits_to_keep": 1}
             found.append(values_of(model(put(ids[:, start:stop]), past_key_values=cache, **given).logits))
     return torch.cat(found, 1)

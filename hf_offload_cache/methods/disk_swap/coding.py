@@ -275,10 +275,13 @@ class Coding:
 
     # --- coding ------------------------------------------------------------------------------------------------
 
+    def floors(self, flat: torch.Tensor) -> torch.Tensor:
+        """The floors (r, n) float32 of the projections of keys (n, W), new: codes, but for the range of their bits."""
+        return (_less(flat, self.mean) @ self.keys.float()).mul_(self.key_scale).floor_().t()
+
     def encode(self, flat: torch.Tensor) -> torch.Tensor:
         """The codes (nbytes, n) uint8 of keys (n, W)."""
-        codes = (_less(flat, self.mean) @ self.keys.float()).mul_(self.key_scale).floor_().t()
-        wide, four, two = codes.split(self.counts)
+        wide, four, two = self.floors(flat).split(self.counts)
         packed = [wide.clamp_(-128, 127).remainder_(256)]
         if len(four):  # bytes as sums: fewer operations than shifts of integers
             low, high = four.clamp_(-8, 7).chunk(2)
@@ -344,7 +347,7 @@ class Coding:
 @functools.cache
 def _shifts_on(device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.from_numpy(_SHIFTS).to(device)
+        return torch.arange(0, 8, 2, dtype=torch.uint8, device=device)
 
 
 def default_summary_bytes(width: int) -> int:
@@ -400,7 +403,9 @@ def coding_bytes(width: int, itemsize: int, rows: int, tokens: int, part: int = 
     read = max(rows, min(part, rows * tokens)) * width
     sampled = min(sample, part // 2) * width
     directions = 4 * width * components
+    kept = square if part > PART else 0  # the queries' metric
     counted, solved = 2 * square + (4 + 2 * itemsize) * read, 3 * square + directions + 64 * width
+    counted, solved = kept + counted, kept + solved
     measured = directions + max(3 * itemsize * read, 4 * (projected + (len(_STEPS) + 1) * at_once) * sample)
     regressed = 3 * directions + 4 * sampled + 4 * components * components + 16 * width
     return max(counted, solved, sample * width * itemsize + max(measured, regressed))
@@ -440,10 +445,13 @@ def fit_coding(
     width = len(mean)
     if metric is not None:
         _scale(moment, metric)
-    del metric  # it is computed again: held, it would add to the memory that solving takes
+    if part == PART:
+        del metric  # it is computed again: held, it would add to the memory that solving takes
     directions = _leading(moment, most_components(width))
     del moment
-    if (metric := roots()) is not None:
+    if part == PART:
+        metric = roots()
+    if metric is not None:
         directions = _rooted(directions, metric)
     del metric
     sample = _sample(_beyond_sinks(keys(), tokens, visible, part), tokens)
@@ -567,9 +575,10 @@ def _regression(coding: Coding, sample: torch.Tensor, part: int) -> torch.Tensor
     device = sample.device
     gram = torch.zeros(coding.rank, coding.rank, device=device, dtype=torch.float32)
     product = torch.zeros(coding.rank, sample.shape[1], device=device, dtype=torch.float32)
-    offsets = to_device(coding.offsets, device)
+    bound = np.repeat(np.exp2(np.array(CLASSES, dtype=np.float32) - 1), coding.counts)[:, None]
+    least, most = to_device(np.stack([-bound, bound - 1]), device)
     for some in sample.split(part // 2):  # next to three projections
-        values = coding.unpacked(coding.encode(some)).t().float() + offsets
+        values = coding.floors(some).contiguous().clamp_(least, most).add_(0.5).t()
         gram.addmm_(values.t(), values)
         product.addmm_(values.t(), _less(some, coding.mean))
         del values

@@ -148,6 +148,14 @@ class CompactKeys(ABC):
         """Low-rank query (B, H, ·) float32 on the host, linear in query (B, H, D) (KVSwap, equation 1). `best_of_units`
         takes one row of it."""
 
+    def asking(self, query: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Low-rank queries (B, H, r) float32 on the keys' device, times `scaling`, of query (B, H, D), and what is
+        added to their products with `components` (B, H, 1)."""
+        low = self.low_rank_query(query) * np.float32(scaling)
+        low, constant = low[..., : self.rank], low[..., self.rank :].sum(2) + low[..., : self.rank] @ self.offsets
+        low_rank, added = (to_device(np.ascontiguousarray(each), self.device) for each in (low, constant[..., None]))
+        return low_rank, added
+
     @property
     def has_rough_form(self) -> bool:
         """True if leading components give a rough score in less time."""
@@ -366,6 +374,17 @@ class CodedKeys(CompactKeys):
             self._mean = to_host(self.coding.mean)[0].numpy()
         np.matmul(states, self._mean.reshape(heads, dim, 1), out=low[..., -1:])
         return low.reshape(batch, query.shape[1], -1)
+
+    def asking(self, query: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.device.type == "cpu":
+            return super().asking(query, scaling)
+        queries, scale, mean, offsets = self.asks  # nothing waits for the device
+        by_head = query.unflatten(1, (self._key_heads, -1)).transpose(0, 1)  # (Hk, B, h, D)
+        states = by_head.flatten(1, 2).float()
+        products = torch.bmm(states, torch.cat([queries.float().mul_(scale), mean[..., None]], 2)).mul_(scaling)
+        products = products.view(*by_head.shape[:3], -1).transpose(0, 1).flatten(1, 2)  # (B, H, r + 1)
+        low, constant = products.split([self._rank, 1], 2)
+        return low, (low @ offsets)[..., None].add_(constant)
 
     @property
     def codes(self) -> torch.Tensor:

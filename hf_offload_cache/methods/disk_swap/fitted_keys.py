@@ -164,7 +164,9 @@ class FittedKeys:
         much, fit to all keys and make all compact, in two passes, or three for codes.
 
         A fit to a prompt's keys that are no longer in memory waits for `end_prompt`, because each piece but the last
-        would be fitted for nothing. While fitting is postponed each one waits. Only queries are kept until then.
+        would be fitted for nothing. So does one to the first piece of a prompt on a device, if the context that is
+        planned for is so long that it would be fitted again. While fitting is postponed each one waits. Only queries
+        are kept until then.
         """
         piece, self._device = queries.shape[2], queries.device
         of_prompt, postponed = piece > MOST_CANDIDATES, self._shared.postponed()
@@ -176,7 +178,9 @@ class FittedKeys:
             for block in sealed.keys:
                 self._append(block)
             self._find_sinks(sealed, visible)
-        elif self._enough(sealed) and of_prompt and grown and (postponed or sealed.fresh < sealed.tokens):
+        elif self._enough(sealed) and of_prompt and grown and (
+            postponed or sealed.fresh < sealed.tokens or self._goes_on(sealed)
+        ):
             self._wait(sealed, queries, visible)
         elif self._enough(sealed) and not postponed:
             self._fit_all(sealed, queries, visible)
@@ -194,6 +198,10 @@ class FittedKeys:
     def _enough(self, sealed: Sealed) -> bool:
         """True if compact keys are made of so many tokens."""
         return self.adapter is not None or sealed.tokens >= self._least
+
+    def _goes_on(self, sealed: Sealed) -> bool:
+        """True if a prompt on a device probably has further pieces. There a fit costs hundreds of launches."""
+        return self._device.type == "cuda" and sealed.tokens * _REFIT < self.rules.reserve
 
     def _wait(self, sealed: Sealed, queries: torch.Tensor, visible: torch.Tensor | None) -> None:
         """Keep queries (B, H, q, D) for the fit at the prompt's end, in the place of what it replaces."""

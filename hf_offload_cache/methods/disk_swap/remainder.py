@@ -330,12 +330,10 @@ class _Asked:
     def _low(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Low-rank queries (b, q, H, r) float32 of some rows, and what is added to their products with components
         (b, q, H, 1)."""
-        keys, queries = self._keys, self._queries[rows]
-        low = keys.low_rank_query(queries.flatten(0, 1)) * np.float32(self._scaling)
-        low, constant = low[..., : keys.rank], low[..., keys.rank :].sum(2) + low[..., : keys.rank] @ keys.offsets
-        on_device = (to_device(np.ascontiguousarray(each), keys.device) for each in (low, constant[..., None]))
-        low_rank, added = (each.unflatten(0, queries.shape[:2]) for each in on_device)
-        return low_rank, added
+        queries = self._queries[rows]
+        asking = self._keys.asking(queries.flatten(0, 1), self._scaling)
+        low, added = (each.unflatten(0, queries.shape[:2]) for each in asking)
+        return low, added
 
     def _scores(self, queries: Sequence[torch.Tensor], components: torch.Tensor, part: int) -> torch.Tensor:
         """Scores (b, q, H, tokens) float32 of `queries`, of `_low`, by the `components` (b, r, tokens) of all
