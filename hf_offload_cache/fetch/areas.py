@@ -74,9 +74,9 @@ class Outgoing:
         records.record_stream(self._stream)
         return host, copied.synchronize
 
-    def join(self, device: torch.device) -> None:
-        """Let work that the current stream of the device gets from now on see what was copied. Does not block."""
-        torch.cuda.current_stream(device).wait_stream(self._stream)
+    def join(self, stream: torch.cuda.Stream) -> None:
+        """Let work that a stream of the device gets from now on see what was copied. Does not block."""
+        stream.wait_stream(self._stream)
 
 
 # Memory that reads fill, and its copy to the device
@@ -85,24 +85,28 @@ class Staging:
     """Bytes of host memory to read into, and on CUDA as many bytes of device memory; seen as rows of any size.
 
     The bytes are booked in `account` under `owner` until `release`, and on CUDA those in host memory under its second
-    name: see `staged`. For the thread that runs the model. Raises `BudgetError`, with nothing booked.
+    name: see `staged`. `from_host`: the latter exist from the beginning; else from the first `host_rows` on. For the
+    thread that runs the model. Raises `BudgetError`, with nothing booked.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, account: MemoryAccount, owner: str) -> None:
+    def __init__(
+        self, nbytes: int, device: torch.device, account: MemoryAccount, owner: str, *, from_host: bool = True
+    ) -> None:
         self.nbytes = nbytes
         self._cuda = device.type == "cuda"
         self.device = device
         self._account = account
-        self._owners = staged(owner, device.type)
+        names = staged(owner, device.type)
+        self._owners, self._later = (names, ()) if from_host or not self._cuda else (names[:1], names[1:])
         account.hold_all(self._owners, nbytes)
         self._held_bytes = nbytes
-        self._host = aligned_empty(1, nbytes, pinned=self._cuda)[0]
+        self._host = aligned_empty(1, 0 if self._later else nbytes, pinned=self._cuda)[0]
         self._device = self._host
         self._payloads: dict[tuple[int, int, torch.dtype], ByteRows] = {}
         if self._cuda:
             with torch.inference_mode(False):
-                self._device = torch.empty_like(self._host, device=device)
-            self._stream = torch.cuda.Stream(device)
+                self._device = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self.stream = torch.cuda.Stream(device)  # of its copies
             self._copied, self._freed = torch.cuda.Event(), torch.cuda.Event()
             self._pending = False  # a copy reads host memory, as far as is known
             self.free()  # the memory may have been another tensor's, which earlier work reads
@@ -118,6 +122,10 @@ class Staging:
         """
         if self._cuda:
             self.wait_uploaded()
+            if self._later:
+                self._account.hold_all(self._later, self.nbytes)
+                self._owners, self._later = (*self._owners, *self._later), ()
+                self._host = aligned_empty(1, self.nbytes, pinned=True)[0]
         return self._host[first_byte : first_byte + count * record_bytes].view(count, record_bytes)
 
     def free(self) -> None:
@@ -135,13 +143,25 @@ class Staging:
         if self._cuda and count:
             if not freed:
                 self.free()
-            self._stream.wait_event(self._freed)
-            with torch.cuda.stream(self._stream):
-                self._device[part].copy_(self._host[part], non_blocking=True)
-                self._copied.record(self._stream)
-            torch.cuda.current_stream(self.device).wait_event(self._copied)
+            self._copy([self._host[part]], first_byte)
             self._pending = True
         return self._device[part].view(count, record_bytes)
+
+    def gather(self, runs: list[torch.Tensor]) -> torch.Tensor:
+        """As `upload` of records behind each other, with `freed`, from their own pinned memory (n, record_bytes)
+        each."""
+        self._copy(runs, 0)
+        return self._device[: sum(run.numel() for run in runs)].view(-1, runs[0].shape[1])
+
+    def _copy(self, sources: list[torch.Tensor], first_byte: int) -> None:
+        self.stream.wait_event(self._freed)
+        with torch.cuda.stream(self.stream):
+            for source in sources:
+                stop = first_byte + source.numel()
+                self._device[first_byte:stop].copy_(source.view(-1), non_blocking=True)
+                first_byte = stop
+            self._copied.record(self.stream)
+        torch.cuda.current_stream(self.device).wait_event(self._copied)
 
     def payloads(self, count: int, form: Any) -> ByteRows:
         """As `upload`, seen as payloads: row i is the payload of record i, for i below `count`."""

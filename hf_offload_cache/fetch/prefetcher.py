@@ -361,6 +361,10 @@ class Prefetcher:
         with self._log.noting_stalls():
             self._writes.flush(store)
 
+    def is_queued(self, store: Store, ids: np.ndarray) -> bool:
+        """Whether some of `ids` may still wait to be written to `store`."""
+        return self._writes.is_queued(store, ids)
+
     def check_written(self, store: Store, ids: np.ndarray) -> None:
         """Raise `StoreError` if one of the records `ids` could not be written, even if that was reported before."""
         self._log.process.check("this prefetcher")

@@ -29,6 +29,9 @@ from ..stores.uring.ring import Ring
 from .areas import Outgoing, Staging
 from .prefetcher import Prefetcher, Ticket
 
+_LEAST_RUN = 1 << 16
+"""Fewest bytes of a copy to a device, on average: the host copies less in about the time that it takes to launch."""
+
 
 class DryStorage:
     """A cache's storage in a dry run: stores count records and open no file."""
@@ -182,7 +185,7 @@ class Storage:
         `store`. Blocks only for what the writer copies there."""
         self._read_by.add(device)
         if device in self._outgoing:
-            self._outgoing[device].join(device)
+            self._outgoing[device].join(torch.cuda.current_stream(device))
         if store in self._copies or device not in self._outgoing:
             self.prefetcher.flush(store)
             self._copies.discard(store)
@@ -203,8 +206,8 @@ class Storage:
         """Records `ids` of `store` in order, as uint8 (n, record_bytes) on `device`, `records_at_once` at a time.
 
         Double-buffered: the next part is read, and copied to a CUDA device, while the caller works on this one. A part
-        is valid until the next, there for work that the current stream was given by then. Within `audited`, records
-        that the configuration trusts are checked too.
+        is valid until the next, there for work that the current stream was given by then. What lies in pinned memory is
+        copied from there. Within `audited`, records that the configuration trusts are checked too.
         """
         parts = [ids[start : start + records_at_once] for start in range(0, len(ids), records_at_once)]
         if not parts:
@@ -213,6 +216,19 @@ class Storage:
         buffers = [*self._buffers(2 if on_cuda else min(2, len(parts)), len(parts[0]) * size, device)]
         if on_cuda and len(parts) % 2:
             self.stream_buffers.reverse()  # the next stream begins with the one that is free sooner
+        if on_cuda and not self._audits and (pinned := self._pinned_runs(store, ids, parts)) is not None:
+            if device in self._outgoing:
+                for buffer in buffers:
+                    self._outgoing[device].join(buffer.stream)
+            self._read_by.add(device)
+            for index, runs in enumerate(pinned):
+                buffer = buffers[index % 2]
+                store.count_read(len(runs), len(parts[index]) * size)
+                try:
+                    yield buffer.gather(runs)
+                finally:
+                    buffer.free()
+            return
         tickets = [self.prefetcher.read(store, parts[0], buffers[0].host_rows(len(parts[0]), size))]
         audited = store if self._audits and isinstance(store, FreezableStore) else None
         try:
@@ -235,6 +251,18 @@ class Storage:
                 with contextlib.suppress(OSError):  # the caller gets the first error
                     ticket.wait()
 
+    def _pinned_runs(self, store: Store, ids: np.ndarray, parts: list[np.ndarray]) -> list[list[torch.Tensor]] | None:
+        """Each part's records `ids` in pinned memory; None if some are elsewhere, or are still on their way there
+        through the writer's thread, or too scattered. Raises the error of a failed write."""
+        if not store.in_memory or (store in self._copies and self.prefetcher.is_queued(store, ids)):
+            return None
+        pinned = [store.pinned_runs(part) for part in parts]
+        count = sum(len(runs) for runs in pinned if runs is not None)
+        if None in pinned or len(ids) * store.record_bytes < count * _LEAST_RUN:
+            return None
+        self.prefetcher.check_written(store, ids)
+        return [runs for runs in pinned if runs is not None]
+
     @contextlib.contextmanager
     def audited(self) -> Iterator[None]:
         """Inside, `stream` checks every record, even with `verify=False`, for callers that write the streamed records
@@ -251,7 +279,8 @@ class Storage:
         if not all(buffer.fits(nbytes, device) for buffer in self.stream_buffers):
             self.release_stream_buffers()
         while len(self.stream_buffers) < count:
-            self.stream_buffers.append(Staging(nbytes, device, self.account, "stream buffers"))
+            made = Staging(nbytes, device, self.account, "stream buffers", from_host=False)
+            self.stream_buffers.append(made)
         return self.stream_buffers
 
     def release_stream_buffers(self) -> None:

@@ -201,6 +201,13 @@ class WriteQueue:
             queued = [(batch, batch.records) for batch in writes.batches]  # a finished batch drops its records
         return copy_rows(queued, ids, out) if queued else whole
 
+    def is_queued(self, store: Store, ids: np.ndarray) -> bool:
+        """Whether a queued batch of `store` may have one of `ids`."""
+        with self._changed:
+            writes = self.unsettled.get(store)
+            batches = [] if writes is None or not len(ids) else writes.batches
+            return any(batch.lowest <= ids.max() and batch.highest >= ids.min() for batch in batches)
+
     def flush(self, store: Store | None) -> None:
         """As `Prefetcher.flush`."""
         with self._changed:

@@ -255,8 +255,12 @@ class PositionHistory:
             self.tail.drop_first(count * group)
         else:
             piece = piece_groups(self.form, self.rows, self._storage.write_queue)
-            for start in range(0, count, piece):
-                stop = min(start + piece, count)
+            stop = 0
+            while stop < count:
+                start, stop = stop, min(stop + piece, count)
+                if self.rows == 1 and self.device.type == "cuda":
+                    pinned = self.store.pinned_runs(ids[0, start:stop])
+                    stop = start + len(pinned[0]) if pinned else stop  # so that the device fills them in place
                 some = ids[:, start:stop]
                 records = self._new_records(some.size)
                 into = self._entries(records) if self.form.fills else None

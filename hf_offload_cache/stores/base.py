@@ -281,6 +281,11 @@ class Store(ABC):
         written again. None: some records are not in such memory."""
         return None
 
+    def pinned_runs(self, ids: np.ndarray) -> list[torch.Tensor] | None:
+        """The memory of these allocated records, in order, that a GPU copies from: adjacent ones are one tensor (n,
+        record_bytes) uint8. Not to be changed; valid as `addresses`. None: some are not in pinned memory."""
+        return None
+
     def in_place(self, ids: np.ndarray) -> torch.Tensor | None:
         """The memory (n, record_bytes) uint8 of these allocated records, which a GPU may fill before it is passed to
         `write` with them. None: they are not adjacent, or not in memory that a GPU reaches by itself."""

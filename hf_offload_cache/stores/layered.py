@@ -273,6 +273,10 @@ class LayeredStore(FreezableStore):
         assert layout.own is not None
         layout.own.write(ids - layout.base, records)
 
+    def pinned_runs(self, ids: np.ndarray) -> list[torch.Tensor] | None:
+        pinned = [store.pinned_runs(some) for store, some, _ in self._layout.pieces(ids)]
+        return None if None in pinned else [run for part in pinned if part is not None for run in part]
+
     def in_place(self, ids: np.ndarray) -> torch.Tensor | None:
         layout = self._layout
         if layout.own is None or not ids.size or int(ids.min()) < layout.base:

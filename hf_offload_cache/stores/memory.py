@@ -191,13 +191,20 @@ class MemoryStore(FreezableStore):
         begin[some] = [self._chunks[chunk].data_ptr() for chunk in some.tolist()]
         return begin[chunks] + rows * self.record_bytes
 
+    def pinned_runs(self, ids: np.ndarray) -> list[torch.Tensor] | None:
+        if not self._pinned:
+            return None
+        chunks, rows = np.divmod(ids, self._chunk_records)
+        if not all(self._chunks[chunk].is_pinned() for chunk in np.unique(chunks).tolist()):
+            return None
+        together = runs(ids + chunks)  # a chunk's end counts as a gap
+        return [self._chunks[chunks[first]][rows[first] : rows[first] + stop - first] for first, stop in together]
+
     def in_place(self, ids: np.ndarray) -> torch.Tensor | None:
         if self._frozen or not self._pinned or not ids.size or (np.diff(ids) != 1).any():
             return None
-        chunk, row = divmod(int(ids[0]), self._chunk_records)
-        if row + ids.size > self._chunk_records or not self._chunks[chunk].is_pinned():
-            return None
-        return self._chunks[chunk][row : row + ids.size]
+        pinned = self.pinned_runs(ids)
+        return pinned[0] if pinned is not None and len(pinned) == 1 else None
 
     def _by_chunk(self, ids: np.ndarray) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """For each chunk with some of `ids`: the chunk, the rows in it, and their positions in `ids`."""

@@ -68,7 +68,7 @@ class WrapperStore(FreezableStore):
     written, inode = _attribute("written", True), _attribute("inode", True)
     allocate, free, write, advise, read = map(_method, ("allocate", "free", "write", "advise", "read"))
     read_parts, count_read, close = map(_method, ("read_parts", "count_read", "close"))
-    addresses, in_place = map(_method, ("addresses", "in_place"))
+    addresses, in_place, pinned_runs = map(_method, ("addresses", "in_place", "pinned_runs"))
     freeze, share, verify = _method("freeze", True), _method("share", True), _method("verify", True)
     export = _method("export", True)
 

@@ -15,6 +15,8 @@ from fake_device import CUDA, QUEUES, Event, Fake, Stream, fake_cuda, values_of
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.fetch import Staging, Storage
+from hf_offload_cache.fetch import storage as fetch_storage
+from hf_offload_cache.fetch.areas import Outgoing
 from hf_offload_cache.kernels.on_a_device import to_host
 from hf_offload_cache.stores import aligned_empty
 
@@ -29,8 +31,9 @@ def pattern(turn: int) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def storage(folder: Path) -> Iterator[Storage]:
-    made = Storage(OffloadConfig(engine="memory"), folder)
+def storage(folder: Path, device_type: str = "cpu") -> Iterator[Storage]:
+    """With a `device_type` of "cuda", records are pinned."""
+    made = Storage(OffloadConfig(engine="memory"), folder, device_type)
     try:
         yield made
     finally:
@@ -66,6 +69,22 @@ def streamed(folder: Path) -> list[torch.Tensor]:
         return [values_of(one) for one in found]
 
 
+def streamed_in_place(folder: Path) -> list[torch.Tensor]:
+    """Records that the device writes to pinned memory, streamed back from there, twice."""
+    with storage(folder, "cuda") as made, mock.patch.object(fetch_storage, "_LEAST_RUN", RECORD):
+        store = made.open_store(RECORD, "layer 0")
+        ids = store.allocate(COUNT * TURNS)
+        for turn in range(TURNS):
+            records, new = Fake(pattern(turn)).add(1), ids[turn * COUNT : (turn + 1) * COUNT]
+            made.prefetcher.write(store, new, *made.copied_out(records, store, new))
+            del records
+        found = []
+        for _ in range(2):
+            found = [records.clone().sub_(1) for records in made.stream(store, ids, COUNT, CUDA)]
+        assert not any(buffer._host.numel() for buffer in made.stream_buffers)
+        return [values_of(one) for one in found]
+
+
 def staged(folder: Path) -> list[torch.Tensor]:
     """Records of one area, filled again and again."""
     with storage(folder) as made:
@@ -97,7 +116,14 @@ def is_default(stream: Any) -> bool:
     return stream is stream.queues.default
 
 
-WAYS = (written, streamed, staged, on_the_host)
+@contextlib.contextmanager
+def without_joins() -> Iterator[None]:
+    """And without the writer's wait, which would make records arrive as soon."""
+    with without(Outgoing, "join"), without(Event, "synchronize"):
+        yield
+
+
+WAYS = (written, streamed, streamed_in_place, staged, on_the_host)
 MISSING: dict[str, tuple[Callable[[Path], list[torch.Tensor]], Callable[[], Any]]] = {
     "a copy out waits for what computes its records": (written, lambda: without(Stream, "wait_stream")),
     "the writer waits for the copy": (written, lambda: without(Event, "synchronize")),
@@ -108,6 +134,9 @@ MISSING: dict[str, tuple[Callable[[Path], list[torch.Tensor]], Callable[[], Any]
     "attention waits for its block": (streamed, lambda: without(Stream, "wait_event", is_default)),
     "blocks are read into free host memory": (streamed, lambda: without(Staging, "wait_uploaded")),
     "blocks are copied to free device memory": (streamed, lambda: without(Staging, "free")),
+    "records in place arrive before they are streamed": (streamed_in_place, lambda: without_joins()),
+    "attention waits for its block in place": (streamed_in_place, lambda: without(Stream, "wait_event", is_default)),
+    "blocks in place are copied to free memory": (streamed_in_place, lambda: without(Staging, "free")),
     "the host waits for its copies": (on_the_host, lambda: without(Stream, "synchronize")),
 }
 """Each wait of the library: what needs it, and the device without it."""
@@ -135,10 +164,14 @@ def test_a_missing_wait_changes_values(what: str, tmp_path: Path) -> None:
     assert any(map(is_seen, MANY_SEEDS))
 
 
-def test_blocks_are_copied_while_the_device_works_on_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["cpu", "cuda"], ids=["staged", "in place"])
+def test_blocks_are_copied_while_the_device_works_on_others(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The copy of a block waits for the work on the latest block in its memory, and for no later work; so does that of
     the next history."""
-    with fake_cuda(0), storage(tmp_path) as made, mock.patch.object(QUEUES.random, "random", return_value=1.0):
+    monkeypatch.setattr(fetch_storage, "_LEAST_RUN", RECORD)
+    with fake_cuda(0), storage(tmp_path, kind) as made, mock.patch.object(QUEUES.random, "random", return_value=1.0):
         store, work = made.open_store(RECORD, "layer 0"), QUEUES.default
         ids = store.allocate(COUNT * TURNS)
         store.write(ids, torch.cat([pattern(turn) for turn in range(TURNS)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -451,10 +452,16 @@ def test_adjacent_records_of_pinned_memory_are_filled_in_place(monkeypatch: pyte
     assert (out == 7).all() and store.written.tolist() == [False, True, True, *[False] * 5]
     for apart in (ids[[1, 3]], ids[3:5], ids[:0], ids[[2, 1]]):
         assert store.in_place(apart) is None
-    assert MemoryStore(4096, "plain").in_place(np.arange(1)) is None
-    store.write(ids, aligned_empty(8, 4096).fill_(1))
+    plain = MemoryStore(4096, "plain")
+    assert plain.in_place(np.arange(1)) is None is plain.pinned_runs(plain.allocate(1))
+    store.write(ids, aligned_empty(8, 4096).copy_(torch.arange(8, dtype=torch.uint8)[:, None].expand(8, 4096)))
     store.freeze()
     assert store.in_place(ids[:1]) is None
+
+    def runs_of(store: Any, *some: int) -> list[list[int]]:
+        return [run[:, 0].tolist() for run in store.pinned_runs(np.array(some, dtype=np.int64))]
+
+    assert runs_of(store, 1, 2, 3, 4, 5, 7, 6, 6) == [[1, 2, 3], [4, 5], [7], [6], [6]] and runs_of(store) == []
     layered = LayeredStore([store], lambda: MemoryStore(4096, "own", pinned=True))
     more = layered.allocate(2)
     place = layered.in_place(more)
@@ -462,5 +469,7 @@ def test_adjacent_records_of_pinned_memory_are_filled_in_place(monkeypatch: pyte
     place.fill_(9)
     layered.write(more, place)
     layered.read(more, out)
-    assert (out == 9).all()
+    assert (out == 9).all() and runs_of(layered, 2, 3, *more.tolist()) == [[2, 3], [9, 9]]
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    assert layered.pinned_runs(more) is None is store.pinned_runs(ids)
     layered.close()
