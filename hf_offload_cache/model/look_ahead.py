@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import BudgetError
+from ..kernels.on_a_device import to_host
 from ..memory.account import MemoryAccount
 from .foreign_hooks import ForeignHooks
 
@@ -58,28 +59,51 @@ def find_recipe(
 ) -> QueryRecipe | None:
     """The recipe that computes `query` (B, H, 1, D) from the stream `residual`, which entered `attention` as `normed`
     (both (B, 1, hidden)); None if no attempt does."""
-    norm = next((name for name, part in _norms(block) if _scale_between(normed, part, residual) is not None), None)
-    if norm is None:
+    norms = [(name, normed, part, (residual,)) for name, part in _norms(block)]
+    projections = [
+        (projection, query, projection, (attention, normed, rotary))
+        for projection in _projections(attention, *query.shape[1:4:2])
+    ]
+    likely = _scales([_attempted(*tries[0][1:]) for tries in (norms, projections) if tries])  # a device waits once
+
+    def first(tries: list[Any], scale: float | None) -> tuple[Any, float] | None:
+        for which, target, attempt, arguments in tries:
+            if which is not tries[0][0]:
+                (scale,) = _scales([_attempted(target, attempt, arguments)])
+            if scale is not None:
+                return which, scale
         return None
-    for projection in _projections(attention, *query.shape[1:4:2]):
-        scale = _scale_between(query, projection, attention, normed, rotary)
-        if scale is not None:
-            return QueryRecipe(norm, projection, scale)
-    return None
+
+    if (norm := first(norms, likely[0])) is None or not projections:
+        return None
+    found = first(projections, likely[1])
+    return None if found is None else QueryRecipe(norm[0], *found)
 
 
-def _scale_between(target: torch.Tensor, attempt: Callable[..., Any], *arguments: Any) -> float | None:
-    """The factor from the result of `attempt(*arguments)` to `target` if they are parallel, else None."""
+def _attempted(
+    target: torch.Tensor, attempt: Callable[..., Any], arguments: tuple[Any, ...]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The result of `attempt(*arguments)`, and `target`, if both have the same shape."""
     try:
         with torch.no_grad():
             candidate = attempt(*arguments)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return None  # modules may fail in these ways on unsuitable input
-    if not isinstance(candidate, torch.Tensor) or candidate.shape != target.shape:
-        return None
-    both = torch.stack([candidate.float().flatten(), target.float().flatten()])
-    (own, product), (_, other) = (both @ both.t()).tolist()
-    return product / own if product >= _FOUND * max(1e-16, own * other) ** 0.5 else None
+    return (candidate, target) if isinstance(candidate, torch.Tensor) and candidate.shape == target.shape else None
+
+
+def _scales(attempts: list[tuple[torch.Tensor, torch.Tensor] | None]) -> list[float | None]:
+    """The factor from the first to the second tensor of each pair if they are parallel, else None; None for no pair."""
+    flat = [torch.stack([one.float().flatten() for one in pair]) for pair in attempts if pair is not None]
+    products = iter(to_host(*(both @ both.t() for both in flat)))
+    scales: list[float | None] = []
+    for pair in attempts:
+        scale = None
+        if pair is not None:
+            (own, product), (_, other) = next(products).tolist()
+            scale = product / own if product >= _FOUND * max(1e-16, own * other) ** 0.5 else None
+        scales.append(scale)
+    return scales
 
 
 def _norms(block: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
