@@ -269,6 +269,22 @@ def test_slots_are_booked_and_freed() -> None:
     assert not account.by_owner.get("reuse slots") and account.current == 0
 
 
+@pytest.mark.parametrize("context", [TOKENS + 32, TOKENS + 48])
+def test_lines_of_codes_begin_where_a_device_loads_16_bytes(context: int) -> None:
+    """And their memory is planned."""
+    ids = prompt(llama(), 1, TOKENS + 2)
+    with a_device(max_context=context) as (model, cache, _):
+        decoded(model, cache, ids, Fake)
+        for layer in cache.selective:
+            codes = layer.predictor.fitted.keys.codes
+            assert codes.stride(1) % 16 == 0 and codes.shape[2] <= codes.stride(1) < codes.shape[2] + 32
+        planned = type(cache).plan(Geometry.of(model), cache.config, context, 1).decode["compact keys"]
+        nbytes = layer.predictor.fitted.keys.coding.nbytes
+        most = cache.selective[0].predictor.rules.summary_bytes or 8
+        assert cache.storage.account.by_owner["compact keys"] <= planned
+        assert planned == LAYERS * codes.stride(1) * layer.history.form.group_size * max(nbytes, most)
+
+
 def test_a_read_that_could_not_begin_leaves_no_slot_that_says_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is repeated, and is right."""
     ids = prompt(llama(), 1, TOKENS + 4)

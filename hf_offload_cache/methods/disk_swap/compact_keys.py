@@ -275,6 +275,9 @@ class CompactKeys(ABC):
 
 # Compact keys of a few bits a component, unpacked block by block and multiplied as integers
 
+_ALIGNED = {"cuda": 16}
+"""Units that a device reads in one load of a byte each: a line of codes has room for a multiple of them, so that each
+line begins where such a load may."""
 _ENCODED, _OF_A_WIDTH = 3 << 16, 1.5
 """Elements of keys and their components that a processor converts to float32 at a time, and the most tokens for each
 element of a key: less memory than the fit of a coding takes."""
@@ -312,7 +315,9 @@ class CodedKeys(CompactKeys):
         unit_size: int = 1,
     ) -> None:
         shape = batch, coding.nbytes * unit_size, 0
-        super().__init__(TokenRows(shape, 2, torch.uint8, coding.keys.device, account, unit_size))
+        device = coding.keys.device
+        aligned = _ALIGNED.get(device.type, 1)
+        super().__init__(TokenRows(shape, 2, torch.uint8, device, account, unit_size, aligned))
         self.coding = coding
         self._key_heads, self._account, self._workspace = num_key_heads, account, workspace
         self._rank, self._offsets = coding.rank, coding.offsets
@@ -331,7 +336,8 @@ class CodedKeys(CompactKeys):
         `width`: elements of a key; `heads`: query heads; `wanted`: candidate units that are scored with all components.
         """
         nbytes, cpu = min(nbytes, most_bytes(width)), torch.device("cpu")
-        codes = TokenRows((rows, nbytes * unit_size, 0), 2, torch.uint8, cpu, run, unit_size)
+        made_of = torch.uint8, cpu, run, unit_size, _ALIGNED.get(run.device_type, 1)
+        codes = TokenRows((rows, nbytes * unit_size, 0), 2, *made_of)
         codes.rehearse(run, tokens)
         run.keeps("adapters", Coding.most_own_bytes(width, nbytes, run.device_type))
         most = max(scored_at_once(tokens), wanted * unit_size)
@@ -457,5 +463,5 @@ class CodedKeys(CompactKeys):
         coding, codes = Coding.restore(tree["coding"], **sizes), tree["codes"]
         cls.STATE.check({"codes": codes}, "a layer", bytes=coding.nbytes * unit_size, **sizes)
         compact = cls(coding, num_key_heads, 0, account, workspace, unit_size)
-        compact._rows = TokenRows.shared(codes, 2, account, unit_size)
+        compact._rows = TokenRows.shared(codes, 2, account, unit_size, _ALIGNED.get(codes.device.type, 1))
         return compact

@@ -31,6 +31,7 @@ class TokenRows:
         shape: (rows, 0, n) for axis 1, (rows, n, 0) for axis 2.
         each: tokens of a unit. Above 1, axis 2 has units instead of tokens, and a unit's tokens lie along axis 1:
             (rows, n * each, room). A maximum over a unit's tokens is then a maximum over complete rows.
+        aligned: the room along `axis` is a multiple of this.
     """
 
     def __init__(
@@ -41,17 +42,20 @@ class TokenRows:
         device: torch.device,
         account: MemoryAccount,
         each: int = 1,
+        aligned: int = 1,
     ) -> None:
-        self.axis, self.each, self.tokens = axis, each, 0
+        self.axis, self.each, self.tokens, self._aligned = axis, each, 0, aligned
         self._account = account
         self._lent = 0  # a captured tree shares this many first tokens: they must not be overwritten
         self._data = account.empty("compact keys", *shape, dtype=dtype, device=device)
 
     @classmethod
-    def shared(cls, data: torch.Tensor, axis: int, account: MemoryAccount, each: int = 1) -> TokenRows:
+    def shared(
+        cls, data: torch.Tensor, axis: int, account: MemoryAccount, each: int = 1, aligned: int = 1
+    ) -> TokenRows:
         """Adopt all of `data`, complete units that others also use. It is copied before it is changed. The account
         books the complete storage behind `data`, because this keeps it in memory."""
-        rows = cls((0, 0, 0), axis, data.dtype, data.device, account, each)
+        rows = cls((0, 0, 0), axis, data.dtype, data.device, account, each, aligned)
         account.hold("compact keys", data.untyped_storage().nbytes())
         rows._data = data
         rows._lent = rows.tokens = data.shape[axis] * each
@@ -90,7 +94,8 @@ class TokenRows:
         room = self._data.shape[self.axis]
         if self._places(tokens) > room or (tokens > self.tokens and self.tokens < self._lent):
             more = max(128, tokens // 32) if self.tokens else 0
-            _ALONG[self.axis].remake(self, places=self._places(tokens + more))
+            places = -(-self._places(tokens + more) // self._aligned) * self._aligned
+            _ALONG[self.axis].remake(self, places=places)
             self._lent = 0
 
     def rehearse(self, run: DryRun, tokens: int) -> None:
