@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..fetch.choice import DeviceChoice
+from ..fetch.choice import DeviceChoice, DeviceDecision, InSlots
 from ..fetch.device_slots import DeviceSlots
 from ..kernels.on_a_device import has_step
 from ..kernels.ranking import MOST_UNITS
@@ -59,17 +59,24 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
     looks = (counters.decode_steps + layer.layer_idx) % LOOKED_AT == 0
     if not chooses:
         every = torch.arange(history.records, dtype=torch.int32, device=history.device)
-        choice = DeviceChoice(every.expand(history.rows, -1))
+        decision: DeviceDecision = DeviceChoice(every.expand(history.rows, -1))
     else:
-        choice = predictor.choose_on_device(query, layer.budget, looks)
+        decision = predictor.choose_on_device(query, layer.budget, looks)
+    choice = decision if isinstance(decision, DeviceChoice) else next(decision)
     where = slots.bring(history, choice.units)
     if where is None:
         layer.drop_fetcher()
         layer.on_device = False
         return None
+    if not isinstance(decision, DeviceChoice):
+        try:
+            decision.send(InSlots(slots.data, where))
+        except StopIteration as end:
+            choice = end.value
     made_of = query.states, slots.data, where, history.recent, history.form, layer.scaling
     sizes = *call.query.shape[:2], history.rows, where.shape[1], slots.count, history.recent.shape[1]
-    with storage.account.holding("scores", slots_bytes(history.form, *sizes)):
+    kept = 0 if choice.keep is None else choice.keep.nbytes
+    with storage.account.holding("scores", slots_bytes(history.form, *sizes) + kept):
         output, logarithm = attend(*made_of, choice.value, choice.weight, choice.keep)
     attended = where.shape[1] * history.form.group_size if choice.attended is None else choice.attended
     counters.attend(call.query.shape[0], history.length, attended + history.recent.shape[1])
@@ -90,11 +97,15 @@ def device_slots(layer: Layer, least: int) -> DeviceSlots | None:
     made_for = selecting.version, history.records
     if slots is not None and not slots.closed and slots.made_for == made_for:
         return slots
-    count = layer.slots // history.rows + (layer.budget if storage.account.limit is None else 0)
+    count = layer.near_slots // history.rows + (layer.budget if storage.account.limit is None else 0)
     if count < least:
         layer.drop_fetcher()
         return None
-    if slots is None or slots.closed or slots.made_for[0] != selecting.version or slots.count < count:
+    changed = slots is not None and slots.made_for[0] != selecting.version and slots.count != count
+    if slots is None or slots.closed or changed or slots.count < count:
+        if slots is not None:
+            slots.free_memory()  # in the stream's order; the next ones wait for the reads when they close
+            layer.device_slots = None
         layer.drop_fetcher()
         layer.device_slots = slots = DeviceSlots(storage, history, count)
         layer.shared.books_changed = True

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -106,6 +106,20 @@ class DeviceChoice:
     """(B, H) float32: that entry's score."""
     lost: torch.Tensor | None = None
     """() int64: millionths of the attention mass that is on neither, mean over rows and heads; None: not asked for."""
+
+
+class InSlots(NamedTuple):
+    """The units of a `DeviceChoice` after they were read, until the next step of any layer."""
+
+    data: torch.Tensor
+    """(rows, slots, payload width)."""
+    slots: torch.Tensor
+    """(rows, M) int32: the slot of each unit; -1: none."""
+
+
+DeviceDecision = DeviceChoice | Generator[DeviceChoice, InSlots, DeviceChoice]
+"""A choice, or a generator that looks at stored entries first: it yields a choice of units, is sent these, and returns
+the choice of the same units that the step attends to."""
 
 
 @dataclass(frozen=True)
