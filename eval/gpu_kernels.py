@@ -381,3 +381,52 @@ def _parted(sizes: Sizes, device: torch.device) -> Case:
     _, centroids, labels = _points(sizes, device)
     run = functools.partial(kernel("kmeans.parted"), labels, centroids.shape[1], 2 * _CLUSTER)
     return Case(run, 2 * labels.nbytes)
+
+
+# AbstractTreeCache's step: chunks of 64 tokens, each key head with its own, four times as many examined as attended to
+
+_CHUNK, _EXAMINED = 64, 4
+
+
+def _ends(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries, and the abstracts of all chunks."""
+    states = torch.randn(sizes.rows, sizes.heads, sizes.dim, device=device).to(torch.bfloat16)
+    shape = sizes.rows * sizes.kv_heads, sizes.tokens // _CHUNK, 2, 1, sizes.dim
+    return states, torch.randn(shape, device=device).sort(2).values.to(torch.bfloat16)
+
+
+@case("bounds.limits")
+def _limits(sizes: Sizes, device: torch.device) -> Case:
+    states, ends = _ends(sizes, device)
+    results = 2 * 4 * sizes.rows * sizes.heads * ends.shape[1]
+    return Case(functools.partial(kernel("bounds.limits"), states, ends, 0.1, True), ends.nbytes + results, least=0.6)
+
+
+def _examined(sizes: Sizes) -> int:
+    return min(sizes.tokens, _EXAMINED * sizes.attended) // _CHUNK
+
+
+@case("bounds.stand")
+def _stand(sizes: Sizes, device: torch.device) -> Case:
+    high, low = kernel("bounds.limits")(*_ends(sizes, device), 0.1, True)
+    run = functools.partial(kernel("bounds.stand"), high, low, _examined(sizes), 1)
+    return Case(run, high.nbytes + low.nbytes)
+
+
+@case("bounds.front")
+def _front(sizes: Sizes, device: torch.device) -> Case:
+    high, low = kernel("bounds.limits")(*_ends(sizes, device), 0.1, True)
+    standings = kernel("bounds.stand")(high, low, _examined(sizes), 1)
+    run = functools.partial(kernel("bounds.front"), *standings, _CHUNK, sizes.attended, _examined(sizes))
+    return Case(run, sum(one.nbytes for one in standings))
+
+
+@case("bounds.look")
+def _look(sizes: Sizes, device: torch.device) -> Case:
+    rows, form = sizes.rows * sizes.kv_heads, RecordFormat(1, sizes.dim, 1, sizes.dim, torch.bfloat16, _CHUNK)
+    chosen = torch.zeros(rows, _examined(sizes), dtype=torch.int32, device=device)
+    slots, data = _slots(chosen, form)
+    query = torch.randn(sizes.rows, sizes.heads, sizes.dim, device=device).to(torch.bfloat16)
+    recent = torch.randn(rows, 1, _RECENT, sizes.dim, device=device).to(torch.bfloat16)
+    run = functools.partial(kernel("bounds.look"), query, data, slots, recent, form, 0.1, sizes.attended, _SINKS)
+    return Case(run, data.nbytes // 2 + recent.nbytes)

@@ -12,7 +12,9 @@ from ..fetch.device_slots import DeviceSlots
 from ..kernels.on_a_device import has_step
 from ..kernels.ranking import MOST_UNITS
 from ..kernels.slots import attend, slots_bytes
+from ..memory.dry_run import DryRun
 from ..model.attention_call import AttentionCall
+from .plan import LayerKind
 
 Layer = Any
 """A `SelectiveLayer`."""
@@ -89,6 +91,15 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
     return output[:, None], None
 
 
+def rehearse(layer: Layer, run: DryRun, kind: LayerKind, wanted: int) -> None:
+    """Declare the temporary memory of exchange and attention, for a step that selects `wanted` units a row, in a dry
+    run of a layer whose steps may run on a device."""
+    history, form = layer.history, kind.form
+    count = max(layer.near_slots // kind.rows, wanted)
+    sizes = kind.batch, kind.num_heads, kind.rows, wanted, count, history.recent.shape[1]
+    run.passes("scores", decode=slots_bytes(form, *sizes) + kind.rows * wanted * form.group_size)
+
+
 def device_slots(layer: Layer, least: int) -> DeviceSlots | None:
     """The slots of a layer, for at least `least` units a row: under a limit those that are planned, without one as many
     besides a complete choice. None: a complete choice does not fit those that are planned."""
@@ -99,7 +110,8 @@ def device_slots(layer: Layer, least: int) -> DeviceSlots | None:
         return slots
     count = layer.near_slots // history.rows + (layer.budget if storage.account.limit is None else 0)
     if count < least:
-        layer.drop_fetcher()
+        if slots is not None:
+            layer.drop_fetcher()
         return None
     changed = slots is not None and slots.made_for[0] != selecting.version and slots.count != count
     if slots is None or slots.closed or changed or slots.count < count:

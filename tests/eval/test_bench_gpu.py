@@ -167,7 +167,7 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert attended["nbytes"] == 2 * 2 * 64 * 64 * 2
     floor = attended["nbytes"] * copy["median_seconds"] / copy["nbytes"]
     assert attended["share"] == pytest.approx(floor / attended["median_seconds"])
-    modules = "ranking", "slots", "kmeans"
+    modules = "ranking", "slots", "kmeans", "bounds"
     assert by_name.keys() >= {name for name in on_a_device.TWINS if name.partition(".")[0] in modules}
     units, codes, entry = 256 // 4, 112, 2 * 2 * 64 * 2  # of 4 tokens; bytes of a token's codes, and of its entry
     assert by_name["ranking.score"]["nbytes"] == 4 * units * codes + 4 * 4 * units
@@ -175,6 +175,9 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert by_name["ranking.encode"]["nbytes"] == read + projection
     assert by_name["slots.bring"]["nbytes"] == 32 * entry and by_name["slots.bring"]["floor"] == gpu_kernels.BUS
     assert by_name["slots.attend"]["nbytes"] == 64 * entry == attended["nbytes"]
+    chunks, examined = 2 * 256 // 64, 2 * min(256, 4 * 64)  # of two key heads
+    assert by_name["bounds.limits"]["nbytes"] == chunks * 2 * 64 * 2 + 2 * 4 * 2 * chunks
+    assert by_name["bounds.look"]["nbytes"] == examined * 64 * 2 + 2 * 32 * 64 * 2
     assert by_name["slots.attend"]["compared_with"] == gpu_kernels.GATHERED
     points, labels, centroids = 2 * 256 * 64 * 2, 2 * 256 * 4, 2 * (256 // 12) * 64 * 4
     assert by_name["kmeans.assign"]["nbytes"] == points + centroids + labels
@@ -208,7 +211,8 @@ def test_cases_call_the_kernels_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     torch.manual_seed(0)  # no point is as near to two centroids
     ranking = ("ranking.project", "ranking.score", "ranking.share", "ranking.pick", "ranking.rest", "slots.attend")
-    for name in (*ranking, "kmeans.assign", "kmeans.means", "kmeans.apart", "kmeans.parted"):
+    chunks = ("bounds.limits", "bounds.stand", "bounds.front", "bounds.look")
+    for name in (*ranking, *chunks, "kmeans.assign", "kmeans.means", "kmeans.apart", "kmeans.parted"):
         twin = gpu_kernels.CASES[name](sizes, device).run
         module, _, function = name.partition(".")
         kernel = getattr(importlib.import_module(f"hf_offload_cache.kernels.{module}_triton"), function)

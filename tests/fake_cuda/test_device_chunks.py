@@ -15,9 +15,11 @@ from harness import COMMON, build, prompt
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import AbstractTreeCache
-from hf_offload_cache.fetch import Choice
+from hf_offload_cache.fetch import Choice, Fetcher
 from hf_offload_cache.fetch.choice import DeviceChoice, InSlots
+from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.abstract_tree import DevicePredictor, bounds, likely, predictor
+from hf_offload_cache.model import Geometry
 
 TOKENS, STEPS, LAYERS, CHUNK = 640, 10, COMMON["num_hidden_layers"], 8
 Put = Callable[[torch.Tensor], torch.Tensor]
@@ -173,3 +175,91 @@ def test_choices_of_a_models_queries_are_the_hosts(
         complete = "num_opened" in fields or "dense_layers" in fields
         assert compared.looks == (0 if complete else 3 * LAYERS)
         assert (compared.fewer > 0) == (fields.get("chunk_size") == 2)  # some count with all their tokens
+
+
+@pytest.mark.parametrize(
+    "fields", [{"abstracts": "disk"}, {"compress": 0.5}, {}], ids=["abstracts on disk", "replicas", "too many tokens"]
+)
+def test_what_a_device_cannot_do_goes_over_the_host(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fields:
+        monkeypatch.setattr(predictor, "MOST_UNITS", 128)
+    ids = prompt(llama(), 1, TOKENS + 3)
+    plain, sizes = llama(), {**FIELDS, "chunk_size": 64, **fields}
+    with AbstractTreeCache(plain, **sizes) as cache:
+        expected = decoded(plain, cache, ids, lambda given: given)
+    with a_device(**sizes) as (model, cache, _):
+        found = decoded(model, cache, ids)
+        assert of_slots(cache) == [None] * LAYERS
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_padding_and_candidates_go_over_the_host_and_back() -> None:
+    ids = prompt(llama(), 2, TOKENS + 6)
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    with a_device(2) as (model, cache, _):
+        decoded(model, cache, ids[:, : TOKENS + 1])
+        for place, width in ((TOKENS + 1, 3), (TOKENS + 4, 1)):
+            fed(model, cache, ids[:, place : place + width])
+            assert all(slots is None for slots in of_slots(cache)) == (width > 1)
+        device = [layer.selecting.padded for layer in cache.selective]
+        assert not any(device)
+    with a_device(2) as (model, cache, _):
+        for stop in (TOKENS, TOKENS + 1):
+            part = ids[:, TOKENS if stop > TOKENS else 0 : stop]
+            fed(model, cache, part, attention_mask=Fake(mask[:, :stop]), logits_to_keep=1)
+        assert of_slots(cache) == [None] * LAYERS
+
+
+def test_slots_are_those_of_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`host_slots` are not made: records are in host memory. A resident layer has slots for all its chunks, reads each
+    once, and nothing before it is chosen."""
+    monkeypatch.setattr(Fetcher, "bring", None)
+    ids = prompt(llama(), 1, TOKENS + 4)
+    with a_device(host_slots="1MiB", dense_layers=1) as (model, cache, _):
+        decoded(model, cache, ids)
+        account = cache.storage.account
+        assert account.by_owner["reuse slots"] == sum(slots.data.nbytes for slots in of_slots(cache))
+        assert not account.by_owner.get("host slots")
+        resident, other = (layer.history for layer in cache.selective[:2])
+        assert of_slots(cache)[0].count >= resident.units > of_slots(cache)[1].count
+        cache.report()  # which counts what was read
+        assert resident.rows * cache.selective[0].budget <= resident.store.reads <= resident.rows * resident.units
+        assert other.store.reads > 0
+
+
+def test_a_step_takes_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And stays within a budget, with slots for a complete choice."""
+    ids, most = prompt(llama(), 2, TOKENS + 4), dict[str, int]()
+    hold = MemoryAccount.hold
+
+    def held(account: MemoryAccount, owner: str, nbytes: int) -> None:
+        hold(account, owner, nbytes)
+        most[owner] = max(most.get(owner, 0), account.by_owner[owner])
+
+    with on_the_device(llama()) as (model, _):
+        fields = {**FIELDS, "max_batch": 2, "early_steps": 2, "chunk_size": 64}
+        with AbstractTreeCache.for_budget(model, "16MiB", **fields) as cache:
+            cache.storage.pinned = True
+            fed(model, cache, ids[:, :TOKENS], logits_to_keep=1)
+            monkeypatch.setattr(MemoryAccount, "hold", held)
+            for part in ids[:, TOKENS:].split(1, 1):
+                fed(model, cache, part)
+            assert all(of_slots(cache)) and cache.storage.account.peak <= 16 * 2**20
+            planned = type(cache).plan(Geometry.of(model), cache.config, cache.config.max_context, 2)
+    assert {"scores", "judging"} <= most.keys()
+    for owner in ("scores", "judging"):
+        assert 0 < most[owner] <= planned.decode[owner], owner
+
+
+def test_a_choice_that_no_slots_hold_leaves_the_hosts_slots_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step goes over the host, again and again, with the same slots."""
+    monkeypatch.setattr(AbstractTreeCache, "lend_slots", lambda *_: None)
+    ids = prompt(llama(), 1, TOKENS + 3)
+    with a_device(memory="64MiB", reuse_capacity=16) as (model, cache, _):
+        decoded(model, cache, ids[:, : TOKENS + 1])
+        assert of_slots(cache) == [None] * LAYERS
+        fetchers = [layer.fetcher for layer in cache.selective]
+        for part in ids[:, TOKENS + 1 :].split(1, 1):
+            fed(model, cache, part)
+        assert [layer.fetcher for layer in cache.selective] == fetchers and not any(one.closed for one in fetchers)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core import device_step
 from ...core.plan import LayerKind
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
@@ -66,6 +67,10 @@ class AbstractTreeLayer(SelectiveLayer):
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         super().rehearse(run, kind, context)
+        on_device = run.device_type == "cuda" and self.config.engine in ("auto", "memory")
+        if on_device and isinstance(self.predictor, DevicePredictor) and self.selecting is not None:
+            wanted = self.selecting.units(self.config, kind.form.group_size, context)
+            device_step.rehearse(self, run, kind, wanted * (1 + self.widens(context)))
         pages = self.history.pages if isinstance(self.history, ChunkHistory) else None
         if pages is not None:  # which are read one layer early
             area = self.history.rows * pages.table.num_groups * kind.form.record_bytes
