@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from ..errors import BudgetError
 from ..fetch.choice import DeviceChoice, DeviceDecision, InSlots
 from ..fetch.device_slots import DeviceSlots
-from ..kernels.on_a_device import has_step
+from ..history.records import RecordFormat
+from ..kernels.on_a_device import has_step, plans_step
 from ..kernels.ranking import MOST_UNITS
 from ..kernels.slots import attend, slots_bytes
+from ..memory.account import SLOTS
 from ..memory.dry_run import DryRun
 from ..model.attention_call import AttentionCall
 from .plan import LayerKind
@@ -23,6 +26,11 @@ LOOKED_AT = 16
 """Steps from one count of a layer's estimated mass to the next. Layers take turns, so a step pays for few."""
 
 
+def _reads(form: RecordFormat) -> bool:
+    """Whether kernels attend to such records."""
+    return form.num_key_heads == form.num_value_heads and form.dtype.itemsize <= 4
+
+
 def is_possible(layer: Layer) -> bool:
     """Whether steps of this layer, which has its history, may run on a device. Then it watches no queries."""
     history = layer.history
@@ -30,13 +38,38 @@ def is_possible(layer: Layer) -> bool:
         history.device.type == "cuda"
         and history.store.in_memory
         and hasattr(layer.predictor, "choose_on_device")
-        and history.form.num_key_heads == history.form.num_value_heads
-        and history.form.dtype.itemsize <= 4
+        and _reads(history.form)
         and has_step(history.device, history.form.key_dim, history.form.value_dim)
     )
     if possible:
         layer.watch_query = None  # nothing is guessed
     return possible
+
+
+def rehearse(layer: Layer, run: DryRun, kind: LayerKind, context: int) -> bool:
+    """Rehearse a step that runs on a device, in a dry run: slots, and what it computes with. Within a budget they are
+    those of `reuse_capacity`, which hold a complete choice, and otherwise so many besides one. False: steps go over the
+    host, and nothing was rehearsed. After `rehearse` of the layer's predictor."""
+    config, history, selecting, form = layer.config, layer.history, layer.selecting, kind.form
+    records, recent = history.records, history.recent.shape[1]
+    scores_of = getattr(layer.predictor, "device_bytes", None)
+    if kind.over_host or config.engine != "memory" or scores_of is None or records > MOST_UNITS:
+        return False
+    if not _reads(form) or not plans_step(kind.device, form.key_dim, form.value_dim):
+        return False
+    selecting.padded = False  # rows with padding go over the host
+    wanted = min(records, selecting.units(config, form.group_size, context))
+    count = selecting.slots(config, form.group_size, records) + (wanted if config.memory is None else 0)
+    scores = scores_of(context, kind.num_heads * kind.batch // kind.rows, wanted, recent)
+    if count < wanted or scores is None:
+        selecting.padded = True
+        return False
+    run.empty(SLOTS, kind.rows, count, form.payload_width, dtype=form.payload_dtype)
+    run.keeps("tables", DeviceSlots.planned_tables(kind.rows, count, records))
+    scores = max(scores, slots_bytes(form, kind.batch, kind.num_heads, kind.rows, wanted, count, recent))
+    run.passes("scores", decode=scores - run.passing("scores")[1], together=True)  # instead of the host's
+    run.alone = True
+    return True
 
 
 def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, None] | None:
@@ -48,7 +81,7 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
     plain = call.mask is None and call.query.shape[2] == 1 and call.autocast is None and not call.args
     if not plain or call.softcap is not None or call.s_aux is not None or call.wants_weights:
         return None
-    history, storage, selecting = layer.history, layer.shared.storage, layer.selecting
+    history, selecting = layer.history, layer.selecting
     predictor: Any = layer.predictor
     assert selecting is not None
     chooses = history.records > layer.budget
@@ -57,6 +90,18 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
     slots = device_slots(layer, min(history.records, layer.budget))
     if slots is None:
         return None
+    slots.at_work = True
+    try:
+        return _attend_in(slots, layer, call, chooses)
+    finally:
+        slots.at_work = False
+
+
+def _attend_in(
+    slots: DeviceSlots, layer: Layer, call: AttentionCall, chooses: bool
+) -> tuple[torch.Tensor, None] | None:
+    """As `attend_on_device`, with these slots; `chooses`: not all units are attended to."""
+    history, storage, predictor = layer.history, layer.shared.storage, layer.predictor
     counters, query = storage.counters, layer.query_of(call.query[:, :, 0], None)
     looks = (counters.decode_steps + layer.layer_idx) % LOOKED_AT == 0
     if not chooses:
@@ -91,24 +136,32 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
     return output[:, None], None
 
 
-def rehearse(layer: Layer, run: DryRun, kind: LayerKind, wanted: int) -> None:
-    """Declare the temporary memory of exchange and attention, for a step that selects `wanted` units a row, in a dry
-    run of a layer whose steps may run on a device."""
+def planned_slots(layer: Layer) -> int:
+    """Slots a row on the device that the layer's budget has: those of `reuse_capacity`, and what is lent."""
+    history, slots = layer.history, layer.selecting.slots
+    count: int = slots(layer.config, history.form.group_size, history.records)
+    return count
+
+
+def rehearse_beside(layer: Layer, run: DryRun, kind: LayerKind, wanted: int) -> None:
+    """Declare the temporary memory of exchange and attention on a device, for a step that selects `wanted` units a row,
+    in a dry run of a layer that was rehearsed for steps over the host."""
     history, form = layer.history, kind.form
-    count = max(layer.near_slots // kind.rows, wanted)
+    count = max(planned_slots(layer), wanted)
     sizes = kind.batch, kind.num_heads, kind.rows, wanted, count, history.recent.shape[1]
     run.passes("scores", decode=slots_bytes(form, *sizes) + kind.rows * wanted * form.group_size)
 
 
 def device_slots(layer: Layer, least: int) -> DeviceSlots | None:
-    """The slots of a layer, for at least `least` units a row: under a limit those that are planned, without one as many
-    besides a complete choice. None: a complete choice does not fit those that are planned."""
+    """The slots of a layer, for at least `least` units a row: under a limit those of `reuse_capacity` and what is lent,
+    without one as many besides a complete choice. None: they do not hold so many, or there is no memory for them."""
     history, selecting, slots, storage = layer.history, layer.selecting, layer.device_slots, layer.shared.storage
     assert selecting is not None
     made_for = selecting.version, history.records
     if slots is not None and not slots.closed and slots.made_for == made_for:
         return slots
-    count = layer.near_slots // history.rows + (layer.budget if storage.account.limit is None else 0)
+    limited = storage.account.limit is not None
+    count = planned_slots(layer) + (0 if limited else layer.budget)
     if count < least:
         if slots is not None:
             layer.drop_fetcher()
@@ -119,7 +172,12 @@ def device_slots(layer: Layer, least: int) -> DeviceSlots | None:
             slots.free_memory()  # in the stream's order; the next ones wait for the reads when they close
             layer.device_slots = None
         layer.drop_fetcher()
-        layer.device_slots = slots = DeviceSlots(storage, history, count)
+        if limited:
+            selecting.rest()  # what steps over the host had
+        try:
+            layer.device_slots = slots = DeviceSlots(storage, history, count)
+        except BudgetError:
+            return None
         layer.shared.books_changed = True
     slots.made_for = made_for
     return slots

@@ -71,8 +71,13 @@ class DeviceSlots:
         self._unit_in = torch.full((history.rows, count), -1, **tables)  # type: ignore[call-overload]
         self._order = torch.arange(count, **tables).repeat(history.rows, 1)  # type: ignore[call-overload]
         self._slot_of = torch.full((history.rows, 0), -1, **tables)  # type: ignore[call-overload]
-        self.closed = False
+        self.closed = self.at_work = False
         storage.account.spare(self)
+
+    @staticmethod
+    def planned_tables(rows: int, count: int, units: int) -> int:
+        """Upper bound of `tables_nbytes` for `count` slots and up to so many `units` a row."""
+        return rows * (4 * (2 * count + units + max(64, units // 8)) + 8 * units)
 
     @property
     def tables_nbytes(self) -> int:
@@ -94,7 +99,7 @@ class DeviceSlots:
             slots, absent, counts = exchange(units, self._slot_of, self._unit_in, self._order)
             bring(addresses, absent, slots, self.data)
         except BaseException:
-            self.free_memory()
+            self._free()
             raise
         self._count(history, counts)
         return slots
@@ -116,7 +121,12 @@ class DeviceSlots:
         counters.tell_later(were_there, counts[1])
 
     def free_memory(self) -> None:
-        """As `Spare.free_memory`: frees the slots and closes. Reads in flight end in the stream's order."""
+        """As `Spare.free_memory`: frees the slots and closes, unless a step is `at_work`, as its owner says. Reads in
+        flight end in the stream's order."""
+        if not self.at_work:
+            self._free()
+
+    def _free(self) -> None:
         if not self.closed:
             self.closed = True
             self._account.free(SLOTS, self.data)
@@ -126,4 +136,4 @@ class DeviceSlots:
     def close(self) -> None:
         """Free the memory, after the reads in flight. Idempotent."""
         torch.cuda.current_stream(self.data.device).synchronize()
-        self.free_memory()
+        self._free()

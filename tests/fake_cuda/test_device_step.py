@@ -15,11 +15,11 @@ from harness import COMMON, build, prompt
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core import SelectiveLayer, TokenLog
+from hf_offload_cache.core import SelectiveLayer, TokenLog, device_step
 from hf_offload_cache.fetch import device_slots
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.memory import MemoryAccount
-from hf_offload_cache.methods.disk_swap import fitted_keys
+from hf_offload_cache.methods.disk_swap import DiskSwapConfig, fitted_keys
 from hf_offload_cache.methods.spec import ChosenEntries
 from hf_offload_cache.model import Geometry
 
@@ -322,16 +322,132 @@ def test_an_entry_that_could_not_be_read_is_not_resident() -> None:
 
 
 def test_slots_that_a_budget_has_hold_a_complete_choice_or_the_host_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit plans no slots for a choice of each layer beside those of `reuse_capacity`."""
+    """Within a limit slots are those of `reuse_capacity`; if these hold a choice, nothing is planned for the host."""
     monkeypatch.setattr(DiskSwapCache, "lend_slots", lambda *_: None)
     ids = prompt(llama(), 1, TOKENS + 2)
     for reuse, there in ((160, True), (16, False)):
         with a_device(memory="64MiB", max_batch=1, reuse_capacity=reuse) as (model, cache, _):
             decoded(model, cache, ids, Fake)
             assert all((slots is not None) == there for slots in of_slots(cache))
+            layer = cache.selective[0]
+            plan = type(layer).plan(layer.kind(LAYERS), layer.config, TOKENS + 128)
+            assert (plan.over_host is not None) == plan.alone == there
+            assert ("staging" in plan.shared.decode) != there and plan.own.decode["reuse slots"] > 0
             if there:
-                planned = type(cache).plan(Geometry.of(model), cache.config, TOKENS + 128, 1).decode["reuse slots"]
+                assert plan.over_host.shared.decode["staging"] and not plan.over_host.own.decode["reuse slots"]
+                planned = LAYERS * plan.own.decode["reuse slots"]
                 assert cache.storage.account.by_owner["reuse slots"] == planned
+
+
+SMOL = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+
+
+@pytest.mark.parametrize("context", [4096, 8192])
+def test_a_thirteenth_of_the_full_kv_suffices_for_steps_on_a_device(
+    context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer's, of every step of a plain decoding, with SmolLM2's heads and layers: none waits. Slots are those of
+    the longest context, as nothing is lent."""
+    fields = {**COMMON, **SMOL, "num_hidden_layers": 30, "max_position_embeddings": context}
+    model = LlamaForCausalLM(LlamaConfig(**fields)).to(torch.bfloat16).eval().requires_grad_(False)
+    tokens, steps, done = 704, 3, list[bool]()
+    ids = prompt(model, 1, tokens + steps + 1)
+    monkeypatch.setattr(DiskSwapCache, "lend_slots", lambda *_: None)
+
+    def counted(layer: Any, call: Any) -> Any:
+        output = own(layer, call)
+        done.append(output is not None)
+        return output
+
+    own = device_step.attend_on_device
+    monkeypatch.setattr(device_step, "attend_on_device", counted)
+    with on_the_device(model) as (there, counts):
+        made_of = {"max_context": context, "engine": "memory"}
+        with DiskSwapCache.for_budget(there, memory="1/13", **made_of) as cache:
+            decoded(there, cache, ids[:, : tokens + 1], Fake, tokens)
+            cache.storage.prefetcher.flush()
+            counts.clear()
+            for part in ids[:, tokens + 1 :].split(1, 1):
+                fed(there, cache, part, Fake)
+            assert done == [True] * ((steps + 1) * 30) and not counts.syncs and not counts.blocking
+            account, planned = cache.storage.account, type(cache).plan(Geometry.of(there), cache.config, context, 1)
+            assert account.peak <= account.limit and account.pressed == 0
+            assert planned.decode["reuse slots"] == account.by_owner["reuse slots"]
+            assert "selection" not in planned.decode and not account.by_owner["selection"]
+            selected, layer = cache.config.num_selected, cache.selective[0]
+            assert selected <= cache.config.reuse_capacity and layer.history.records > layer.budget
+
+
+@pytest.mark.parametrize("layers", [1, 12])
+def test_what_goes_over_the_host_keeps_within_a_budget_for_steps_on_a_device(layers: int) -> None:
+    """Candidates and rows with padding take the memory of slots, and give it back. With one layer, buffers are more
+    than slots, and with twelve less. All tokens are selected, so the logits are those of full attention."""
+    fields = {**COMMON, "num_hidden_layers": layers, "max_position_embeddings": 8192}
+    model, tokens = build(LlamaForCausalLM, LlamaConfig(**fields)), 600
+    ids, mask = prompt(model, 2, tokens + 24), torch.ones(2, tokens + 24, dtype=torch.long)
+    exact = decoded(model, DynamicCache(config=model.config), ids, host, tokens)
+    geometry = replace(Geometry.of(model), device="cuda")
+    own = {"num_selected": 640, "reuse_capacity": 640, "max_context": tokens + 24, "max_batch": 2, "engine": "memory"}
+    own |= {"look_ahead": False, "remainder": False}
+    config = DiskSwapConfig(**own, memory="1GiB")
+    plan = DiskSwapCache.plan(geometry, config, tokens + 24, 2)
+    assert ("staging" in plan.decode) == (layers == 1)
+
+    def hold_within(cache: Any) -> None:
+        """From now on, what is planned for steps is all that there is."""
+        cache.storage.release_stream_buffers()
+        cache.storage.account.limit = plan.decode_bytes
+        cache.storage.reset_counters()
+
+    with on_the_device(model) as (there, _), DiskSwapCache(there, **own, memory=plan.peak_bytes) as cache:
+        account, layer = cache.storage.account, cache.selective[0]
+        found, at = [], 0
+
+        def step(width: int, alone: bool, **given: Any) -> None:
+            nonlocal at
+            found.append(fed(there, cache, ids[:, at : at + width], Fake, **given))
+            at += width
+            assert [slots is not None and not slots.closed for slots in of_slots(cache)] == [alone] * layers
+            assert account.peak <= account.limit
+            for owner in ("staging", "selection"):
+                assert (account.by_owner[owner] > 0) != alone or at <= tokens
+
+        step(tokens, False)
+        hold_within(cache)
+        cache.activate_past_recording()  # as assisted decoding does
+        for _ in range(2):
+            step(1, True)
+            step(3, False)
+            step(1, True)
+        cache.selecting.watch = lambda *_: None  # as replays do
+        step(1, False)
+        step(1, False)
+        slots, usual = cache.selecting.over_host, cache.selecting.slots(layer.config, 16, layer.history.records)
+        assert layer._fetcher is not None and layer._fetcher.tiers[0].capacity == 2 * min(slots, usual)
+        assert (slots > 0) == (layers > 1) and slots < usual
+        cache.selecting.watch = None
+        step(1, True)
+    torch.testing.assert_close(torch.cat(found[1:], 1), exact[:, : at - tokens], rtol=1e-3, atol=1e-3)
+    mask[0, :40] = 0
+    parts = list(itertools.pairwise((0, tokens, tokens + 1, tokens + 2, tokens + 3)))
+
+    def padded(model: Any, cache: Any, put: Put) -> torch.Tensor:
+        """Logits of each step after the prompt, and of the prompt's last token."""
+        masks = [put(mask[:, :last]) for _, last in parts]
+        found = []
+        for part, own in zip(parts, masks, strict=True):
+            found.append(fed(model, cache, ids[:, slice(*part)], put, attention_mask=own)[:, -1:])
+            if put is Fake and len(found) == 1:
+                hold_within(cache)
+        return torch.cat(found, 1)
+
+    exact = padded(build(LlamaForCausalLM, LlamaConfig(**fields)), DynamicCache(config=model.config), host)
+    model = build(LlamaForCausalLM, LlamaConfig(**fields))
+    with on_the_device(model) as (there, _), DiskSwapCache(there, **own, memory=plan.peak_bytes) as cache:
+        ours = padded(there, cache, Fake)
+        account = cache.storage.account
+        assert of_slots(cache) == [None] * layers and 0 < account.peak <= account.limit == plan.decode_bytes
+    torch.testing.assert_close(ours, exact, rtol=1e-3, atol=1e-3)
 
 
 def test_memory_that_is_not_pinned_goes_over_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ class AbstractTreeLayer(SelectiveLayer):
         on_device = run.device_type == "cuda" and self.config.engine in ("auto", "memory")
         if on_device and isinstance(self.predictor, DevicePredictor) and self.selecting is not None:
             wanted = self.selecting.units(self.config, kind.form.group_size, context)
-            device_step.rehearse(self, run, kind, wanted * (1 + self.widens(context)))
+            device_step.rehearse_beside(self, run, kind, wanted * (1 + self.widens(context)))
         pages = self.history.pages if isinstance(self.history, ChunkHistory) else None
         if pages is not None:  # which are read one layer early
             area = self.history.rows * pages.table.num_groups * kind.form.record_bytes
