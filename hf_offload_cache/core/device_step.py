@@ -64,7 +64,9 @@ def rehearse(layer: Layer, run: DryRun, kind: LayerKind, context: int) -> bool:
     if count < wanted or scores is None:
         selecting.padded = True
         return False
-    run.empty(SLOTS, kind.rows, count, form.payload_width, dtype=form.payload_dtype)
+    data = run.empty(SLOTS, kind.rows, count, form.payload_width, dtype=form.payload_dtype)
+    if kind.rows > 1:
+        run.passes("moving rows", decode=DeviceSlots.moving_bytes(data.nbytes))
     run.keeps("tables", DeviceSlots.planned_tables(kind.rows, count, records))
     scores = max(scores, slots_bytes(form, kind.batch, kind.num_heads, kind.rows, wanted, count, recent))
     run.passes("scores", decode=scores - run.passing("scores")[1], together=True)  # instead of the host's

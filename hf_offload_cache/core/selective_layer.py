@@ -527,9 +527,7 @@ class SelectiveLayer(OffloadLayer):
 
     def dropped(self, records: np.ndarray) -> None:
         if self._fetcher is not None:
-            self._fetcher.forget(records)
-        if self.device_slots is not None:
-            self.drop_fetcher()
+            self._fetcher.forget(records)  # a device's slots hold records of rows, and of no row these
 
     def select_rows(self, rows: torch.Tensor) -> None:
         fewer = len(rows) < self.batch
@@ -539,7 +537,7 @@ class SelectiveLayer(OffloadLayer):
         if self._fetcher is not None:
             self._fetcher.rows_changed()
         if self.device_slots is not None:
-            self.drop_fetcher()
+            self.device_slots.select_rows(self.rows.expand(rows))
         if fewer and self.selecting is not None:
             self.selecting.rest()  # frees buffers that were made for more rows
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..errors import BudgetError
 from ..kernels.on_a_device import to_device
 from ..kernels.slots import bring, exchange
 from ..memory.account import SLOTS
 from .choice import Source
 from .storage import Storage
+
+_MOVED, _MOVES = 1 << 20, 8
+"""A change of rows copies as many bytes of slots at a time, or more so that there are no more parts than this."""
 
 
 class Addresses:
@@ -45,6 +49,11 @@ class Addresses:
             self._known = known = torch.cat([known, more], 1) if known is not None and first else more
         return known
 
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Replace row i by the present row `rows[i]`, which its history did. `rows` (n,) int64 is on the device."""
+        if self._known is not None:
+            self._known = self._known.index_select(0, rows)
+
     def forget(self) -> None:
         """Drop the addresses, because records move or rows change."""
         self._known, self._elsewhere = None, False
@@ -75,6 +84,11 @@ class DeviceSlots:
         storage.account.spare(self)
 
     @staticmethod
+    def moving_bytes(nbytes: int) -> int:
+        """Bytes that `select_rows` uses while it runs, for `nbytes` of slots."""
+        return min(nbytes, max(_MOVED, -(-nbytes // _MOVES)))
+
+    @staticmethod
     def planned_tables(rows: int, count: int, units: int) -> int:
         """Upper bound of `tables_nbytes` for `count` slots and up to so many `units` a row."""
         return rows * (4 * (2 * count + units + max(64, units // 8)) + 8 * units)
@@ -103,6 +117,26 @@ class DeviceSlots:
             raise
         self._count(history, counts)
         return slots
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Replace row i by the present row `rows[i]`, which the history did. Does not wait, unless `rows` (n,) int64
+        is on the host and not pinned. Closes if the number of rows changes, or without memory for it."""
+        if self.closed or len(rows) != len(self.data):
+            return self._free()
+        most = self.moving_bytes(self.data.nbytes)
+        try:
+            with self._account.not_sparing(), self._account.holding("moving rows", most):
+                chosen = rows if rows.device == self.data.device else to_device(rows.numpy(), self.data.device)
+                for part in self.data.split(max(1, self.count * most // self.data.nbytes), 1):
+                    part.copy_(part.index_select(0, chosen))
+                tables = self._unit_in, self._order, self._slot_of
+                self._unit_in, self._order, self._slot_of = (table.index_select(0, chosen) for table in tables)
+                self._addresses.select_rows(chosen)
+        except BudgetError:
+            self._free()
+        except BaseException:  # tables may differ from the slots
+            self._free()
+            raise
 
     def _count(self, history: Source, counts: torch.Tensor) -> None:
         """Count a step's units later: by row those that were read, and those that were in slots."""

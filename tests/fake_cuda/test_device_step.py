@@ -253,6 +253,54 @@ def test_slots_are_made_again_after_a_crop_and_for_other_rows() -> None:
     assert wrong < 1.3 * expected
 
 
+def beams(model: Any, cache: Any, ids: torch.Tensor, put: Put) -> torch.Tensor:
+    """Tokens of a beam search."""
+    options = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "use_cache": True}
+    return values_of(model.generate(put(ids), past_key_values=cache, **options))
+
+
+@pytest.mark.parametrize(("way", "seed"), [("8 bits", 4), ("heads apart", 5)])
+def test_slots_follow_the_rows_of_a_beam_search(way: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps choose, read and compute as if slots were dropped at each change, and find more of them."""
+    ids, own, changes = prompt(llama(), 1, TOKENS), device_slots.DeviceSlots.select_rows, []
+    sizes = {"max_batch": 3, **WAYS[way]}
+
+    def counted(slots: Any, rows: torch.Tensor) -> None:
+        before = counts.syncs.total() + counts.blocking.total()
+        own(slots, rows)
+        changes.append((counts.syncs.total() + counts.blocking.total() - before, slots.closed, rows.tolist()))
+
+    monkeypatch.setattr(device_slots.DeviceSlots, "select_rows", counted)
+    with a_device(seed=seed, **sizes) as (model, cache, counts):
+        ours, kept = beams(model, cache, ids, Fake), cache.report().hit_rate
+        assert not cache.storage.account.by_owner["moving rows"]
+    moved = [rows for _, _, rows in changes if len(set(rows)) < len(rows)]
+    assert len(changes) > LAYERS and moved and not any(waits or closed for waits, closed, _ in changes)
+    monkeypatch.setattr(device_slots.DeviceSlots, "select_rows", lambda slots, rows: slots._free())
+    with a_device(seed=seed, **sizes) as (model, cache, counts):
+        expected, dropped = beams(model, cache, ids, Fake), cache.report().hit_rate
+    assert torch.equal(ours, expected) and kept is not None and dropped is not None and kept > dropped + 0.1
+
+
+def test_a_beam_search_on_a_device_chooses_the_tokens_of_one_on_the_host() -> None:
+    """All tokens are selected, so both are those of full attention. The memory of its changes of rows is planned."""
+    ids = prompt(llama(), 1, 500)
+    expected = beams(llama(), DynamicCache(config=llama().config), ids, host)
+    sizes = {"max_context": 520, "max_batch": 3, "engine": "memory", "num_selected": 520, "reuse_capacity": 520}
+    plain = llama()
+    with DiskSwapCache(plain, **sizes) as cache:
+        assert torch.equal(beams(plain, cache, ids, host), expected)
+    planned = DiskSwapCache.plan(replace(Geometry.of(llama()), device="cuda"), DiskSwapConfig(**sizes), 520, 3)
+    with a_device(seed=1, **sizes, memory=planned.peak_bytes) as (model, cache, _):
+        assert torch.equal(beams(model, cache, ids, Fake), expected)
+        assert all(of_slots(cache)) and cache.storage.account.peak <= planned.peak_bytes
+        slots, account = of_slots(cache)[0], cache.storage.account
+        account.limit = account.current - account.host_bytes  # no room for a change of rows: they are read again
+        for _ in range(2):
+            slots.select_rows(torch.tensor([0, 0, 1]))
+        assert slots.closed and of_slots(cache)[1] is not None and not of_slots(cache)[1].closed
+
+
 def test_slots_are_booked_and_freed() -> None:
     ids = prompt(llama(), 1, TOKENS + 4)
     with a_device() as (model, cache, _):
