@@ -336,6 +336,8 @@ class Goals(NamedTuple):
     """The share of needles that a configuration loses, as measured."""
     quickest: Callable[[Any], bool] = _never
     """Whether a configuration by the last of `quick` has so much room that the others would be slower."""
+    lost_alone: Callable[[Any, Geometry], float] = _unknown
+    """As `lost`, for comparing steps on a device that select fewer tokens than was measured: with assumed shares."""
     alone: Callable[[Geometry, int, int, Mapping[str, Any]], bool] = _never_alone
     """Whether steps of a context, a batch and the user's fields run on a device without the host, if slots hold a
     complete choice. Then they hold one, and fewer tokens are selected where the others would lose no fewer needles."""
@@ -404,8 +406,8 @@ def fit_goal(
                 found.append(_fit(cls, geometry, limits, fields, {**own, **narrow}, alone))
             except BudgetError as error:
                 refused.append(error)
-            else:
-                if goals.lost(found[-1], geometry) <= FEW_LOST and not lacks(found[-1]):
+            else:  # what a step on a device lacks is not for the candidates' sake
+                if alone or (goals.lost(found[-1], geometry) <= FEW_LOST and not lacks(found[-1])):
                     break
         few = _few([goals.lost(one, geometry) for one in found])
         return min(found, key=lambda one: (goals.lost(one, geometry) > few, len(lacks(one))), default=None)
@@ -423,7 +425,7 @@ def fit_goal(
         found = list[tuple[float, OffloadConfig]]()
         for own in _left_of(cls, choices, fields):
             if (config := fitted(own, True)) is not None:
-                found.append((goals.lost(config, geometry), config))
+                found.append((goals.lost_alone(config, geometry), config))
                 if found[-1][0] <= FEW_LOST:
                     break
         enough = _few([share for share, _ in found])

@@ -53,8 +53,9 @@ class Cost:
 
 
 @functools.cache
-def cost_of(name: str | None, case: str) -> dict[str, Cost]:
-    """Cost of a layer of the cache `name` (None: `DynamicCache`), in the prefill and in a step."""
+def cost_of(name: str | None, case: str, memory: str | None = None) -> dict[str, Cost]:
+    """Cost of a layer of the cache `name` (None: `DynamicCache`), in the prefill and in a step; `memory`: within a
+    budget, with records as without one, so that as many are sealed in the steps."""
     heads, key_heads, dim, rows, tokens, piece = CASES[case]
     torch.manual_seed(0)
     sizes = {"hidden_size": 16 * heads, "num_attention_heads": heads, "num_key_value_heads": key_heads, "head_dim": dim}
@@ -67,7 +68,9 @@ def cost_of(name: str | None, case: str) -> dict[str, Cost]:
     with tempfile.TemporaryDirectory() as folder, on_the_device(made) as (model, counts), torch.no_grad():
         cache: Any = DynamicCache(config=config)
         if name is not None:
-            cache = cache_class(name)(model, path=folder, max_context=tokens + 64, max_batch=rows, num_selected=64)
+            fields = {"path": folder, "max_context": tokens + 64, "max_batch": rows, "num_selected": 64}
+            cls = cache_class(name)
+            cache = cls(model, **fields) if memory is None else cls.for_budget(model, memory, entry_bits=None, **fields)
 
         def fed(part: torch.Tensor) -> None:
             model(Fake(part), past_key_values=cache, logits_to_keep=1)
@@ -138,6 +141,11 @@ def test_a_layer_costs_no_more_than_it_may(name: str, case: str, phase: str, wha
     if case in HOLDS.get((name, phase, what), ()) and own - plain > MOST[phase][WHAT.index(what)]:
         own = getattr(cost_of.__wrapped__(name, case)[phase], what)  # one wait more or less depends on time
     assert own - plain <= MOST[phase][WHAT.index(what)]
+
+
+def test_a_step_within_a_budget_costs_no_more_than_it_may() -> None:
+    own, plain = (cost_of(name, ONE, memory)["step"] for name, memory in (("disk-swap", "1/2"), (None, None)))
+    assert (own.waits, own.copies) == (0, 0) and own.launches - plain.launches <= MOST["step"][0]
 
 
 def test_the_counts_of_a_plain_cache() -> None:

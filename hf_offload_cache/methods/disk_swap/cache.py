@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -122,7 +123,7 @@ class DiskSwapCache(SelectiveCache):
 
     config_class: ClassVar[type[OffloadConfig]] = DiskSwapConfig
     layer_class: ClassVar[type[OffloadLayer]] = DiskSwapLayer
-    goals = Goals(faithful, QUICK, needles_lost, quickest, runs_alone)
+    goals = Goals(faithful, QUICK, needles_lost, quickest, partial(needles_lost, alone=True), runs_alone)
     solver = "hf_offload_cache.methods.disk_swap.tuning:tune_by_solver"
     config: DiskSwapConfig
 

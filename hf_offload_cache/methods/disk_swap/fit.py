@@ -88,14 +88,13 @@ def _reach(selected: float, alone: bool = False) -> float:
     return min(2.0, max(0.0 if alone else 1.0, selected / 400)) ** 0.5
 
 
-def needles_lost(config: DiskSwapConfig, geometry: Geometry) -> float:
+def needles_lost(config: DiskSwapConfig, geometry: Geometry, alone: bool = False) -> float:
     """The share of needles that coded keys of this size lose, by `LOST`. For truncated keys 0, or 1 if they are short:
-    their share was not measured."""
+    their share was not measured. `alone`: see `_reach`."""
     width = max((form.key_width for form in geometry.forms(config.group_size)), default=0)
     if config.summaries != "coded" or not width:
         return float(bool(width and shortfalls(config, width, ())))
     nbytes = config.summary_bytes or default_summary_bytes(width)
-    alone = geometry.device == "cuda" and config.engine == "memory" and config.reuse_capacity >= config.num_selected
     return on_curve(nbytes * _reach(config.num_selected, alone) / width, LOST)
 
 
