@@ -20,7 +20,7 @@ from hf_offload_cache.fetch import device_slots
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.disk_swap import DiskSwapConfig, fitted_keys
-from hf_offload_cache.methods.spec import ChosenEntries
+from hf_offload_cache.methods.spec import ChosenEntries, chosen_entries
 from hf_offload_cache.model import Geometry
 
 TOKENS, PIECE, STEPS, LAYERS = 1280, 1280, 18, COMMON["num_hidden_layers"]
@@ -353,19 +353,18 @@ def test_a_read_that_could_not_begin_leaves_no_slot_that_says_it_has_it(monkeypa
     torch.testing.assert_close(found, expected[:, -1:])
 
 
-def test_an_entry_that_could_not_be_read_is_not_resident() -> None:
+def test_an_entry_that_could_not_be_read_is_not_resident(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `SpecCache`, whose tokens are exchanged before their entries are read, too."""
-
-    def exchanged(tokens: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return tokens.copy_(wanted), wanted
 
     def refused(*_: Any) -> None:
         raise MemoryError("no room for a kernel")
 
+    monkeypatch.setattr(chosen_entries, "bring", refused)
     with fake_cuda():
         chosen = ChosenEntries(RecordFormat(2, 8, 2, 8, torch.float32, 4), 1, 4, CUDA, MemoryAccount())
+        wanted, addresses = Fake(torch.arange(8).view(1, 2, 4)), Fake(torch.zeros(1, 2, dtype=torch.int64))
         with pytest.raises(MemoryError):
-            chosen.exchange(Fake(torch.arange(8).view(1, 2, 4)), exchanged, refused, torch.cuda.Stream())
+            chosen.exchange(wanted, addresses, torch.cuda.Stream())
         assert chosen.empty and chosen.tokens.tolist() == [[[-1] * 4] * 2]
 
 
