@@ -278,7 +278,7 @@ def attend(
         *more_keys.stride()[:3], *more_values.stride()[:3], *strides, each, key, wide(key), value_dim, bits, group,
         keys.shape[4], channels, triton.next_power_of_2(channels) if value_parts > 1 else wide(channels), value_parts,
         triton.next_power_of_2(value_parts), values.shape[4], queries, at_once, PART, _HELD, kind, sink is not None,
-        softcap is not None, scored, guess_keys is not None, "ieee" if single else "tf32",
+        softcap is not None, scored, guess_keys is not None, "tf32x3" if single else "tf32",
         num_warps=4 if max(key, value_dim) <= 128 else 8,
     )  # fmt: skip
     return output, scores, logarithm

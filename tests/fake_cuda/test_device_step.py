@@ -1,27 +1,30 @@
-"""Steps of `DiskSwapCache` on a device that reads records by itself: kernels' twins, on a device that only counts."""
+"""Steps on a device that reads records by itself: kernels' twins, on a device that only counts."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from fake_device import CUDA, Counts, Fake, fake_cuda, on_the_device, values_of
+from fake_device import CUDA, QUEUES, Counts, Fake, fake_cuda, on_the_device, values_of
 from harness import COMMON, build, prompt
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_offload_cache import DiskSwapCache
+from hf_offload_cache import DiskSwapCache, SpecCache
 from hf_offload_cache.core import SelectiveLayer, TokenLog, device_step
 from hf_offload_cache.fetch import device_slots
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.disk_swap import DiskSwapConfig, fitted_keys
-from hf_offload_cache.methods.spec import ChosenEntries, chosen_entries
+from hf_offload_cache.methods.spec import ChosenEntries, FusedAttention, chosen_entries
 from hf_offload_cache.model import Geometry
+from hf_offload_cache.stores import MemoryStore
 
 TOKENS, PIECE, STEPS, LAYERS = 1280, 1280, 18, COMMON["num_hidden_layers"]
 Put = Callable[[torch.Tensor], torch.Tensor]
@@ -56,11 +59,13 @@ def decoded(model: Any, cache: Any, ids: torch.Tensor, put: Put, tokens: int = T
 
 
 @contextmanager
-def a_device(rows: int = 1, seed: int | None = None, **fields: Any) -> Iterator[tuple[Any, Any, Counts]]:
+def a_device(
+    rows: int = 1, seed: int | None = None, cls: type[Any] = DiskSwapCache, **fields: Any
+) -> Iterator[tuple[Any, Any, Counts]]:
     """A model, a cache with its records in pinned host memory, and the device's counts. `seed`: of its streams."""
     with on_the_device(llama(), seed) as (model, counts):
         sizes = {"max_context": TOKENS + 128, "max_batch": rows, "num_selected": 128, "engine": "memory"}
-        with DiskSwapCache(model, **{**sizes, **fields}) as cache:
+        with cls(model, **{**sizes, **fields}) as cache:
             cache.storage.pinned = True
             yield model, cache, counts
 
@@ -146,6 +151,42 @@ def test_queries_of_a_fit_are_asked_on_the_device_as_on_the_host(rows: int) -> N
         assert not counts.syncs
     torch.testing.assert_close(found, wanted)
     assert found[0].shape == (4 * rows, 6, coding.rank) and found[1].shape == (4 * rows, 6, 1)
+
+
+SPEC_WAYS: list[tuple[dict[str, Any], bool]] = [
+    ({}, False), ({"bits": 1, "num_sinks": 0}, True), ({"speculative": False}, False), ({"top_up": "always"}, True),
+    ({"num_selected": 0}, False), ({"engine": "direct", "group_size": 4}, True),
+]  # fmt: skip
+"""Fields, and whether a row is padded."""
+
+
+@pytest.mark.parametrize(("way", "padded", "seed"), [(*way, index) for index, way in enumerate(SPEC_WAYS)], ids=str)
+def test_kernels_attend_and_choose_as_mixed_attention_does(
+    way: dict[str, Any], padded: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of `SpecCache`, in any order of the device's streams, within its plan. One of the steps seals a group."""
+    tokens, rows, count, small = 253, 2, 5, {"num_recent": 32, "quant_group": 32, "num_selected": 20}
+    fields = {"max_context": tokens + 32, **small, **way}
+    ids, mask = prompt(llama(), rows, tokens + count), torch.ones(rows, tokens + count, dtype=torch.int64)
+    mask[-1, : 100 * padded] = 0
+    found = []
+    for fused in (True, False):
+        with a_device(rows, seed if fused else None, SpecCache, **fields) as (model, cache, _):
+            if not fused:
+                monkeypatch.setattr(FusedAttention, "fits", lambda *_: False)
+            fed(model, cache, ids[:, :tokens], Fake, attention_mask=Fake(mask[:, :tokens]), logits_to_keep=1)
+            steps = []
+            for at in range(tokens, tokens + count):
+                seen = Fake(mask[:, : at + 1])
+                steps.append(fed(model, cache, ids[:, at : at + 1], Fake, attention_mask=seen))
+                if at == tokens:
+                    cache.storage.account.reset_peaks()
+            account, report = cache.storage.account, cache.report()
+            planned = cache.plan(Geometry.of(model), cache.config, tokens + 32, rows).decode
+            assert account.peak <= sum(nbytes for owner, nbytes in planned.items() if owner not in account.host)
+            found.append((torch.cat(steps, 1), report.hit_rate, report.selected_fraction, report.bytes_read))
+    torch.testing.assert_close(*(logits for logits, *_ in found), rtol=1e-4, atol=1e-5)
+    assert found[0][1:] == found[1][1:] and (found[0][3] > 0) == bool(fields["num_selected"])
 
 
 def test_ids_leave_a_device_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +407,31 @@ def test_an_entry_that_could_not_be_read_is_not_resident(monkeypatch: pytest.Mon
         with pytest.raises(MemoryError):
             chosen.exchange(wanted, addresses, torch.cuda.Stream())
         assert chosen.empty and chosen.tokens.tolist() == [[[-1] * 4] * 2]
+
+
+def test_a_cache_that_only_its_finaliser_closes_waits_for_reads_of_a_later_step() -> None:
+    """Of `SpecCache`, which reads on a stream of its own: no kernel reads records that are freed."""
+    ids, left = prompt(llama(), 1, 203), list[int]()
+    close = MemoryStore.close
+
+    def closed(store: MemoryStore) -> None:
+        left.append(len(stream.queue))
+        close(store)
+
+    with on_the_device(llama(), 0) as (model, _), mock.patch.object(QUEUES.random, "random", return_value=1.0):
+        cache = SpecCache(model, engine="memory", num_selected=20, num_recent=32, quant_group=32)
+        storage = cache.storage
+        for part in ids[:, :202].split([201, 1], 1):
+            fed(model, cache, part, Fake)
+        stream = storage.reading_stream(CUDA)
+        stream.behind = 1000  # it runs what something waits for
+        with torch.no_grad():
+            model(Fake(ids[:, 202:]), past_key_values=cache)
+        assert stream.queue
+        with mock.patch.object(MemoryStore, "close", closed):
+            del cache
+            gc.collect()
+        assert storage.closed and left == [0] * LAYERS
 
 
 def test_slots_that_a_budget_has_hold_a_complete_choice_or_the_host_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
