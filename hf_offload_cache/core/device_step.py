@@ -87,9 +87,10 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
     predictor: Any = layer.predictor
     assert selecting is not None
     chooses = history.records > layer.budget
-    if selecting.watch is not None or history.records > MOST_UNITS or (chooses and not predictor.chooses_on_device):
+    if selecting.watch is not None or history.units > MOST_UNITS or (chooses and not predictor.chooses_on_device):
         return None
-    slots = device_slots(layer, min(history.records, layer.budget))
+    most = layer.most_records(layer.config, history.form.group_size, layer.budget)
+    slots = device_slots(layer, most)
     if slots is None:
         return None
     slots.at_work = True
@@ -106,11 +107,9 @@ def _attend_in(
     history, storage, predictor = layer.history, layer.shared.storage, layer.predictor
     counters, query = storage.counters, layer.query_of(call.query[:, :, 0], None)
     looks = (counters.decode_steps + layer.layer_idx) % LOOKED_AT == 0
-    if not chooses:
-        every = torch.arange(history.records, dtype=torch.int32, device=history.device)
-        decision: DeviceDecision = DeviceChoice(every.expand(history.rows, -1))
-    else:
-        decision = predictor.choose_on_device(query, layer.budget, looks)
+    decision: DeviceDecision = predictor.choose_on_device(query, layer.budget, looks) if chooses else (
+        history.all_on_device()
+    )
     choice = decision if isinstance(decision, DeviceChoice) else next(decision)
     where = slots.bring(history, choice.units)
     if where is None:
@@ -122,11 +121,15 @@ def _attend_in(
             decision.send(InSlots(slots.data, where))
         except StopIteration as end:
             choice = end.value
-    made_of = query.states, slots.data, where, history.recent, history.form, layer.scaling
-    sizes = *call.query.shape[:2], history.rows, where.shape[1], slots.count, history.recent.shape[1]
-    kept = 0 if choice.keep is None else choice.keep.nbytes
-    with storage.account.holding("scores", slots_bytes(history.form, *sizes) + kept):
-        output, logarithm = attend(*made_of, choice.value, choice.weight, choice.keep)
+    latest, copied = history.recent.shape[1], 0 if choice.keep is None else choice.keep.nbytes
+    if history.extra_entries is not None:
+        latest += history.extra_entries[0].shape[1]
+        copied += history.rows * latest * history.form.entry_bytes
+    sizes = *call.query.shape[:2], history.rows, where.shape[1], slots.count, latest
+    with storage.account.holding("scores", copied + slots_bytes(history.form, *sizes)):
+        entries, seen = history.unsealed()
+        given = query.states, slots.data, where, entries, history.form, layer.scaling
+        output, logarithm = attend(*given, choice.value, choice.weight, choice.keep, seen)
     attended = where.shape[1] * history.form.group_size if choice.attended is None else choice.attended
     counters.attend(call.query.shape[0], history.length, attended + history.recent.shape[1])
     if choice.lost is not None:
@@ -135,6 +138,7 @@ def _attend_in(
     if looks and choice.weight is not None:
         counters.times_estimated += 1
         counters.later(estimated_millionths=((choice.weight - logarithm).exp().nan_to_num().mean() * 1e6).long())
+    layer.attended_on_device(choice)
     return output[:, None], None
 
 
@@ -154,17 +158,18 @@ def rehearse_beside(layer: Layer, run: DryRun, kind: LayerKind, wanted: int) -> 
     run.passes("scores", decode=slots_bytes(form, *sizes) + kind.rows * wanted * form.group_size)
 
 
-def device_slots(layer: Layer, least: int) -> DeviceSlots | None:
-    """The slots of a layer, for at least `least` units a row: under a limit those of `reuse_capacity` and what is lent,
-    without one as many besides a complete choice. None: they do not hold so many, or there is no memory for them."""
+def device_slots(layer: Layer, most: int) -> DeviceSlots | None:
+    """The slots of a layer, of which a step needs at most `most` a row: under a limit those of `reuse_capacity` and
+    what is lent, without one as many besides a complete choice. None: they do not hold so many, or there is no memory
+    for them."""
     history, selecting, slots, storage = layer.history, layer.selecting, layer.device_slots, layer.shared.storage
     assert selecting is not None
     made_for = selecting.version, history.records
     if slots is not None and not slots.closed and slots.made_for == made_for:
         return slots
     limited = storage.account.limit is not None
-    count = planned_slots(layer) + (0 if limited else layer.budget)
-    if count < least:
+    count = planned_slots(layer) + (0 if limited else most)
+    if count < min(history.records, most):
         if slots is not None:
             layer.drop_fetcher()
         return None

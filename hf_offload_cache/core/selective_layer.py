@@ -15,7 +15,7 @@ import torch
 from ..config import OffloadConfig, SelectiveConfig
 from ..errors import BudgetError, not_whole, shown
 from ..fetch.areas import records_soon
-from ..fetch.choice import Choice, Estimate, Estimates
+from ..fetch.choice import Choice, DeviceChoice, Estimate, Estimates
 from ..fetch.device_slots import DeviceSlots
 from ..fetch.fetcher import Fetched, Fetcher
 from ..fetch.policy import FirstIn, Policy
@@ -81,10 +81,8 @@ class SelectiveLayer(OffloadLayer):
         """The predictor of this layer's new history; a plain learner if the method overrides `choose`."""
         if self.predictor_class is None:
             raise NotImplementedError(f"{type(self).__name__} has no predictor: give it a `predictor_class`")
-        made: Learner = self.predictor_class(
-            self.history.form, self.history.rows, self.config, self.shared.storage.account
-        )
-        return made
+        given = self.history.form, self.history.rows, self.config, self.shared.storage.account
+        return cast(Learner, self.predictor_class(*given))
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         """The tiers in which read payloads stay, fastest first, `capacity` payloads in all."""
@@ -100,6 +98,9 @@ class SelectiveLayer(OffloadLayer):
 
     def fetched(self, choice: Choice, fetched: Fetched) -> None:
         """Observe a step's fetched entries; for a method that learns from them."""
+
+    def attended_on_device(self, choice: DeviceChoice) -> None:
+        """Observe a step on a device, after its attention; for a method whose units change then."""
 
     def kind(self, layers: int) -> LayerKind:
         """This layer's present properties for planning; `layers`: number of offloaded layers."""
@@ -439,9 +440,7 @@ class SelectiveLayer(OffloadLayer):
             counters.lost_millionths += round(lost * 1e6)
             counters.times_lost += 1
 
-    def combine(
-        self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
-    ) -> Output:
+    def combine(self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None) -> Output:
         """Attention over the fetched entries."""
         keys, values = self.history.form.split(fetched.entries)
         if self.rows.heads > 1:

@@ -95,9 +95,9 @@ class DeviceChoice:
     """A `Choice` whose tensors are new, on the history's device, and whose estimates are known."""
 
     units: torch.Tensor
-    """(rows, M) int32, ascending in each row up to the first -1; see `Choice`."""
+    """(rows, M) int32, ascending in each row up to the first -1: the numbers of records, see `Source.numbers`."""
     keep: torch.Tensor | None = None
-    """(rows, M, entries a unit) bool, contiguous: the entries of the units to attend to; None: all."""
+    """(rows, M, entries a record) bool, contiguous: the entries to attend to; None: all."""
     attended: int | None = None
     """Entries that a row keeps at most, for the report; None: all of M units."""
     value: torch.Tensor | None = None
@@ -138,6 +138,16 @@ class Extents:
 
 # A fetcher's input from a history, and its output
 
+class Numbered(NamedTuple):
+    """Records and their numbers in their rows, (n,) int64 each: see `Source.numbers`."""
+
+    rows: np.ndarray
+    numbers: np.ndarray
+    records: np.ndarray
+    again: bool
+    """Whether some had their numbers before, and were written again."""
+
+
 class Source(Protocol):
     """The part of a history that a fetcher uses: the extents of units, and the layout of records."""
 
@@ -150,6 +160,17 @@ class Source(Protocol):
     def records(self) -> int: ...
 
     def extents(self, units: np.ndarray) -> Extents: ...
+
+    @property
+    def numbers(self) -> int:
+        """A step on a device names the records of a row by numbers below this: `DeviceChoice.units`."""
+
+    @property
+    def version(self) -> int:
+        """Changes when records get numbers or are written again."""
+
+    def numbered(self, version: int) -> Numbered:
+        """The records that got numbers or were written again since that version; -1: all."""
 
     @property
     def recent(self) -> torch.Tensor: ...

@@ -8,7 +8,7 @@ import torch
 from ..errors import BudgetError
 from ..kernels.on_a_device import to_device
 from ..kernels.slots import bring, exchange
-from ..memory.account import SLOTS
+from ..memory.account import SLOTS, lasting_empty
 from .choice import Source
 from .storage import Storage
 
@@ -21,8 +21,12 @@ class Addresses:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._known: torch.Tensor | None = None
+        self._known: torch.Tensor | None = None  # with room for more
+        self._version = -1
         self._elsewhere = False
+        self.again: torch.Tensor | None = None
+        """(2, n) int64, rows and numbers of records that were written again before the latest call of `of`; None: there
+        are none."""
 
     @property
     def nbytes(self) -> int:
@@ -30,24 +34,31 @@ class Addresses:
         return 0 if self._known is None else self._known.nbytes
 
     def of(self, history: Source) -> torch.Tensor | None:
-        """The address of each unit's record, (rows, units) int64, which work of the current stream may read from now
-        on; None if some are in memory that is not pinned. Valid until records move or rows change: see `forget`."""
-        if self._elsewhere:
+        """The address of each numbered record, (rows, numbers or more) int64, which work of the current stream may read
+        from now on; None if some are in memory that is not pinned. Numbers without a record have any address. Valid
+        until records move or rows change: see `forget`."""
+        if self._elsewhere or history.version == self._version:
+            self.again = None
+            return self._known
+        rows, numbers, records, again = history.numbered(self._version)
+        self._storage.catch_up(history.store, history.device)
+        self._storage.prefetcher.check_written(history.store, records)
+        if (addresses := history.store.addresses(records)) is None:
+            self.forget()
+            self._elsewhere = True
             return None
-        known, units = self._known, history.records
-        if known is None or known.shape[1] != units or len(known) != history.rows:
-            first = known.shape[1] if known is not None and len(known) == history.rows else 0
-            first = 0 if first > units else first
-            new = np.broadcast_to(np.arange(first, units), (history.rows, units - first))
-            records = history.extents(new).records
-            self._storage.catch_up(history.store, history.device)
-            self._storage.prefetcher.check_written(history.store, records.reshape(-1))
-            if (addresses := history.store.addresses(records.reshape(-1))) is None:
-                self._elsewhere, self._known = True, None
-                return None
-            more = to_device(addresses.reshape(records.shape), history.device)
-            self._known = known = torch.cat([known, more], 1) if known is not None and first else more
-        return known
+        before, wanted = self._known, history.numbers
+        if before is None or before.shape[1] < wanted:  # room for an eighth more
+            shape = history.rows, wanted + max(64, wanted // 8)
+            self._known = lasting_empty(*shape, dtype=torch.int64, device=history.device).zero_()
+            if before is not None:
+                self._known[:, : before.shape[1]] = before
+        row, number, address = to_device(np.stack([rows, numbers, addresses]), history.device)
+        assert self._known is not None
+        self._known[row, number] = address
+        self.again = torch.stack([row, number]) if again and self._version >= 0 else None
+        self._version = history.version
+        return self._known
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Replace row i by the present row `rows[i]`, which its history did. `rows` (n,) int64 is on the device."""
@@ -56,7 +67,7 @@ class Addresses:
 
     def forget(self) -> None:
         """Drop the addresses, because records move or rows change."""
-        self._known, self._elsewhere = None, False
+        self._known, self._version, self._elsewhere, self.again = None, -1, False, None
 
 
 class DeviceSlots:
@@ -76,10 +87,9 @@ class DeviceSlots:
         shape = history.rows, count, form.payload_width
         self.data = self._account.empty(SLOTS, *shape, dtype=form.payload_dtype, device=device)
         """(rows, count, payload width): the payloads, valid until the next `bring`."""
-        tables = {"dtype": torch.int32, "device": device}
-        self._unit_in = torch.full((history.rows, count), -1, **tables)  # type: ignore[call-overload]
-        self._order = torch.arange(count, **tables).repeat(history.rows, 1)  # type: ignore[call-overload]
-        self._slot_of = torch.full((history.rows, 0), -1, **tables)  # type: ignore[call-overload]
+        self._unit_in, self._order = (self._table(history, count) for _ in range(2))
+        self._order.copy_(torch.arange(count, dtype=torch.int32, device=device))
+        self._slot_of = self._table(history, 0)
         self.closed = self.at_work = False
         storage.account.spare(self)
 
@@ -91,7 +101,7 @@ class DeviceSlots:
     @staticmethod
     def planned_tables(rows: int, count: int, units: int) -> int:
         """Upper bound of `tables_nbytes` for `count` slots and up to so many `units` a row."""
-        return rows * (4 * (2 * count + units + max(64, units // 8)) + 8 * units)
+        return rows * (4 * 2 * count + (4 + 8) * (units + max(64, units // 8)))
 
     @property
     def tables_nbytes(self) -> int:
@@ -105,11 +115,12 @@ class DeviceSlots:
         not read."""
         if (addresses := self._addresses.of(history)) is None:
             return None
-        missing = addresses.shape[1] - self._slot_of.shape[1]
-        if missing > 0:  # room for an eighth more
-            more = self._slot_of.new_full((history.rows, missing + max(64, addresses.shape[1] // 8)), -1)
-            self._slot_of = torch.cat([self._slot_of, more], 1)
         try:
+            if self._slot_of.shape[1] < addresses.shape[1]:
+                before, self._slot_of = self._slot_of, self._table(history, addresses.shape[1])
+                self._slot_of[:, : before.shape[1]] = before
+            if self._addresses.again is not None:
+                self._empty(*self._addresses.again)
             slots, absent, counts = exchange(units, self._slot_of, self._unit_in, self._order)
             bring(addresses, absent, slots, self.data)
         except BaseException:
@@ -137,6 +148,18 @@ class DeviceSlots:
         except BaseException:  # tables may differ from the slots
             self._free()
             raise
+
+    @staticmethod
+    def _table(history: Source, width: int) -> torch.Tensor:
+        """(rows, width) int32 of -1, which can be changed in any mode."""
+        return lasting_empty(history.rows, width, dtype=torch.int32, device=history.device).fill_(-1)
+
+    def _empty(self, rows: torch.Tensor, units: torch.Tensor) -> None:
+        """Empty the slots of units (n,) of `rows` (n,), whose records have other contents now."""
+        self._slot_of[rows, units] = -1
+        place = torch.arange(self.count, dtype=torch.int32, device=rows.device)
+        there = self._slot_of.gather(1, self._unit_in.clamp(min=0).long()) == place
+        self._unit_in.masked_fill_(~there, -1)
 
     def _count(self, history: Source, counts: torch.Tensor) -> None:
         """Count a step's units later: by row those that were read, and those that were in slots."""

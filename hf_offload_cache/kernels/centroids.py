@@ -13,6 +13,9 @@ import torch
 from .on_a_device import with_kernel
 from .ranking import BLOCK, HIDDEN, PROGRAMS
 
+MOST_CLUSTERS = 1 << 14
+"""Most clusters of a row; for more, a program of `choose` would not have the registers."""
+
 
 def centroids_bytes(rows: int, heads: int, clusters: int, dim: int, value_dim: int, near: int, listed: int) -> int:
     """Upper bound on the device memory of a step's choice among `clusters` and of an estimate, for `heads` query heads

@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .centroids import MOST_CLUSTERS
 from .low_bit_triton import wide
-from .ranking import BLOCK, HIDDEN, MOST_UNITS
+from .ranking import BLOCK, HIDDEN
 from .ranking_triton import _added, _merged, _times, counters, split
 
 _HIDDEN = tl.constexpr(HIDDEN)
@@ -186,9 +187,9 @@ def choose(
     scores: torch.Tensor, tops: torch.Tensor, sums: torch.Tensor, tables: torch.Tensor, wanted: int, most: int,
     listed: int, largest: int, group: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As `centroids.choose`, of at most `MOST_UNITS` clusters, and contiguous tensors except `tables`."""
+    """As `centroids.choose`, of at most `MOST_CLUSTERS` clusters, and contiguous tensors except `tables`."""
     rows, heads, clusters = scores.shape
-    assert clusters <= MOST_UNITS, clusters
+    assert clusters <= MOST_CLUSTERS, clusters
     options: dict[str, Any] = {"dtype": torch.int32, "device": scores.device}
     units, kept = torch.empty(rows, listed, **options), torch.empty(rows, clusters, **options)
     cuts = torch.empty(rows, clusters, **options)

@@ -160,9 +160,10 @@ def _attend(  # type: ignore[no-untyped-def]
     query, data, largest, slots, keep, recent, seen, value, weight, best, total, parted, done, output, logarithm,
     scaling, each, heads, selected, stored_parts, per_part, recent_count, held, query_row, query_head, slot_row,
     recent_row, recent_token, seen_row, EACH: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-    LARGEST: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, VALUES_AT: tl.constexpr, ENTRY: tl.constexpr, KEY_WIDE: tl.constexpr,
-    VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
-    KIND: tl.constexpr, ESTIMATED: tl.constexpr, KEPT: tl.constexpr, SEEN: tl.constexpr, PRECISION: tl.constexpr,
+    LARGEST: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, VALUES_AT: tl.constexpr, ENTRY: tl.constexpr,
+    KEY_WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr,
+    PARTS: tl.constexpr, PACKED: tl.constexpr, KIND: tl.constexpr, ESTIMATED: tl.constexpr, KEPT: tl.constexpr,
+    SEEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     program, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row, head = program // heads, program % heads
@@ -269,6 +270,7 @@ def attend(
         *recent.stride()[:2], 0 if seen is None else seen.stride(0), each, form.group_size, width,
         largest_at // form.dtype.itemsize, key, dim, form.key_width, form.entry_width, wide(key), value_wide, queries,
         at_once, max(1, _TILE // (queries * value_wide)), packed, str(form.dtype).removeprefix("torch."),
-        weight is not None, keep is not None, seen is not None, "ieee" if single else "tf32", num_warps=4 if max(key, dim) <= 128 else 8,
+        weight is not None, keep is not None, seen is not None, "ieee" if single else "tf32",
+        num_warps=4 if max(key, dim) <= 128 else 8,
     )  # fmt: skip
     return output, logarithm

@@ -39,7 +39,8 @@ CASES = {
 }
 MOST = {"prefill": (300, 4, 0), "step": (8, 0, 0)}
 """The most launches, waits and blocking copies of a layer, beyond those with `DynamicCache`. A step as a whole may wait
-once more."""
+once more. In the counted steps of `ClusterCache` no tokens join clusters, for which the host waits once in `join_every`
+tokens: see `test_device_cluster_steps`."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,9 @@ HOLDS = {
     ("cluster", "prefill", "launches"): CASES.keys(),
     ("cluster", "prefill", "waits"): {EIGHT, LLAMA},
     ("cluster", "prefill", "copies"): CASES.keys(),
+    ("cluster", "step", "launches"): CASES.keys(),
+    ("cluster", "step", "waits"): CASES.keys(),
+    ("cluster", "step", "copies"): CASES.keys(),
     ("spec", "prefill", "launches"): CASES.keys(),
     ("spec", "prefill", "waits"): CASES.keys(),
     ("spec", "prefill", "copies"): CASES.keys(),
