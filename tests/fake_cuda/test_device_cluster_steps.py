@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_device import Counts, Fake, on_the_device
-from harness import COMMON, prompt
-from test_device_step import fed, host, llama, of_slots
-from transformers import DynamicCache
+from fake_device import Counts, Fake, on_the_device, values_of
+from harness import COMMON, build, prompt
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import ClusterCache
 from hf_offload_cache.methods.cluster import arrivals
@@ -30,6 +29,24 @@ WAYS: dict[str, dict[str, Any]] = {
     "8 bits": {"entry_bits": 8, "cluster_size": 30},
     "no slots, no sinks": {"reuse_capacity": 0, "num_sinks": 0, "append_buffer": 30},
 }
+
+
+def llama() -> Any:
+    return build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "max_position_embeddings": 2048}))
+
+
+def host(given: torch.Tensor) -> torch.Tensor:
+    return given
+
+
+def fed(model: Any, cache: Any, ids: torch.Tensor, put: Any, **given: Any) -> torch.Tensor:
+    """Logits (B, t, vocabulary) of all `ids` (B, t) in one forward."""
+    with torch.no_grad():
+        return values_of(model(put(ids), past_key_values=cache, **given).logits)
+
+
+def of_slots(cache: Any) -> list[Any]:
+    return [layer.device_slots for layer in cache.selective]
 
 
 @pytest.fixture(autouse=True)

@@ -291,13 +291,12 @@ class ClusterHistory:
         units[rows, place] = clusters * clustered.pages.largest + page
         keep = np.zeros((*units.shape, group), dtype=bool)
         keep[rows, place] = page[:, None] * group + np.arange(group) < clustered.stored[rows, clusters][:, None]
-        return DeviceChoice(*(to_device(part, self.device) for part in (units, keep)))
+        return DeviceChoice(to_device(units, self.device), to_device(keep, self.device))
 
     def unsealed(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         buffer, tail, number = self.clustered.buffer, self.tail, self.clustered.changes.number
         if self._seen[0] != number:
-            there = (buffer.places >= 0).any(0).nonzero()[0]
-            used, mask = int(there.max(initial=-1)) + 1, None
+            used, mask = int((buffer.places >= 0).nonzero()[1].max(initial=-1)) + 1, None
             if used:
                 seen = np.pad(buffer.places[:, :used] >= 0, ((0, 0), (0, tail.capacity)), constant_values=True)
                 mask = to_device(seen, self.device)
