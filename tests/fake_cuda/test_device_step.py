@@ -342,6 +342,24 @@ def test_a_beam_search_on_a_device_chooses_the_tokens_of_one_on_the_host() -> No
         assert slots.closed and of_slots(cache)[1] is not None and not of_slots(cache)[1].closed
 
 
+def test_slots_follow_rows_of_different_prompts() -> None:
+    """All is selected, so steps after a change of rows are those of full attention, and nothing is read again."""
+    ids, order = prompt(llama(), 3, 504), torch.tensor([2, 0, 2])
+
+    def after(model: Any, cache: Any, put: Put) -> torch.Tensor:
+        """Logits of the steps behind the change."""
+        decoded(model, cache, ids[:, :502], put, 500)
+        cache.reorder_cache(put(order))
+        return torch.cat([fed(model, cache, part, put) for part in ids[order, 502:].split(1, 1)], 1)
+
+    exact = after(llama(), DynamicCache(config=llama().config), host)
+    with a_device(3, 2, num_selected=520) as (model, cache, _):
+        found, report = after(model, cache, Fake), cache.report()
+        units = 3 * sum(layer.history.units for layer in cache.selective)
+        assert all(of_slots(cache)) and report.bytes_read == units * cache.selective[0].history.form.payload_bytes
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
+
+
 def test_slots_are_booked_and_freed() -> None:
     ids = prompt(llama(), 1, TOKENS + 4)
     with a_device() as (model, cache, _):
