@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
+from ..kernels.merging import merge as merge_parts
 from .masks import additive_mask, mask_at
 
 # Attention over one block of keys and values
@@ -30,50 +31,59 @@ def attend_block(
     scaling: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over one block: float32 (B, H, q, Dv) and its log-sum-exp (B, H, q), -inf for a query that sees
-    nothing.
+    """Attention over one block: (B, H, q, Dv), of a kernel in the query's type, else float32; and its log-sum-exp (B,
+    H, q), -inf for a query that sees nothing.
 
     `mask` is additive, (·, 1 or Hkv, q or 1, t). `causal`: the block ends with the queries' own tokens. Uses one of
     PyTorch's fused kernels if one applies (same values up to rounding; ten times as fast on a CPU), else
     `attend_block_reference`.
     """
-    groups = query.shape[1] // keys.shape[1]
     same_ends = not causal or query.shape[2] == keys.shape[2]
     if softcap is None and same_ends and not (torch.is_grad_enabled() and query.requires_grad):
-        every_key, every_value = (
-            part.repeat_interleave(groups, 1) if groups > 1 else part for part in (keys, values)
-        )
-        bias = mask if mask is None or mask.shape[1] == 1 or groups == 1 else mask.repeat_interleave(groups, 1)
-        fused = _fused(query, every_key, every_value, bias, causal, scaling)
+        fused = _fused(query, keys, values, mask, causal, scaling)
         if fused is not None:
             output, log_sum = fused
-            blind = None if bias is None else bias.amax(-1) == float("-inf")
+            blind = None if mask is None else mask.amax(-1) == float("-inf")
+            if blind is not None and blind.shape[1] > 1:
+                blind = blind.repeat_interleave(query.shape[1] // blind.shape[1], 1)
             # kernels leave the log-sum undefined if a row sees nothing; on a GPU, to ask whether one does takes longer
             if blind is not None and (not blind.is_cpu or bool(blind.any())):
                 log_sum = log_sum.masked_fill(blind, float("-inf"))
                 output = output.masked_fill((log_sum == float("-inf")).unsqueeze(-1), 0.0)
-            return output.float(), log_sum
+            return output, log_sum
     return attend_block_reference(query, keys, values, mask, causal=causal, scaling=scaling, softcap=softcap)
 
 
 def _fused(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
 ) -> Attended | None:
-    """By the fastest kernel that takes these and returns its log-sum-exp; None: there is none. Keys and values have as
-    many heads as the query."""
-    call, same_width = (query, keys, values, bias, causal, scale), query.shape[-1] == values.shape[-1]
+    """By the fastest kernel that takes these and returns its log-sum-exp; None: there is none. Each key head, and its
+    head of the bias if this has as many, is for as many query heads. Only a CPU gets copies of keys and values."""
+    same_width, groups = query.shape[-1] == values.shape[-1], query.shape[1] // keys.shape[1]
     if query.device.type == "cpu" and same_width and hasattr(torch.ops.aten, _CPU_KERNEL):
-        bias = None if bias is None else bias.to(query.dtype)
+        if groups > 1:
+            keys, values = (part.repeat_interleave(groups, 1) for part in (keys, values))
+        if bias is not None:
+            bias = (bias if bias.shape[1] == 1 else bias.repeat_interleave(groups, 1)).to(query.dtype)
         attended: Attended = getattr(torch.ops.aten, _CPU_KERNEL)(
             query, keys, values, 0.0, causal, attn_mask=bias, scale=scale
         )
         return attended
     if query.device.type != "cuda" or torch.version.hip is not None:
         return None
-    asked = SDPAParams(query, keys, values, None, 0.0, causal, False)
+    asked = SDPAParams(query, keys, values, None, 0.0, causal, groups > 1)
     if bias is None and same_width and can_use_flash_attention(asked):
-        return _flash(*call)
-    return _efficient(*call) if can_use_efficient_attention(asked) else None
+        return _flash(query, keys, values, bias, causal, scale)
+    alone = query[:, :: groups]  # one query head of each key head
+    if not can_use_efficient_attention(SDPAParams(alone, keys, values, None, 0.0, causal, False)):
+        return None
+    if groups == 1 or (not causal and (bias is None or bias.shape[2] == 1)):
+        joined = query.reshape(len(query), keys.shape[1], -1, query.shape[3])  # heads of a key head as further queries
+        output, log_sum = _efficient(joined, keys, values, bias, causal, scale)
+        return output.reshape(*query.shape[:3], -1), log_sum.reshape(query.shape[:3])
+    parts = [_efficient(query[:, head::groups], keys, values, bias, causal, scale) for head in range(groups)]
+    outputs, log_sums = zip(*parts, strict=True)
+    return torch.stack(outputs, 2).flatten(1, 2), torch.stack(log_sums, 2).flatten(1, 2)
 
 
 def _flash(
@@ -173,6 +183,9 @@ def stream_attention(
         part_log_sum = part_log_sum.float()  # the kernel returns float64 for a float64 query
         if total is None:
             total, log_sum = part.float(), part_log_sum
+            return
+        if total.is_cuda:
+            merge_parts(total, log_sum, part, part_log_sum)
             return
         share = torch.sigmoid(part_log_sum - log_sum).nan_to_num_(0.0)  # the part's weight; nan: neither sees anything
         total.lerp_(part.float(), share.unsqueeze(-1))

@@ -290,15 +290,17 @@ def _synchronize(device: Any = None) -> None:
 
 
 def _attended(query: Any, keys: Any, values: Any, bias: Any, causal: bool, scale: float) -> Any:
-    """Attention of one block in one kernel, with its log-sum-exp; None if there is none."""
-    asked = query, keys, values, bias
-    if query.shape[-1] != values.shape[-1] or not isinstance(query, Fake):
-        return None if isinstance(query, Fake) else _FUSED(*asked, causal, scale)
+    """Attention of one block in one kernel, with its log-sum-exp."""
     COUNTS.add("launches")
     log_type = torch.promote_types(query.dtype, torch.float32)
     made = torch.empty_like(query.inner), torch.empty(query.shape[:3], dtype=log_type)
-    output, log_sum = _launch(_FUSED, (*asked, causal, scale), {}, made)
+    output, log_sum = _launch(_FUSED, (query, keys, values, bias, causal, scale), {}, made)
     return Fake(output), Fake(log_sum)
+
+
+def _efficient(query: Any, keys: Any, *rest: Any) -> Any:
+    assert query.shape[1] == keys.shape[1], "this kernel takes a key head for each query head"
+    return _attended(query, keys, *rest)
 
 
 _FUSED: Any = stream_attention._fused
@@ -362,7 +364,12 @@ def fake_cuda(seed: int | None = None) -> Iterator[Counts]:
         recorded = mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: self.memory.record(stream))
         stack.enter_context(recorded)
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
-        stack.enter_context(mock.patch.object(stream_attention, "_fused", _attended))
+        attention = {
+            "_flash": _attended, "_efficient": _efficient, "SDPAParams": lambda *asked: asked,
+            "can_use_flash_attention": lambda asked: True,
+            "can_use_efficient_attention": lambda asked: asked[0].shape[-1] == asked[2].shape[-1],
+        }  # fmt: skip
+        stack.enter_context(mock.patch.multiple(stream_attention, **attention))
         stack.enter_context(mock.patch.object(on_a_device, "_kernel", _kernel))
         stack.enter_context(mock.patch.object(on_a_device, "_has_marked", lambda: True))
         stack.enter_context(mock.patch.object(functional, _SDPA, _fused_attention(getattr(functional, _SDPA))))

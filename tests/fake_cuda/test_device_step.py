@@ -21,7 +21,7 @@ from hf_offload_cache.core import SelectiveLayer, TokenLog, device_step
 from hf_offload_cache.fetch import device_slots
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.memory import MemoryAccount
-from hf_offload_cache.methods.disk_swap import DiskSwapConfig, fitted_keys
+from hf_offload_cache.methods.disk_swap import CodedKeys, DiskSwapConfig, fit_coding, fitted_keys
 from hf_offload_cache.methods.spec import ChosenEntries, FusedAttention, chosen_entries
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.stores import MemoryStore
@@ -137,10 +137,10 @@ def test_a_prompt_in_pieces_is_fitted_once_if_its_length_is_planned(
 def test_queries_of_a_fit_are_asked_on_the_device_as_on_the_host(rows: int) -> None:
     torch.manual_seed(0)
     keys, query = torch.randn(rows, 2, 600, 32).bfloat16(), torch.randn(4 * rows, 6, 32)
-    coding = fitted_keys.fit_coding(lambda: [keys], 600, 2, None, 8, query[None, 0, :, None].expand(rows, -1, 40, -1))
+    coding = fit_coding(lambda: [keys], 600, 2, None, 8, query[None, 0, :, None].expand(rows, -1, 40, -1))
 
     def asking(coding: Any) -> list[torch.Tensor]:
-        compact = fitted_keys.CodedKeys(coding, 2, rows, MemoryAccount(), None)
+        compact = CodedKeys(coding, 2, rows, MemoryAccount(), None)
         there = Fake(query) if compact.device == CUDA else query
         return [values_of(one) for one in compact.asking(there, 0.25)]
 
