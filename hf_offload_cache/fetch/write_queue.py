@@ -25,6 +25,7 @@ class WriteBatch:
 
     Attributes:
         arrived: blocks until a device has filled `records`; None: they are complete.
+        nbytes: bytes that wait; 0 if a device fills the records in their store.
         started: the thread has begun to write it.
         lowest, highest: smallest and largest id; 0 and -1 without ids.
     """
@@ -35,7 +36,10 @@ class WriteBatch:
         self.store: Store | None = store
         self.ids = ids
         self.records, self.arrived = records, arrived
+        in_place = None if arrived is None else store.in_place(ids)
         self.nbytes = records.numel()
+        if in_place is not None and in_place.data_ptr() == records.data_ptr():
+            self.nbytes = 0  # it waits in no memory of its own, and nobody for it
         self.started = False
         self.lowest, self.highest = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
 
@@ -135,9 +139,9 @@ class WriteQueue:
             if not self._alive:
                 self._fail_all()  # before there is another thread, which would not know what this one had begun
             self._raise_failure(store)
-            if batch.nbytes == 0:
+            if records.numel() == 0:
                 return
-            while (queued := self._bytes) and queued + batch.nbytes > self._most_bytes:
+            while batch.nbytes and (queued := self._bytes) and queued + batch.nbytes > self._most_bytes:
                 self._wait(lambda: self._bytes < queued)
                 self._check_open()
                 self._raise_failure(store)
@@ -356,7 +360,7 @@ class WriteQueue:
             except BaseException as failure:  # kept for the next user of this store
                 error = failure
             if self._timeline is not None:
-                details = {"records": len(batch.ids), "bytes": batch.nbytes}
+                details = {"records": len(batch.ids), "bytes": batch.records.numel()}
                 self._timeline.add("writes", store.name, started, time.perf_counter(), **details)
         self.deadline.answered()
         with self._changed:

@@ -113,6 +113,7 @@ class PositionHistory:
         self._latest = self._leaves_at = latest_tokens(form, config)  # tail length at which groups leave
         self._blocks = partial(block_groups, form, config, device)
         self._step = self._blocks(rows)
+        self._unlimited = device.type == "cuda" and config.memory is None
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         self.table = BlockTable(self.store, rows)
         self.tail = RollingTail(form, rows, self._latest, device, storage.account)
@@ -127,7 +128,7 @@ class PositionHistory:
         self.table.rehearse(groups)
         run.stores(self.store, rows * groups)
         self.tail.rehearse(run)
-        filled = piece_groups(form, rows, self._storage.write_queue)
+        filled = self._piece
         packing = packing_bytes(form, rows, latest, filled)
         run.passes("packing", prefill=packing, decode=packing_bytes(form, rows, latest, min(filled, self._together)))
 
@@ -235,7 +236,7 @@ class PositionHistory:
                 self._nothing = Sealed(groups, groups * self.form.group_size, [], self._weak_stored)
             return self._nothing
         self._moved = False
-        count = min(self._leaving(held + keys.shape[2]), piece_groups(self.form, self.rows, self._storage.write_queue))
+        count = min(self._leaving(held + keys.shape[2]), self._piece)
         packing = packing_bytes(self.form, self.rows, self._latest, count)
         try:
             with self._storage.account.holding("packing", packing):
@@ -253,6 +254,12 @@ class PositionHistory:
     def _stored(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return ((block.keys, block.values) for block in self.blocks(self.units * self.form.group_size))
 
+    @property
+    def _piece(self) -> int:
+        """Number of groups a row that are packed at a time."""
+        in_place = self._unlimited and self.rows == 1 and self.store.in_memory
+        return piece_groups(self.form, self.rows, self._storage.write_queue, in_place)
+
     def _leaving(self, held: int) -> int:
         """Number of groups that leave a tail of `held` tokens."""
         return max(0, held - self._num_recent) // (self._together * self.form.group_size) * self._together
@@ -269,8 +276,7 @@ class PositionHistory:
             self._moved = True
             self.tail.drop_first(count * group)
         else:
-            piece = piece_groups(self.form, self.rows, self._storage.write_queue)
-            stop = 0
+            piece, stop = self._piece, 0
             while stop < count:
                 start, stop = stop, min(stop + piece, count)
                 if self.rows == 1 and self.device.type == "cuda":

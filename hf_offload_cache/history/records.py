@@ -16,6 +16,7 @@ import torch
 from ..config import BLOCK_TOKENS, OffloadConfig
 from ..memory.account import MemoryAccount
 from ..stores.base import DEVICE_BLOCK
+from ..stores.memory import CHUNK_BYTES
 
 # `torch.autocast`: the model's own attention runs under it; storing and selecting run without it
 
@@ -276,9 +277,10 @@ def leaving(
     return [part for part in parts if part[0].shape[2]]
 
 
-def piece_groups(form: RecordFormat, rows: int, write_queue: int) -> int:
-    """Number of groups a row that `append` packs at a time."""
-    return max(1, min(PIECE_BYTES, write_queue // 2) // (rows * form.record_bytes))
+def piece_groups(form: RecordFormat, rows: int, write_queue: int, in_place: bool = False) -> int:
+    """Number of groups a row that `append` packs at a time. `in_place`: a device fills them where they are stored."""
+    most = CHUNK_BYTES if in_place else min(PIECE_BYTES, write_queue // 2)
+    return max(1, most // (rows * form.record_bytes))
 
 
 def together(form: RecordFormat, config: OffloadConfig) -> int:

@@ -13,7 +13,7 @@ from ...fetch.choice import Extents
 from ...fetch.storage import Storage
 from ...history.base import Sealed
 from ...history.position_history import PositionHistory
-from ...history.records import RecordFormat, piece_groups
+from ...history.records import RecordFormat
 from ...history.state import Array, State, Table
 from ...history.tail import BlockTable
 from ...memory.dry_run import DryRun
@@ -209,8 +209,7 @@ class ChunkHistory(PositionHistory):
         if self.pages is not None:
             self.pages.rehearse(run, self.units)
         if self.replicas is not None:
-            filled = piece_groups(self.form, self.rows, self._storage.write_queue)
-            self.replicas.rehearse(run, self.rows, self.units, filled)
+            self.replicas.rehearse(run, self.rows, self.units, self._piece)
 
     # --- writes ------------------------------------------------------------------------------------------------
 

@@ -394,6 +394,8 @@ _STEPS = (0.8, 1.0, 1.3, 1.7, 2.2, 3.2)
 """Multiples of the normal steps to try, because some layers have components with a kurtosis of 25."""
 _TRIED = np.outer([_GAUSSIAN_STEPS[bits] for bits in CLASSES], _STEPS).astype(np.float32)[..., None]
 """The steps to try for a component of deviation 1, (classes, steps, 1)."""
+_LIMITS = np.array([[[[[end]]] for end in ends] for ends in ((-128, -8, -2), (127, 7, 1))], dtype=np.float32)
+"""The least and the largest code of each class, (2, classes, 1, 1, 1)."""
 
 
 def coding_bytes(width: int, itemsize: int, rows: int, tokens: int, part: int = PART) -> int:
@@ -408,9 +410,9 @@ def coding_bytes(width: int, itemsize: int, rows: int, tokens: int, part: int = 
     sampled = min(sample, part // 2) * width
     directions = 4 * width * components
     kept = square if part > PART else 0  # the queries' metric
-    counted, solved = 2 * square + (4 + 2 * itemsize) * read, 3 * square + directions + 64 * width
-    counted, solved = kept + counted, kept + solved
-    measured = directions + max(3 * itemsize * read, 4 * (projected + (len(_STEPS) + 1) * at_once) * sample)
+    counted, solved = 2 * square + (4 + 2 * itemsize) * read + kept, 3 * square + directions + 64 * width + kept
+    tried = len(_STEPS) * (1 if part == PART else len(CLASSES))
+    measured = directions + max(3 * itemsize * read, 4 * (projected + (tried + 1) * at_once) * sample)
     regressed = 3 * directions + 4 * sampled + 4 * components * components + 16 * width
     return max(counted, solved, sample * width * itemsize + max(measured, regressed))
 
@@ -461,7 +463,9 @@ def fit_coding(
     sample = _sample(_beyond_sinks(keys(), tokens, visible, part), tokens)
     measured: list[tuple[torch.Tensor, torch.Tensor]] = []
     for some in directions.split(part // _PROJECTED, 1):
-        measured += map(_measured, _projected(sample, mean, some, part).split(part // _MEASURED))
+        at_once = _projected(sample, mean, some, part).split(part // _MEASURED)
+        measured += [_measured(each, part > PART) for each in at_once]
+        del at_once
     errors, steps = (torch.cat(each, 1) for each in zip(*measured, strict=True))
     (on_host,) = to_host(errors)
     chosen = allocate(dict(zip((0, *CLASSES), on_host.numpy(), strict=True)), nbytes)
@@ -558,20 +562,21 @@ def _projected(sample: torch.Tensor, mean: torch.Tensor, directions: torch.Tenso
     return torch.cat([(_less(some, mean) @ directions).t() for some in sample.split(part)], 1)
 
 
-def _measured(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _measured(values: torch.Tensor, together: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean squared errors (4, r) of components (r, n): dropped, and the least in each of `CLASSES`; and the steps
-    (3, r) that reach these."""
+    (3, r) that reach these. `together`: of all classes at once, in three times the memory."""
     deviation = values.std(1, correction=0).clamp_min(1e-12)
-    errors, steps = [values.square().mean(1)], []
-    for bits, multiples in zip(CLASSES, to_device(_TRIED, values.device), strict=True):
-        limit = 2 ** (bits - 1)
-        tried = (multiples * deviation)[..., None]
-        coded = (values / tried).floor_().clamp_(-limit, limit - 1).add_(0.5).mul_(tried)
-        least, at = coded.sub_(values).square_().mean(2).min(0)
+    errors, steps, each = [values.square().mean(1)[None]], [], len(CLASSES) if together else 1
+    limits, multiples = (to_device(table, values.device) for table in (_LIMITS, _TRIED))
+    for first in range(0, len(CLASSES), each):
+        least, most = limits if together else (-(2 ** (CLASSES[first] - 1)), 2 ** (CLASSES[first] - 1) - 1)
+        tried = (multiples[first : first + each] * deviation)[..., None]
+        coded = (values / tried).floor_().clamp_(least, most).add_(0.5).mul_(tried)
+        error, at = coded.sub_(values).square_().mean(3).min(1)
         del coded
-        errors.append(least)
-        steps.append(tried[..., 0].gather(0, at[None])[0])
-    return torch.stack(errors), torch.stack(steps)
+        errors.append(error)
+        steps.append(tried[..., 0].gather(1, at[:, None])[:, 0])
+    return torch.cat(errors), torch.cat(steps)
 
 
 def _regression(coding: Coding, sample: torch.Tensor, part: int) -> torch.Tensor:
@@ -579,8 +584,7 @@ def _regression(coding: Coding, sample: torch.Tensor, part: int) -> torch.Tensor
     device = sample.device
     gram = torch.zeros(coding.rank, coding.rank, device=device, dtype=torch.float32)
     product = torch.zeros(coding.rank, sample.shape[1], device=device, dtype=torch.float32)
-    bound = np.repeat(np.exp2(np.array(CLASSES, dtype=np.float32) - 1), coding.counts)[:, None]
-    least, most = to_device(np.stack([-bound, bound - 1]), device)
+    least, most = to_device(np.repeat(_LIMITS[..., 0, 0], coding.counts, 1), device)
     for some in sample.split(part // 2):  # next to three projections
         values = coding.floors(some).contiguous().clamp_(least, most).add_(0.5).t()
         gram.addmm_(values.t(), values)
