@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,32 @@ def test_blocks_are_copied_while_the_device_works_on_others(
             assert is_copied(free, turn)
         assert work.done < ends[2]
         assert all(torch.equal(values_of(result.sub(1)), pattern(turn)) for turn, result in enumerate(results))
+
+
+def test_records_in_place_wait_in_no_queue(tmp_path: Path) -> None:
+    """More of them than a queue may have are handed over while none has arrived; others count as before."""
+    arrives = threading.Event()
+
+    def arrived(event: Event) -> None:
+        assert arrives.wait(60)
+
+    with fake_cuda(), storage(tmp_path, "cuda") as made, mock.patch.object(Event, "synchronize", arrived):
+        store = made.open_store(RECORD, "layer 0")
+        ids = store.allocate(COUNT * TURNS)
+        made.limit_writes(COUNT * RECORD)
+        arrives.clear()
+        for turn in range(TURNS):
+            new = ids[turn * COUNT : (turn + 1) * COUNT]
+            made.prefetcher.write(store, new, *made.copied_out(Fake(pattern(turn)), store, new))
+        assert made.prefetcher.is_queued(store, ids[-1:]) and not made.prefetcher.is_queued(store, ids[:0])
+        assert made.account.by_owner["write queue"] == 0
+        arrives.set()
+        made.prefetcher.flush(store)
+        assert not made.prefetcher.is_queued(store, ids)
+        out = aligned_empty(COUNT * TURNS, RECORD)
+        store.read(ids, out)
+        arrives.clear()
+        made.prefetcher.write(store, ids[:COUNT], *made.copied_out(Fake(pattern(1)), store))
+        assert made.account.by_owner["write queue"] == COUNT * RECORD
+        arrives.set()
+    assert torch.equal(out, torch.cat([pattern(turn) for turn in range(TURNS)]))
