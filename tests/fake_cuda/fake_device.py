@@ -19,10 +19,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fake_streams import COUNTS, CUDA, QUEUES, Counts, Event, Memory, Stream, current, on
+from fake_streams import COUNTS, CUDA, QUEUES, Counts, Event, Memory, Stream, current, leaves, on
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from hf_offload_cache.kernels import on_a_device
 from hf_offload_cache.model import stream_attention
@@ -94,7 +94,7 @@ class _Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
-        fakes = any(isinstance(value, Fake) for value in tree_flatten((args, kwargs))[0])
+        fakes = any(isinstance(value, Fake) for value in leaves((args, kwargs)))
         if fakes or kwargs.get("pin_memory") or (device is not None and torch.device(device).type in _ON_DEVICE):
             return _run(func, args, kwargs)
         return func(*args, **kwargs)
@@ -102,7 +102,7 @@ class _Mode(TorchDispatchMode):
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`func` on the tensors within, counted as a device would have run it."""
-    name, flat = str(func), tree_flatten((args, kwargs))[0]
+    name, flat = _name(func), leaves((args, kwargs))
     device = kwargs.get("device")
     from_device = any(isinstance(value, Fake) for value in flat)
     on_device = from_device if device is None else torch.device(device).type in _ON_DEVICE
@@ -131,13 +131,16 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return out
     if name.startswith("aten.empty"):
         _undefine(out)
-    return tree_map_only(torch.Tensor, lambda value: value if isinstance(value, Fake) else Fake(value), out)
+    return _there(out)
+
+
+_name = functools.cache(str)
 
 
 def _check_one_device(name: str, args: Any, kwargs: Any) -> None:
     """Raise as torch does if an operator gets tensors of both sides. A number, and what indexes, may be on the host."""
     checked = (args[0], *args[2:]) if name in _INDEXED else args
-    tensors = [one for one in tree_flatten((checked, kwargs))[0] if isinstance(one, torch.Tensor) and one.ndim]
+    tensors = [one for one in leaves((checked, kwargs)) if isinstance(one, torch.Tensor) and one.ndim]
     if not all(isinstance(one, Fake) for one in tensors):
         raise RuntimeError(f"Expected all tensors to be on the same device: {name} got one of the host")
 
@@ -151,7 +154,7 @@ def _converted(source: Any, kwargs: dict[str, Any], device: Any, on_device: bool
     options = {name: kwargs[name] for name in ("dtype", "memory_format") if kwargs.get(name) is not None}
     if from_device and on_device:
         COUNTS.add("launches")
-        return tree_map_only(torch.Tensor, Fake, _launch(torch.ops.aten._to_copy.default, (source,), options))
+        return _there(_launch(torch.ops.aten._to_copy.default, (source,), options))
     out = torch.empty_like(_inner(source), **options)
     out = Fake(out) if on_device else out
     _copy(out, source, waits=not (on_device and kwargs.get("non_blocking")))
@@ -175,7 +178,21 @@ def _copy(into: Any, source: Any, waits: bool) -> None:
 # Work of a stream, and the memory that it fills
 
 def _inner(tree: Any) -> Any:
-    return tree_map_only(Fake, lambda fake: fake.inner, tree)
+    """`tree` with the tensors within: `tree_map_only` in less time."""
+    if isinstance(tree, Fake):
+        return tree.inner
+    if isinstance(tree, dict):
+        return {name: _inner(one) for name, one in tree.items()}
+    if type(tree) in (tuple, list):
+        return type(tree)(map(_inner, tree))
+    return tree_map_only(Fake, lambda fake: fake.inner, tree) if isinstance(tree, (tuple, list)) else tree
+
+
+def _there(tree: Any) -> Any:
+    """`tree` with its tensors as those of the device."""
+    if isinstance(tree, torch.Tensor):
+        return tree if isinstance(tree, Fake) else Fake(tree)
+    return tree_map_only(torch.Tensor, _there, tree)
 
 
 def _undefine(tensor: torch.Tensor) -> None:
@@ -187,22 +204,27 @@ def _undefine(tensor: torch.Tensor) -> None:
 
 def _known_size(func: Any, name: str, args: Any) -> bool:
     """Whether the device can be given `func` before it knows its arguments' values."""
-    if name in _WAITING or name in _OF_UNKNOWN_SIZE or _masks(name, args):
-        return False
+    return not (name in _WAITING or name in _OF_UNKNOWN_SIZE or _masks(name, args)) and _is_regular(func)
+
+
+@functools.cache
+def _is_regular(func: Any) -> bool:
+    """Whether `func` draws no numbers, and returns new tensors or exactly those that it writes to."""
     writes = [one for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
     in_place = not any(one.kwarg_only for one in writes) and len(writes) == len(func._schema.returns)
-    return torch.Tag.nondeterministic_seeded not in func.tags and (not writes or in_place) and "resize" not in name
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    return not random and (not writes or in_place) and "resize" not in _name(func)
 
 
 def _masks(name: str, args: Any) -> bool:
-    indexes = tree_flatten(args[1])[0] if name in _INDEXED else []
+    indexes = leaves(args[1]) if name in _INDEXED else []
     return any(isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in indexes)
 
 
 def _queued(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`func`, in place or not, given to the current stream."""
     if not func._schema.is_mutable:
-        return tree_map_only(torch.Tensor, Fake, _launch(func, args, kwargs))
+        return _there(_launch(func, args, kwargs))
     inner_args, inner_kwargs = _at_launch((args, kwargs))
     current().give(functools.partial(func, *inner_args, **inner_kwargs), args, kwargs)
     return _written(func._schema, None, args, kwargs, True)
@@ -210,8 +232,9 @@ def _queued(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _at_launch(tree: Any) -> Any:
     """The tensors within, and copies of what the host may change after a launch."""
-    copied = tree_map_only(torch.Tensor, lambda one: one if isinstance(one, Fake) else one.clone(), tree)
-    return _inner(tree if QUEUES.random is None else copied)
+    if QUEUES.random is None:
+        return _inner(tree)
+    return _inner(tree_map_only(torch.Tensor, lambda one: one if isinstance(one, Fake) else one.clone(), tree))
 
 
 def _launch(func: Any, args: Any, kwargs: dict[str, Any], made: Any = None) -> Any:
@@ -224,21 +247,21 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any], made: Any = None) -> A
             shapes = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (inner_args, inner_kwargs))
             of_host = {"device": torch.device("meta")} if "device" in kwargs else {}
             shaped = func(*shapes[0], **{**shapes[1], **of_host})
-            known = {one.untyped_storage()._cdata for one in tree_flatten(shapes)[0] if isinstance(one, torch.Tensor)}
-            given = [one for one in tree_flatten(shaped)[0] if isinstance(one, torch.Tensor)]
+            known = {one.untyped_storage()._cdata for one in leaves(shapes) if isinstance(one, torch.Tensor)}
+            given = [one for one in leaves(shaped) if isinstance(one, torch.Tensor)]
             if all(one.is_meta and one.untyped_storage()._cdata not in known for one in given):
                 made = tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device="cpu"), shaped)
     if QUEUES.random is None or made is None:
         current().run()
         current().use(args, kwargs)
         return func(*inner_args, **inner_kwargs)
-    outputs = [one for one in tree_flatten(made)[0] if isinstance(one, torch.Tensor)]
+    outputs = [one for one in leaves(made) if isinstance(one, torch.Tensor)]
     for output in outputs:
         _undefine(output)
 
     def fill() -> None:
         results = func(*inner_args, **inner_kwargs)
-        for output, result in zip(outputs, filter(torch.is_tensor, tree_flatten(results)[0]), strict=True):
+        for output, result in zip(outputs, filter(torch.is_tensor, leaves(results)), strict=True):
             output.copy_(result)
 
     current().give(fill, args, kwargs)
@@ -247,7 +270,7 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any], made: Any = None) -> A
 
 def _count(func: Any, name: str, args: Any) -> None:
     """What one operator costs a device."""
-    indexes = [one for one in tree_flatten(args[1])[0] if isinstance(one, torch.Tensor)] if name in _INDEXED else []
+    indexes = [one for one in leaves(args[1]) if isinstance(one, torch.Tensor)] if name in _INDEXED else []
     if name in _WAITING:
         COUNTS.add("syncs")
     elif name in _OF_UNKNOWN_SIZE or _masks(name, args):
@@ -260,6 +283,7 @@ def _count(func: Any, name: str, args: Any) -> None:
         COUNTS.add("launches")
 
 
+@functools.cache
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     aliases = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
@@ -334,14 +358,14 @@ def _kernel(twin: Any) -> Any:
     launches = next(count for known, count in on_a_device.TWINS.values() if known is twin)
 
     def launched(*args: Any, **kwargs: Any) -> Any:
-        given = tree_flatten((args, kwargs))[0]
+        given = leaves((args, kwargs))
         if any(isinstance(one, torch.Tensor) and not isinstance(one, Fake) for one in given):
             raise RuntimeError(f"Expected all tensors to be on the same device: {twin.__name__} got one of the host")
         COUNTS.add("launches", launches)
         if twin.__annotations__["return"] == "None":  # it changes its arguments
             inner_args, inner_kwargs = _inner((args, kwargs))
             return current().give(functools.partial(twin, *inner_args, **inner_kwargs), args, kwargs)
-        return tree_map_only(torch.Tensor, Fake, _launch(twin, args, kwargs))
+        return _there(_launch(twin, args, kwargs))
 
     return launched
 

@@ -12,6 +12,7 @@ import functools
 import random
 import sys
 import threading
+import types
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -19,10 +20,24 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 CUDA = torch.device("cuda", 0)
 PACKAGE = "/hf_offload_cache/"
+
+
+def leaves(tree: Any) -> list[Any]:
+    """What tuples, lists and dictionaries within `tree` hold, as `torch.utils._pytree` finds it, in less time."""
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return [tree]
+    found: list[Any] = []
+    for one in tree:
+        if isinstance(one, (tuple, list, dict)):
+            found += leaves(one)
+        else:
+            found.append(one)
+    return found
 
 
 @dataclass
@@ -61,11 +76,18 @@ COUNTS = Counts()
 def _caller() -> str:
     frame = sys._getframe(2)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if PACKAGE in name and "site-packages" not in name:
-            return f"{name.split(PACKAGE, 1)[1]}:{frame.f_code.co_name}"
+        if (name := _of_package(frame.f_code)) is not None:
+            return name
         frame = frame.f_back  # type: ignore[assignment]
     return "model"
+
+
+@functools.cache
+def _of_package(code: types.CodeType) -> str | None:
+    """ "file:function" of a function of the library; None for any other."""
+    name = code.co_filename
+    here = PACKAGE in name and "site-packages" not in name
+    return f"{name.split(PACKAGE, 1)[1]}:{code.co_name}" if here else None
 
 
 class Queues:
@@ -117,7 +139,7 @@ class Stream:
 
     def use(self, *tensors: Any) -> None:
         """Note the device's memory behind `tensors` as used here."""
-        for one in tree_flatten(tensors)[0]:
+        for one in leaves(tensors):
             if hasattr(one, "memory"):
                 one.memory.use(self)
 
