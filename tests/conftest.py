@@ -1,4 +1,5 @@
-"""What holds for every test: one torch thread, a cache folder of the run, and tests marked `alone` beside no other.
+"""What holds for every test: one torch thread, a cache folder of the run, torch as it was before it, and tests marked
+`alone` beside no other.
 
 With workers (`-n`) the tests marked `alone` are left out; `--alone` runs them and no others. Without either, all run,
 one after the other. `make test` makes both calls.
@@ -102,6 +103,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_finish() -> None:
     gc.enable()
+    AT_FIRST.update(of_torch())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -112,6 +114,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         items[:] = [item for item in items if item not in set(left_out)]
         config.hook.pytest_deselected(items=left_out)
+
+
+def of_torch() -> dict[str, object]:
+    """Torch's state in this process that a test must leave as it was."""
+    torch, streams = sys.modules.get("torch"), sys.modules.get("fake_streams")
+    if torch is None:
+        return {}
+    queues = [] if streams is None else [one.queue for one in streams.QUEUES.streams]
+    return {
+        "dispatch modes": torch._C._len_torch_dispatch_stack(), "function modes": torch._C._len_torch_function_stack(),
+        "gradients": torch.is_grad_enabled(), "inference mode": torch.is_inference_mode_enabled(),
+        "the default type": torch.get_default_dtype(), "torch.tensor": torch.tensor,
+        "torch.cuda": (torch.cuda.Stream, torch.cuda.Event, torch.cuda.is_available, torch.cuda.current_stream),
+        "attention": torch.nn.functional.scaled_dot_product_attention,
+        "streams of the counting device": any(queues),
+    }  # fmt: skip
+
+
+AT_FIRST: dict[str, object] = {}
+"""`of_torch` before the first test, or after the first one that imported torch."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Raise in the test that leaves torch in another state, since it would be another one that fails."""
+    yield
+    now = of_torch()
+    left = [what for what, before in AT_FIRST.items() if now[what] != before]
+    AT_FIRST.update(now)
+    assert not left, f"{item.nodeid} leaves these changed in this process: {', '.join(left)}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from unittest import mock
 import torch
 from fake_streams import COUNTS, CUDA, QUEUES, Counts, Event, Memory, Stream, current, leaves, on
 from torch.nn import functional
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -95,9 +97,33 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         device = kwargs.get("device")
         fakes = any(isinstance(value, Fake) for value in leaves((args, kwargs)))
-        if fakes or kwargs.get("pin_memory") or (device is not None and torch.device(device).type in _ON_DEVICE):
+        there = device is not None and torch.device(device).type in _ON_DEVICE and not _WITHOUT_DATA.now
+        if fakes or kwargs.get("pin_memory") or there:
             return _run(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+class _WithoutData(threading.local):
+    """Whether this thread is in a call within a `with torch.device("meta")`, whose tensors are as they say. Elsewhere
+    `meta` is what operators take the device for."""
+
+    now = False
+
+
+_WITHOUT_DATA = _WithoutData()
+
+
+def _by_default(original: Any) -> Any:
+    """`DeviceContext.__torch_function__`, which says when tensors have no data."""
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, _WITHOUT_DATA.now = _WITHOUT_DATA.now, self.device.type == "meta"
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _WITHOUT_DATA.now = before
+
+    return called
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -375,6 +401,7 @@ def fake_cuda(seed: int | None = None) -> Iterator[Counts]:
     """The device, until the end of the `with`, and its counts. `seed`: of the order in which streams run."""
     QUEUES.begin(seed)
     torch._C._ensureCUDADeviceGuardSet()
+    _device_constructors()  # torch notes its functions at the first use, and for good: not those that are put here
     stubs = {
         "_lazy_init": lambda: None, "Stream": Stream, "Event": Event, "current_stream": current,
         "default_stream": lambda device=None: QUEUES.default, "stream": on,
@@ -397,8 +424,11 @@ def fake_cuda(seed: int | None = None) -> Iterator[Counts]:
         stack.enter_context(mock.patch.object(on_a_device, "_kernel", _kernel))
         stack.enter_context(mock.patch.object(on_a_device, "_has_marked", lambda: True))
         stack.enter_context(mock.patch.object(functional, _SDPA, _fused_attention(getattr(functional, _SDPA))))
+        by_default = _by_default(DeviceContext.__torch_function__)
+        stack.enter_context(mock.patch.object(DeviceContext, "__torch_function__", by_default))
         stack.enter_context(_Mode())
         COUNTS.clear()
+        stack.callback(QUEUES.begin, None)  # also after an error, which leaves work
         yield COUNTS
         QUEUES.run_all()
 

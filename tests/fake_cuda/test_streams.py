@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fake_device import CUDA, QUEUES, Event, Fake, Stream, fake_cuda, values_of
+from torch.utils._device import _device_constructors
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.fetch import Staging, Storage
@@ -163,6 +164,25 @@ def test_a_missing_wait_changes_values(what: str, tmp_path: Path) -> None:
             return not is_right(way, tmp_path)
 
     assert any(map(is_seen, MANY_SEEDS))
+
+
+def test_tensors_on_meta_have_no_data() -> None:
+    """In a `with torch.device("meta")`, also if torch notes its functions while the device's are in their place."""
+    _device_constructors.cache_clear()
+    for _ in range(2):
+        with fake_cuda(0), torch.device("meta"):
+            made = [torch.tensor([]), torch.zeros(3), torch.nn.Linear(3, 3)(torch.zeros(2, 3)), torch.zeros(3) + 1]
+            made.append(torch.cat(made[:2]))
+        assert all(type(one) is torch.Tensor and one.is_meta for one in made)
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).is_meta
+
+
+def test_an_error_leaves_no_work() -> None:
+    with pytest.raises(ZeroDivisionError), fake_cuda(0):
+        QUEUES.default.behind = 1000
+        Fake(torch.zeros(1)).add_(1).div_(1 // 0)
+    assert QUEUES.random is None and not any(stream.queue for stream in QUEUES.streams)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"], ids=["staged", "in place"])
