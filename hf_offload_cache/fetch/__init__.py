@@ -26,6 +26,7 @@ from .replica_link import Rates as Rates
 from .storage import DryStorage as DryStorage
 from .storage import Storage as Storage
 from .tier import ABSENT as ABSENT
+from .tier import HostTier as HostTier
 from .tier import SlotTable as SlotTable
 from .tier import SlotTier as SlotTier
 from .tier import Tier as Tier

@@ -17,12 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import offload_cache
 from hf_offload_cache.core import budget
-from hf_offload_cache.core.budget import fit_goal
 from hf_offload_cache.errors import BudgetError, ConfigError
-from hf_offload_cache.fetch.areas import ByteRows
-from hf_offload_cache.fetch.policy import FirstIn
-from hf_offload_cache.fetch.tier import HostTier
-from hf_offload_cache.memory.account import MemoryAccount
+from hf_offload_cache.fetch import ByteRows, FirstIn, HostTier
+from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
 
@@ -275,10 +272,10 @@ def test_a_budget_gives_host_memory_to_what_was_read(name: str) -> None:
     cls = cache_class(name)
     geometry, fields = Geometry.uniform(30, 9, 3, 64, device="cuda"), {"engine": "mapped", "host_memory": 2**26}
     memory = geometry.full_kv_bytes(8192, 1) // 4
-    config = fit_goal(cls, None, geometry, (memory, 8192, 1), fields)
+    config = budget.fit_goal(cls, None, geometry, (memory, 8192, 1), fields)
     plan = cls.plan(geometry, config, 8192, 1)
     assert config.host_slots > 2**25 and 2**25 < plan.host_decode["host slots"] <= plan.host_bytes <= 2**26
     assert 2**26 - plan.host_bytes < 2**20
     for more in ({"host_slots": None}, {"host_memory": 2**34, "engine": "memory"}, {"host_memory": None}):
-        config = fit_goal(cls, None, geometry, (memory, 8192, 1), {**fields, **more})
+        config = budget.fit_goal(cls, None, geometry, (memory, 8192, 1), {**fields, **more})
         assert config.host_slots is None

@@ -2,8 +2,7 @@
 
 Truncated keys follow the paper: a low-rank adapter from an SVD of the keys (KVSwap, section 3.2). Coded keys go beyond
 it. They use transform coding: the mean is subtracted, the rest is rotated in the metric of the queries, and each
-component gets 8, 4, 2 or no bits by its measured error. At equal bytes, codes give better scores than 8 bits for fewer
-components.
+component gets 8, 4, 2 or no bits by its measured error. At equal bytes, codes score better than fewer components of 8.
 """
 
 from __future__ import annotations
