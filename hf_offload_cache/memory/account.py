@@ -84,6 +84,10 @@ HOST_SLOTS = "host slots"
 """Owner of entries in host memory besides the device's slots."""
 
 
+GRAPHS = "graphs"
+"""Owner of what a CUDA graph of a step keeps: its inputs, its results, and what a layer of it computes with."""
+
+
 def staged(owner: str, device_type: str) -> tuple[str, ...]:
     """Owners of memory that reads fill: on CUDA as many bytes lie on the device, as `owner`, and in host memory."""
     return (owner, f"{owner}, host") if device_type == "cuda" else (owner,)

@@ -230,7 +230,7 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any], made: Any = None) -> A
     memory, for a function that does not run on `meta` tensors. Without it, such a function runs at once, and so does
     one that returns its arguments."""
     inner_args, inner_kwargs = _at_launch((args, kwargs))
-    deferred = QUEUES.random is not None or capturing() is not None
+    deferred, views = QUEUES.random is not None or capturing() is not None, False
     if deferred and made is None:
         with contextlib.suppress(Exception), _disable_current_modes(), torch.no_grad():
             shapes = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (inner_args, inner_kwargs))
@@ -238,16 +238,18 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any], made: Any = None) -> A
             shaped = func(*shapes[0], **{**shapes[1], **of_host})
             known = {one.untyped_storage()._cdata for one in tree_flatten(shapes)[0] if isinstance(one, torch.Tensor)}
             given = [one for one in tree_flatten(shaped)[0] if isinstance(one, torch.Tensor)]
+            views = bool(given) and all(one.untyped_storage()._cdata in known for one in given)
             if all(one.is_meta and one.untyped_storage()._cdata not in known for one in given):
                 made = tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device="cpu"), shaped)
-    if capturing() is not None and made is None:
+    if capturing() is not None and made is None and not views:
         if getattr(func, "__annotations__", {}).get("return") != "None":
             refuse(f"{func}, whose results have no known sizes,")
         current().give(functools.partial(func, *inner_args, **inner_kwargs), args, kwargs)
         return None
     if not deferred or made is None:
-        current().run()
-        current().use(args, kwargs)
+        if capturing() is None:
+            current().run()
+            current().use(args, kwargs)
         return func(*inner_args, **inner_kwargs)
     outputs = [one for one in tree_flatten(made)[0] if isinstance(one, torch.Tensor)]
     for output in outputs:

@@ -132,6 +132,15 @@ class LowRankPredictor(Predictor):
         """Whether there are codes, and the keys of sinks, as `choose_on_device` needs them."""
         return self.fitted.chooses_on_device
 
+    def graph_parts(self) -> list[Any]:
+        """The tensors and numbers that `choose_on_device` uses in a captured step, which is valid while they stay."""
+        return self.fitted.graph_parts()
+
+    @property
+    def room(self) -> int:
+        """Units a row that `graph_parts` have room for."""
+        return self.fitted.room
+
     def choose_on_device(self, query: Query, budget: int, looks: bool) -> DeviceChoice:
         """As `select`, on the device of the keys and by all units at every step. `looks`: with the lost mass."""
         self._latest = self._beyond = None
