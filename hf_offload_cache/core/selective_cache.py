@@ -274,21 +274,19 @@ class SelectiveCache(OffloadCache):
     def room_for(self, owner: str, nbytes: int) -> bool:
         """Book `nbytes` more of device memory for `owner`. Slots that were lent are freed for it, and the next step
         makes fewer. False, with nothing booked: the budget has no room."""
-        account, selecting, fits = self.storage.account, self.selecting, False
+        account, selecting = self.storage.account, self.selecting
+        if account.limit is not None and selecting is not None and self._lent_for[0]:
+            geometry, room = Geometry.of(self.model), account.limit - nbytes
+            if self._with_slots(geometry, selecting.lent) > room:
+                if not selecting.lent or self._with_slots(geometry, 0) > room:
+                    return False
+                for layer in self.selective:
+                    layer.drop_fetcher()
+                self._lent_for = (0, 0)  # they are lent again, with what is booked here
         with account.not_sparing(), contextlib.suppress(BudgetError):
             account.hold(owner, nbytes)
             return True
-        if selecting is None or not selecting.lent or account.limit is None:
-            return False
-        for layer in self.selective:
-            layer.drop_fetcher()
-        selecting.lend(0)
-        with account.not_sparing(), contextlib.suppress(BudgetError):
-            account.hold(owner, nbytes)
-            if not (fits := self._with_slots(Geometry.of(self.model), 0) <= account.limit):
-                account.release(owner, nbytes)
-        self._lent_for = (0, 0)
-        return fits
+        return False
 
     def wants_blocks(self) -> bool:
         """Also while the look-ahead runs: it has learned enough when the other way is tried."""

@@ -50,6 +50,7 @@ class GraphedStep:
         self._parts: list[Any] = []  # of the graph; weak references to tensors
         self._captured: CapturedCache | None = None
         self._prepared = False  # a step with these parts has run, so that kernels are compiled
+        self._refused = False  # the budget has no room for a graph of these parts
         self._ids = self._numbers = self._counts = torch.empty(0, dtype=torch.int64, device="cpu")
         self._attended: list[int] = []  # by each layer, of units
         self._booked = 0
@@ -81,6 +82,8 @@ class GraphedStep:
         cache = self.cache
         if not isinstance(cache, SelectiveCache) or cache.selecting is None:
             return "the cache attends to everything"
+        if cache.graphed is not self:
+            return "another graphed_step was made"
         if input_ids.ndim != 2 or input_ids.shape[1] != 1:
             return "the call has several tokens"
         layers, contents = cache.selective, cache.contents
@@ -127,9 +130,12 @@ class GraphedStep:
         self._tell(input_ids)
         try:
             with cache.storage.account.not_sparing():
+                if self._refused:
+                    self.reason = _NO_ROOM
+                    return None
                 if not self._prepared:
                     output = self._prepare(device)
-                    self.reason = _PREPARES if self._prepared else _NO_ROOM
+                    self.reason = _NO_ROOM if self._refused else _PREPARES
                     return output
                 if self._graph is None:
                     self._capture(device)
@@ -196,9 +202,9 @@ class GraphedStep:
                 one.record_stream(current)
                 nbytes += one.nbytes
         own = nbytes + sum(one.nbytes for one in (self._ids, self._numbers, self._counts))
-        if cache.room_for(GRAPHS, own):
-            self._booked += own
-            self._prepared = True
+        self._refused = not cache.room_for(GRAPHS, own)
+        if not self._refused:
+            self._booked, self._prepared = own, True
         return output
 
     def _capture(self, device: torch.device) -> None:
@@ -233,7 +239,7 @@ class GraphedStep:
         if self._counters is not None:
             self._counters.fold()
         self._graph = self._output = self._captured = self._counters = None
-        self._prepared, self._parts = False, []
+        self._prepared, self._refused, self._parts = False, False, []
         self._ids = self._numbers = self._counts = torch.empty(0, dtype=torch.int64, device="cpu")
         self.cache.storage.account.release(GRAPHS, self._booked)
         self._booked = 0
