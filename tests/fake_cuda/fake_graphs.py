@@ -1,8 +1,8 @@
 """CUDA graphs of a device that only counts: recorded operations that run again. No tests in here.
 
-A capture raises `RuntimeError` for what a real one forbids: waits of the host, values of the device that it reads, copies
-of memory that is not pinned, allocation of pinned memory, and work on a stream that did not fork from the capturing
-one. What it records has not run; a replay runs it in the order of the capture, on the current stream and on
+A capture raises `RuntimeError` for what a real one forbids: waits of the host, values of the device that it reads,
+copies of memory that is not pinned, allocation of pinned memory, and work on a stream that did not fork from the
+capturing one. What it records has not run; a replay runs it in the order of the capture, on the current stream and on
 the same memory, and counts as one launch. A replay raises if memory from outside was freed since the capture.
 
 Not seen: dependencies between the streams of a graph, and memory of the graph that it uses twice.

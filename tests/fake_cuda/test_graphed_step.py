@@ -1,5 +1,4 @@
-"""Decoding steps in a CUDA graph, on a device that only counts. Groups have four tokens, so that every fourth step seals
-one."""
+"""Decoding steps in a CUDA graph, on a device that only counts. Groups have four tokens: each fourth step seals one."""
 
 from __future__ import annotations
 
@@ -36,9 +35,9 @@ def llama() -> Any:
 @contextmanager
 def a_device(seed: int | None = None, **fields: Any) -> Iterator[tuple[Any, Any, Counts]]:
     """A model, a cache with its records in pinned host memory, and the device's counts. `seed`: of its streams."""
-    with on_the_device(llama(), seed) as (model, counts):
-        with DiskSwapCache(model, **{"num_selected": 128, "group_size": 4, "engine": "memory", **fields}) as cache:
-            yield model, cache, counts
+    fields = {"num_selected": 128, "group_size": 4, "engine": "memory", **fields}
+    with on_the_device(llama(), seed) as (model, counts), DiskSwapCache(model, **fields) as cache:
+        yield model, cache, counts
 
 
 def prefilled(model: Any, cache: Any, rows: int = 1) -> torch.Tensor:
