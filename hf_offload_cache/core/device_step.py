@@ -155,6 +155,15 @@ def attend_in_graph(layer: Layer, call: AttentionCall, sizes: DeviceSizes) -> Gr
     return GraphStep(output[:, None], counts, attended, nbytes + choice.nbytes)
 
 
+def tables_bytes(layer: Layer, device_type: str) -> int:
+    """Upper bound on the bytes of the tables of `device_slots`, for a layer that is as large as it can become."""
+    history, store = layer.history, layer.history.store
+    if device_type != "cuda" or store.engine != "memory" or not hasattr(layer.predictor, "choose_on_device"):
+        return 0
+    count = layer.slots // history.rows + layer.budget
+    return DeviceSlots.planned_tables(history.rows, history.records, count)
+
+
 def device_slots(layer: Layer, least: int) -> DeviceSlots | None:
     """The slots of a layer, for at least `least` units a row: under a limit those that are planned, without one as many
     besides a complete choice. None: a complete choice does not fit those that are planned."""

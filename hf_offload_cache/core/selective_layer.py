@@ -133,7 +133,7 @@ class SelectiveLayer(OffloadLayer):
         packing, fitting = run.passing("packing")[0], run.passing("fitting")[0]
         run.passes("fitting", prefill=max(0, fitting - packing) - fitting, together=True)  # one after the other
         run.decoding()
-        run.keeps("tables", self.predictor.tables_nbytes)
+        run.keeps("tables", self.predictor.tables_nbytes + device_step.tables_bytes(self, run.device_type))
         self.rehearse_slots(run)
         twice = self.config.candidates or self.widens(context)
         self.rehearse_gather(run, kind, context, wanted, wanted * (1 + twice))

@@ -30,6 +30,11 @@ class Addresses:
         """Bytes of device memory."""
         return 0 if self.memory is None else self.memory.nbytes
 
+    @staticmethod
+    def room_for(units: int) -> int:
+        """So many units, and an eighth more, at least 64."""
+        return units + max(64, units // 8)
+
     def of(self, history: Source) -> torch.Tensor | None:
         """The address of each unit's record, (rows, units) int64, which work of the current stream may read from now
         on; None if some are in memory that is not pinned. A view of `memory`, which has room for units to come. Valid
@@ -50,7 +55,7 @@ class Addresses:
             more = to_device(addresses.reshape(records.shape), history.device)
             if memory is None or not first or memory.shape[1] < units:
                 before = None if memory is None or not first else memory[:, :first]
-                room = units + (max(64, units // 8) if self._grows else 0)
+                room = self.room_for(units) if self._grows else units
                 with torch.inference_mode(False):  # it is written to in any mode
                     self.memory = memory = more.new_zeros(history.rows, room)
                 if before is not None:
@@ -87,6 +92,11 @@ class DeviceSlots:
         self._slot_of = torch.full((history.rows, 0), -1, **tables)  # type: ignore[call-overload]
         self.closed = False
         storage.account.spare(self)
+
+    @staticmethod
+    def planned_tables(rows: int, units: int, count: int) -> int:
+        """Upper bound of `tables_nbytes` for so many units and slots a row."""
+        return 12 * rows * Addresses.room_for(units) + 8 * rows * count
 
     @property
     def tables_nbytes(self) -> int:

@@ -150,6 +150,10 @@ def test_memory_of_a_graph_is_booked_and_freed() -> None:
         least = logits + 8 * (1 + 2 + 3 * len(cache.selective)) + 4 * 4 * units
         assert least < account.by_owner["graphs"] < 100 * least
         assert layer.device_slots.room > layer.history.units and layer.predictor.room > layer.history.units
+        plan = type(cache).plan(Geometry.of(model), cache.config, cache.tokens, 1)
+        books = layer.tables_nbytes - layer.history.tables_nbytes
+        assert books == layer.device_slots.tables_nbytes > 12 * layer.device_slots.room
+        assert account.by_owner["tables"] <= plan.host_decode["tables"]
         other = graphed_step(model, cache)  # a cache has one
         assert not account.by_owner["graphs"]
         decoded(other, first, 6)
