@@ -90,7 +90,7 @@ class GraphedStep:
         if contents.kept or len(layers) < len(cache.layers):
             return "some layers are not offloaded"
         if cache.timeline.on or contents.recording or torch.is_autocast_enabled("cuda"):
-            return "of a trace, candidates or autocast"
+            return "a trace, candidates or autocast are on"
         if not self._positions_known:
             return _NO_POSITIONS
         for layer in layers:
