@@ -165,25 +165,31 @@ def _attention(sizes: Sizes, device: torch.device) -> Case:
 _BITS, _GROUP = 2, 64
 
 
-@case("low_bit_triton.scores")
-def _scores(sizes: Sizes, device: torch.device) -> Case:
-    count, groups = sizes.heads // sizes.kv_heads, sizes.tokens // _GROUP
-    queries = torch.randn(sizes.rows, sizes.kv_heads, count, sizes.dim, device=device)
-    shape = sizes.rows, sizes.kv_heads, groups, sizes.dim, row_bytes(_GROUP, _BITS)
-    keys = random_bytes(*shape, device=device)
-    out = torch.empty(sizes.rows, sizes.kv_heads, count, sizes.tokens, device=device)
-    run = functools.partial(kernel("low_bit_triton.scores"), queries, keys, _BITS, out)
-    return Case(run, keys.nbytes + out.nbytes, least=0.6)
+@case("mixed_attention.attend")
+def _mixed(sizes: Sizes, device: torch.device) -> Case:
+    """A step's token and its guess, over a copy with 68 entries instead of its own, and the latest 64 tokens."""
+    made, heads = {"dtype": torch.bfloat16, "device": device}, (sizes.rows, sizes.kv_heads)
+    query = torch.randn(sizes.rows, sizes.heads, 2, sizes.dim, **made)
+    row, chosen = row_bytes(_GROUP, _BITS), min(68, sizes.tokens)
+    keys = random_bytes(*heads, sizes.tokens // _GROUP, sizes.dim, row, device=device)
+    values = random_bytes(*heads, sizes.dim // _GROUP, sizes.tokens, row, device=device)
+    tokens = torch.rand(*heads, sizes.tokens, device=device).topk(chosen).indices
+    stored, latest, guess = (
+        [torch.randn(*heads, count, sizes.dim, **made) for _ in range(2)] for count in (chosen, 64, 1)
+    )
+    given = query, keys, values, _BITS, tokens, *stored, *latest, *guess, None, None, sizes.dim**-0.5, None, True
+    scores = 4 * sizes.rows * sizes.heads * 2 * sizes.tokens
+    read = sum(one.nbytes for one in (keys, values, *stored, *latest, *guess))
+    return Case(functools.partial(kernel("mixed_attention.attend"), *given), read + scores, least=0.6)
 
 
-@case("low_bit_triton.weighted")
-def _weighted(sizes: Sizes, device: torch.device) -> Case:
-    count, groups = sizes.heads // sizes.kv_heads, sizes.dim // _GROUP
-    shares = torch.rand(sizes.rows, sizes.kv_heads, count, sizes.tokens, device=device)
-    shape = sizes.rows, sizes.kv_heads, groups, sizes.tokens, row_bytes(_GROUP, _BITS)
-    values = random_bytes(*shape, device=device)
-    run = functools.partial(kernel("low_bit_triton.weighted"), shares, values, _BITS, _GROUP)
-    return Case(run, values.nbytes + shares.nbytes)
+@case("mixed_attention.share")
+def _of_copy(sizes: Sizes, device: torch.device) -> Case:
+    scores = torch.randn(sizes.rows, sizes.kv_heads, 2 * sizes.heads // sizes.kv_heads, sizes.tokens, device=device)
+    held = torch.rand(sizes.rows, sizes.kv_heads, sizes.tokens, device=device).topk(min(68, sizes.tokens)).indices
+    given = scores, scores.logsumexp(3), 2, 0, 2, held, 4.0, 4, None
+    run = functools.partial(kernel("mixed_attention.share"), *given)
+    return Case(run, scores.nbytes + scores[:, :, 0].nbytes, least=0.6)
 
 
 class Records(NamedTuple):
@@ -205,12 +211,28 @@ def records(sizes: Sizes, group: int, device: torch.device) -> Records:
     return Records(form, torch.from_numpy(np.ascontiguousarray(found)).view(sizes.rows, -1).to(device), store)
 
 
-@case("host_entries_triton.gather")
-def _gather(sizes: Sizes, device: torch.device) -> Case:
-    made, gather = records(sizes, _GROUP, device), kernel("host_entries_triton.gather")
-    tokens = torch.randint(0, sizes.tokens, (sizes.rows, sizes.kv_heads, sizes.attended), device=device)
-    nbytes = tokens.numel() * 2 * sizes.dim * made.form.dtype.itemsize
-    return Case(lambda: gather(made.addresses, tokens, made.form), nbytes, BUS, least=0.8)
+@case("host_entries.exchange")
+def _exchange_entries(sizes: Sizes, device: torch.device) -> Case:
+    """68 tokens a key head, of which a third is new in each step; the steps alternate."""
+    of_head = torch.arange(90, device=device).expand(sizes.rows, sizes.kv_heads, -1)
+    exchange = kernel("host_entries.exchange")
+    held, turns = of_head[:, :, :68].contiguous(), [of_head[:, :, first : first + 68].contiguous() for first in (22, 0)]
+
+    def run() -> None:
+        turns.append(turns.pop(0))
+        exchange(held, turns[0])
+
+    return Case(run, 4 * held.nbytes)
+
+
+@case("host_entries.bring")
+def _entries(sizes: Sizes, device: torch.device) -> Case:
+    made, heads = records(sizes, _GROUP, device), (sizes.rows, sizes.kv_heads)
+    tokens = torch.randint(0, sizes.tokens, (*heads, sizes.attended), device=device)
+    shape, options = (*heads, sizes.attended, sizes.dim), {"dtype": torch.bfloat16, "device": device}
+    keys, values = (torch.empty(shape, **options) for _ in range(2))
+    run = functools.partial(kernel("host_entries.bring"), made.addresses, tokens, made.form, keys, values)
+    return Case(run, keys.nbytes + values.nbytes, BUS, least=0.8)
 
 
 # DiskSwapCache's step: units of four tokens, with codes of 112 bytes a token
@@ -381,3 +403,52 @@ def _parted(sizes: Sizes, device: torch.device) -> Case:
     _, centroids, labels = _points(sizes, device)
     run = functools.partial(kernel("kmeans.parted"), labels, centroids.shape[1], 2 * _CLUSTER)
     return Case(run, 2 * labels.nbytes)
+
+
+# AbstractTreeCache's step: chunks of 64 tokens, each key head with its own, four times as many examined as attended to
+
+_CHUNK, _EXAMINED = 64, 4
+
+
+def _ends(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries, and the abstracts of all chunks."""
+    states = torch.randn(sizes.rows, sizes.heads, sizes.dim, device=device).to(torch.bfloat16)
+    shape = sizes.rows * sizes.kv_heads, sizes.tokens // _CHUNK, 2, 1, sizes.dim
+    return states, torch.randn(shape, device=device).sort(2).values.to(torch.bfloat16)
+
+
+@case("bounds.limits")
+def _limits(sizes: Sizes, device: torch.device) -> Case:
+    states, ends = _ends(sizes, device)
+    results = 2 * 4 * sizes.rows * sizes.heads * ends.shape[1]
+    return Case(functools.partial(kernel("bounds.limits"), states, ends, 0.1, True), ends.nbytes + results, least=0.6)
+
+
+def _examined(sizes: Sizes) -> int:
+    return min(sizes.tokens, _EXAMINED * sizes.attended) // _CHUNK
+
+
+@case("bounds.stand")
+def _stand(sizes: Sizes, device: torch.device) -> Case:
+    high, low = kernel("bounds.limits")(*_ends(sizes, device), 0.1, True)
+    run = functools.partial(kernel("bounds.stand"), high, low, _examined(sizes), 1)
+    return Case(run, high.nbytes + low.nbytes)
+
+
+@case("bounds.front")
+def _front(sizes: Sizes, device: torch.device) -> Case:
+    high, low = kernel("bounds.limits")(*_ends(sizes, device), 0.1, True)
+    standings = kernel("bounds.stand")(high, low, _examined(sizes), 1)
+    run = functools.partial(kernel("bounds.front"), *standings, _CHUNK, sizes.attended, _examined(sizes))
+    return Case(run, sum(one.nbytes for one in standings))
+
+
+@case("bounds.look")
+def _look(sizes: Sizes, device: torch.device) -> Case:
+    rows, form = sizes.rows * sizes.kv_heads, RecordFormat(1, sizes.dim, 1, sizes.dim, torch.bfloat16, _CHUNK)
+    chosen = torch.zeros(rows, _examined(sizes), dtype=torch.int32, device=device)
+    slots, data = _slots(chosen, form)
+    query = torch.randn(sizes.rows, sizes.heads, sizes.dim, device=device).to(torch.bfloat16)
+    recent = torch.randn(rows, 1, _RECENT, sizes.dim, device=device).to(torch.bfloat16)
+    run = functools.partial(kernel("bounds.look"), query, data, slots, recent, form, 0.1, sizes.attended, _SINKS)
+    return Case(run, data.nbytes // 2 + recent.nbytes)

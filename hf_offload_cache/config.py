@@ -312,7 +312,8 @@ class SelectiveConfig(OffloadConfig):
     """Tokens attended to beyond sinks and latest ones, rounded up to complete units."""
     reuse_capacity: int = 400
     """Tokens of units read earlier that stay resident in each layer; 0 for none. Within a budget slots also get
-    what a step leaves of it, unless this field is given."""
+    what a step leaves of it, unless this field is given. With at least `num_selected`, steps that can run on a GPU
+    without the host do so within a budget."""
     look_ahead: bool | None = None
     """Guess the next layer's query and prefetch for it. None: if that is measured to be faster. The guess takes
     processor time, which does not pay on a fast disk. The selection always uses the true query."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..config import GOALS, OffloadConfig, parse_memory, parse_size
+from ..config import GOALS, OffloadConfig, SelectiveConfig, parse_memory, parse_size
 from ..errors import BudgetError, ConfigError, shown
 from ..memory.fit import fit_nothing, slow_blocks, with_host_slots
 from ..memory.machine import free_memory
@@ -299,6 +299,11 @@ def _never(config: Any) -> bool:
     return False
 
 
+def _never_alone(geometry: Geometry, context: int, batch: int, fields: Mapping[str, Any]) -> bool:
+    """`Goals.alone` of a cache whose steps go over the host."""
+    return False
+
+
 def _none(context: int) -> tuple[dict[str, Any], ...]:
     """`Goals.faithful` of a cache without fields for it."""
     return ()
@@ -331,12 +336,21 @@ class Goals(NamedTuple):
     """The share of needles that a configuration loses, as measured."""
     quickest: Callable[[Any], bool] = _never
     """Whether a configuration by the last of `quick` has so much room that the others would be slower."""
+    lost_alone: Callable[[Any, Geometry], float] = _unknown
+    """As `lost`, for comparing steps on a device that select fewer tokens than was measured: with assumed shares."""
+    alone: Callable[[Geometry, int, int, Mapping[str, Any]], bool] = _never_alone
+    """Whether steps of a context, a batch and the user's fields run on a device without the host, if slots hold a
+    complete choice. Then they hold one, and fewer tokens are selected where the others would lose no fewer needles."""
 
 
 _EVERY, _FEWER = 400, (700, 560, 400)
 """Tokens that a step selects for each 4,000 of the context to be close to full attention, and in short contexts or
 little memory. With estimates and 8 bits, at 8K the KL to it is .0028 with 800 and .0045 with 560 tokens (SmolLM2-135M),
 at 16K .005 with 1,600 and .025 with 560, at 30K .004 with 3,200 and .053 with 560 (Gemma 3 270M)."""
+
+
+_FEWER_ALONE = (480, 400, 350, 300, 250, 200, 160, 130)
+"""Tokens to select if slots of every layer hold a complete choice, and there is no room for more."""
 
 
 def counts_for_fidelity(context: int) -> list[int]:
@@ -384,27 +398,47 @@ def fit_goal(
     def lacks(config: OffloadConfig) -> set[str]:
         return set(cls.shortfalls(config, geometry, fields))
 
-    def fitted(own: Mapping[str, Any]) -> OffloadConfig | None:
+    def fitted(own: Mapping[str, Any], alone: bool = False) -> OffloadConfig | None:
         """With memory for candidates, or without if a step then lacks less."""
         found = list[OffloadConfig]()
         for narrow in ({},) if "candidates" in fields else ({}, {"candidates": False}):
             try:
-                found.append(_fit(cls, geometry, limits, fields, {**own, **narrow}))
+                found.append(_fit(cls, geometry, limits, fields, {**own, **narrow}, alone))
             except BudgetError as error:
                 refused.append(error)
-            else:
-                if goals.lost(found[-1], geometry) <= FEW_LOST and not lacks(found[-1]):
+            else:  # what a step on a device lacks is not for the candidates' sake
+                if alone or (goals.lost(found[-1], geometry) <= FEW_LOST and not lacks(found[-1])):
                     break
         few = _few([goals.lost(one, geometry) for one in found])
         return min(found, key=lambda one: (goals.lost(one, geometry) > few, len(lacks(one))), default=None)
 
+    faithful = () if goal == "speed" else goals.faithful(limits[1])
+    on_device = None
+    if goals.alone(geometry, *limits[1:], fields):
+        choices = [*faithful, *others, least]
+        counts = [count for count in _FEWER_ALONE if goal != "speed" or count <= _EVERY]
+        choices += [{**choices[0], "num_selected": count} for count in counts]
+        if goal is None:
+            choices = [own for own in choices if 2 * own.get("num_selected", 0) <= limits[1]]
+            choices = choices if any(own in choices for own in faithful) else [least, *choices]  # 16 bits first
+        choices.sort(key=lambda own: -own.get("num_selected", _EVERY))
+        found = list[tuple[float, OffloadConfig]]()
+        for own in _left_of(cls, choices, fields):
+            if (config := fitted(own, True)) is not None:
+                found.append((goals.lost_alone(config, geometry), config))
+                if found[-1][0] <= FEW_LOST:
+                    break
+        enough = _few([share for share, _ in found])
+        on_device = next((config for share, config in found if share <= enough), None)
+        refused.clear()
+        if on_device is not None and goal != "fidelity":
+            return on_device
     last = fitted(least)
     if last is None:  # entries in 8 bits may still fit
         quick, allowed, most = others, set[str](), 1.0
     else:
         quick = others if goal == "speed" and not goals.quickest(last) else []
         allowed, most = lacks(last), _few([goals.lost(last, geometry)])
-    faithful = () if goal == "speed" else goals.faithful(limits[1])
     for own in _left_of(cls, (*faithful, *quick), fields):
         if goal is None and 2 * own.get("num_selected", 0) > limits[1]:
             continue
@@ -413,13 +447,23 @@ def fit_goal(
             last is None or (goals.lost(config, geometry) <= most and allowed.issuperset(lacks(config)))
         ):
             refused.clear()
-            return config
+            return on_device if on_device is not None and _selects_as_many(on_device, config) else config
+    if on_device is not None:
+        refused.clear()
+        return on_device
     try:
         if last is None:
             raise min(refused, key=lambda error: (not error.of_host, error.needed or 1 << 62))
     finally:
         refused.clear()  # an error that this frame holds would hold the frame, and its callers
     return last
+
+
+def _selects_as_many(config: OffloadConfig, other: OffloadConfig) -> bool:
+    """Whether a step of `config` selects as many tokens as one of `other`."""
+    assert isinstance(config, SelectiveConfig) and isinstance(other, SelectiveConfig)
+    context = config.max_context or 0
+    return config.tokens_fetched(context) >= other.tokens_fetched(context)
 
 
 def _few(lost: Iterable[float]) -> float:
@@ -463,10 +507,11 @@ def _left_of(cls: Any, choices: Iterable[Mapping[str, Any]], fields: dict[str, A
 
 
 def _fit(
-    cls: Any, geometry: Geometry, limits: tuple[int, int, int], fields: dict[str, Any], of_goal: Mapping[str, Any]
-) -> OffloadConfig:
-    """The fields that `cls` chooses beside the user's `fields` and those `of_goal`."""
-    options = search(cls.config_class, cls.plan, geometry, limits, fields, of_goal)
+    cls: Any, geometry: Geometry, limits: tuple[int, int, int], fields: dict[str, Any], of_goal: Mapping[str, Any],
+    alone: bool = False,
+) -> OffloadConfig:  # fmt: skip
+    """The fields that `cls` chooses beside the user's `fields` and those `of_goal`; `alone`: see `Search`."""
+    options = search(cls.config_class, cls.plan, geometry, limits, fields, of_goal, alone)
     if not geometry.layers:
         return fit_nothing(options)
     if fields.get("exact"):

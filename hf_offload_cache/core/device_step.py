@@ -7,19 +7,29 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..fetch.choice import DeviceChoice
+from ..errors import BudgetError
+from ..fetch.choice import DeviceChoice, DeviceDecision, InSlots
 from ..fetch.device_slots import DeviceSlots
-from ..kernels.on_a_device import has_step
+from ..history.records import RecordFormat
+from ..kernels.on_a_device import has_step, plans_step
 from ..kernels.ranking import MOST_UNITS
 from ..kernels.slots import attend, slots_bytes
+from ..memory.account import SLOTS
+from ..memory.dry_run import DryRun
 from ..model.attention_call import AttentionCall
 from ..predictors.base import DeviceSizes, Query
+from .plan import LayerKind
 
 Layer = Any
 """A `SelectiveLayer`."""
 
 LOOKED_AT = 16
 """Steps from one count of a layer's estimated mass to the next. Layers take turns, so a step pays for few."""
+
+
+def _reads(form: RecordFormat) -> bool:
+    """Whether kernels attend to such records."""
+    return form.num_key_heads == form.num_value_heads and form.dtype.itemsize <= 4
 
 
 def is_possible(layer: Layer) -> bool:
@@ -29,13 +39,40 @@ def is_possible(layer: Layer) -> bool:
         history.device.type == "cuda"
         and history.store.in_memory
         and hasattr(layer.predictor, "choose_on_device")
-        and history.form.num_key_heads == history.form.num_value_heads
-        and history.form.dtype.itemsize <= 4
+        and _reads(history.form)
         and has_step(history.device, history.form.key_dim, history.form.value_dim)
     )
     if possible:
         layer.watch_query = None  # nothing is guessed
     return possible
+
+
+def rehearse(layer: Layer, run: DryRun, kind: LayerKind, context: int) -> bool:
+    """Rehearse a step that runs on a device, in a dry run: slots, and what it computes with. Within a budget they are
+    those of `reuse_capacity`, which hold a complete choice, and otherwise so many besides one. False: steps go over the
+    host, and nothing was rehearsed. After `rehearse` of the layer's predictor."""
+    config, history, selecting, form = layer.config, layer.history, layer.selecting, kind.form
+    records, recent = history.records, history.recent.shape[1]
+    scores_of = getattr(layer.predictor, "device_bytes", None)
+    if kind.over_host or config.engine != "memory" or scores_of is None or records > MOST_UNITS:
+        return False
+    if not _reads(form) or not plans_step(kind.device, form.key_dim, form.value_dim):
+        return False
+    selecting.padded = False  # rows with padding go over the host
+    wanted = min(records, selecting.units(config, form.group_size, context))
+    count = selecting.slots(config, form.group_size, records) + (wanted if config.memory is None else 0)
+    scores = scores_of(context, kind.num_heads * kind.batch // kind.rows, wanted, recent)
+    if count < wanted or scores is None:
+        selecting.padded = True
+        return False
+    data = run.empty(SLOTS, kind.rows, count, form.payload_width, dtype=form.payload_dtype)
+    if kind.rows > 1:
+        run.passes("moving rows", decode=DeviceSlots.moving_bytes(data.nbytes))
+    run.keeps("tables", DeviceSlots.planned_tables(kind.rows, count, records))
+    scores = max(scores, slots_bytes(form, kind.batch, kind.num_heads, kind.rows, wanted, count, recent))
+    run.passes("scores", decode=scores - run.passing("scores")[1], together=True)  # instead of the host's
+    run.alone = True
+    return True
 
 
 def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, None] | None:
@@ -46,31 +83,53 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
     """
     if call.mask is not None or not is_plain(call):
         return None
-    history, storage, selecting = layer.history, layer.shared.storage, layer.selecting
+    history, selecting = layer.history, layer.selecting
     predictor: Any = layer.predictor
     assert selecting is not None
     chooses = history.records > layer.budget
-    if selecting.watch is not None or history.records > MOST_UNITS or (chooses and not predictor.chooses_on_device):
+    if selecting.watch is not None or history.units > MOST_UNITS or (chooses and not predictor.chooses_on_device):
         return None
-    slots = device_slots(layer, min(history.records, layer.budget))
+    most = layer.most_records(layer.config, history.form.group_size, layer.budget)
+    slots = device_slots(layer, most)
     if slots is None:
         return None
+    slots.at_work = True
+    try:
+        return _attend_in(slots, layer, call, chooses)
+    finally:
+        slots.at_work = False
+
+
+def _attend_in(
+    slots: DeviceSlots, layer: Layer, call: AttentionCall, chooses: bool
+) -> tuple[torch.Tensor, None] | None:
+    """As `attend_on_device`, with these slots; `chooses`: not all units are attended to."""
+    history, storage, predictor = layer.history, layer.shared.storage, layer.predictor
     counters, query = storage.counters, layer.query_of(call.query[:, :, 0], None)
     looks = layer.shared.graphed or (counters.decode_steps + layer.layer_idx) % LOOKED_AT == 0
-    if not chooses:
-        every = torch.arange(history.records, dtype=torch.int32, device=history.device)
-        choice = DeviceChoice(every.expand(history.rows, -1))
-    else:
-        choice = predictor.choose_on_device(query, layer.budget, looks)
+    decision: DeviceDecision = predictor.choose_on_device(query, layer.budget, looks) if chooses else (
+        history.all_on_device()
+    )
+    choice = decision if isinstance(decision, DeviceChoice) else next(decision)
     where = slots.bring(history, choice.units)
     if where is None:
         layer.drop_fetcher()
         layer.on_device = False
         return None
-    made_of = query.states, slots.data, where, history.recent, history.form, layer.scaling
-    sizes = *call.query.shape[:2], history.rows, where.shape[1], slots.count, history.recent.shape[1]
-    with storage.account.holding("scores", slots_bytes(history.form, *sizes)):
-        output, logarithm = attend(*made_of, choice.value, choice.weight, choice.keep)
+    if not isinstance(decision, DeviceChoice):
+        try:
+            decision.send(InSlots(slots.data, where))
+        except StopIteration as end:
+            choice = end.value
+    latest, copied = history.recent.shape[1], 0 if choice.keep is None else choice.keep.nbytes
+    if history.extra_entries is not None:
+        latest += history.extra_entries[0].shape[1]
+        copied += history.rows * latest * history.form.entry_bytes
+    sizes = *call.query.shape[:2], history.rows, where.shape[1], slots.count, latest
+    with storage.account.holding("scores", copied + slots_bytes(history.form, *sizes)):
+        entries, seen = history.unsealed()
+        given = query.states, slots.data, where, entries, history.form, layer.scaling
+        output, logarithm = attend(*given, choice.value, choice.weight, choice.keep, seen)
     attended = where.shape[1] * history.form.group_size if choice.attended is None else choice.attended
     counters.attend(call.query.shape[0], history.length, attended + history.recent.shape[1])
     if choice.lost is not None:
@@ -79,6 +138,7 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
     if looks and choice.weight is not None:
         counters.times_estimated += 1
         counters.later(estimated_millionths=((choice.weight - logarithm).exp().nan_to_num().mean() * 1e6).long())
+    layer.attended_on_device(choice)
     return output[:, None], None
 
 
@@ -119,7 +179,8 @@ def why_no_graph(layer: Layer) -> str | None:
         return "the step seals a group of tokens"
     if selecting.watch is not None:
         return "something watches the choices"
-    if slots is None or slots.closed or slots.made_for != (selecting.version, history.records):
+    made_for = selecting.version, history.records
+    if slots is None or slots.closed or slots.made_for != made_for or not slots.is_ready(history):
         return "slots are made"
     if history.units > graph_room(layer):
         return "the context is too long for a kernel"
@@ -150,35 +211,54 @@ def attend_in_graph(layer: Layer, call: AttentionCall, sizes: DeviceSizes) -> Gr
     nbytes = slots_bytes(form, *shape)
     with storage.account.holding("scores", nbytes):
         made_of = query.states, slots.data, where, memory, form, call.scaling
-        output, _ = attend(*made_of, choice.value, choice.weight, choice.keep, sizes.recent)
+        output, _ = attend(*made_of, choice.value, choice.weight, choice.keep, count=sizes.recent)
     attended = where.shape[1] * form.group_size if choice.attended is None else choice.attended
     return GraphStep(output[:, None], counts, attended, nbytes + choice.nbytes)
 
 
-def tables_bytes(layer: Layer, device_type: str) -> int:
-    """Upper bound on the bytes of the tables of `device_slots`, for a layer that is as large as it can become."""
-    history, store = layer.history, layer.history.store
-    if device_type != "cuda" or store.engine != "memory" or not hasattr(layer.predictor, "choose_on_device"):
-        return 0
-    count = layer.slots // history.rows + layer.budget
-    return DeviceSlots.planned_tables(history.rows, history.records, count)
+def planned_slots(layer: Layer) -> int:
+    """Slots a row on the device that the layer's budget has: those of `reuse_capacity`, and what is lent."""
+    history, slots = layer.history, layer.selecting.slots
+    count: int = slots(layer.config, history.form.group_size, history.records)
+    return count
 
 
-def device_slots(layer: Layer, least: int) -> DeviceSlots | None:
-    """The slots of a layer, for at least `least` units a row: under a limit those that are planned, without one as many
-    besides a complete choice. None: a complete choice does not fit those that are planned."""
+def rehearse_beside(layer: Layer, run: DryRun, kind: LayerKind, wanted: int) -> None:
+    """Declare the temporary memory of exchange and attention on a device, for a step that selects `wanted` units a row,
+    in a dry run of a layer that was rehearsed for steps over the host."""
+    history, form = layer.history, kind.form
+    count = max(planned_slots(layer), wanted)
+    sizes = kind.batch, kind.num_heads, kind.rows, wanted, count, history.recent.shape[1]
+    run.passes("scores", decode=slots_bytes(form, *sizes) + kind.rows * wanted * form.group_size)
+
+
+def device_slots(layer: Layer, most: int) -> DeviceSlots | None:
+    """The slots of a layer, of which a step needs at most `most` a row: under a limit those of `reuse_capacity` and
+    what is lent, without one as many besides a complete choice. None: they do not hold so many, or there is no memory
+    for them."""
     history, selecting, slots, storage = layer.history, layer.selecting, layer.device_slots, layer.shared.storage
     assert selecting is not None
     made_for = selecting.version, history.records
     if slots is not None and not slots.closed and slots.made_for == made_for:
         return slots
-    count = layer.slots // history.rows + (layer.budget if storage.account.limit is None else 0)
-    if count < least:
-        layer.drop_fetcher()
+    limited = storage.account.limit is not None
+    count = planned_slots(layer) + (0 if limited else most)
+    if count < min(history.records, most):
+        if slots is not None:
+            layer.drop_fetcher()
         return None
-    if slots is None or slots.closed or slots.made_for[0] != selecting.version or slots.count < count:
+    changed = slots is not None and slots.made_for[0] != selecting.version and slots.count != count
+    if slots is None or slots.closed or changed or slots.count < count:
+        if slots is not None:
+            slots.free_memory()  # in the stream's order; the next ones wait for the reads when they close
+            layer.device_slots = None
         layer.drop_fetcher()
-        layer.device_slots = slots = DeviceSlots(storage, history, count)
+        if limited:
+            selecting.rest()  # what steps over the host had
+        try:
+            layer.device_slots = slots = DeviceSlots(storage, history, count)
+        except BudgetError:
+            return None
         layer.shared.books_changed = True
     slots.made_for = made_for
     return slots

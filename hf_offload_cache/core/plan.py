@@ -35,6 +35,8 @@ class LayerKind:
     """Type of the device that attention runs on."""
     layers: int = 1
     """Number of offloaded layers, of this kind and others."""
+    over_host: bool = False
+    """Steps that could run on a device alone go over the host."""
 
     @classmethod
     def of(cls, shape: LayerShape, geometry: Geometry, config: OffloadConfig, batch: int) -> LayerKind:
@@ -115,15 +117,17 @@ def plan_cache(
     )
     held += Planned(*({"write queue": WriteQueue.planned(most, largest)} for most in (queue, narrow)))
     moving = Planned.always({"moving rows": ids} if batch > 1 else {})
-    planned, store_bytes = LayerPlan.of_layers(
-        ((layer_plan(kind, config_of[part], context), count) for (kind, part), count in counts.items()), moving
-    )
+    plans = [(layer_plan(kind, config_of[part], context), count) for (kind, part), count in counts.items()]
+    host = host_side(geometry.device, config.records_apart)
+    planned, store_bytes = LayerPlan.of_layers(plans, moving)
+    if any(plan.over_host for plan, _ in plans):
+        others = [(plan.over_host or plan, count) for plan, count in plans]
+        planned = planned.or_else(LayerPlan.of_layers(others, moving)[0], host)
     held = Planned.sum_of([(held, 1), (planned, 1), (outside_layers, 1)])
     if config.engine == "mapped":  # pages that were requested and not yet released
         read = [each.get("stream buffers", 0) + each.get("staging", 0) for each in (held.prefill, held.decode)]
         held = held + Planned(*({RECORDS: nbytes} for nbytes in read))
     on_disk = 0 if config.engine == "memory" else store_bytes
-    host = host_side(geometry.device, config.records_apart)
     sizes = on_disk, geometry.full_kv_bytes(context, batch), geometry.weight_bytes
     return MemoryPlan.of(held, *sizes, host, geometry.device)
 
@@ -135,9 +139,10 @@ def search(
     limits: tuple[int, int, int],
     fields: dict[str, Any],
     of_goal: Mapping[str, Any],
+    alone: bool = False,
 ) -> Search:
     """The search for fields within a budget (see `Search`); `plan`: the cache class's; `limits`: memory, context and
-    batch."""
+    batch; `alone`: the search's."""
     settings = config_class.load(None, {**of_goal, **fields})  # reports wrong fields before budgets
     forms = {kind.form for kind, _ in layer_kinds(geometry, settings, 1)}
     records = [(form.record_bytes, form.group_size) for form in forms]
@@ -152,4 +157,5 @@ def search(
         longest = min((longest_block(kind.form, kind.rows) for kind in kinds), default=None)
     host_memory = None if settings.host_memory is None else parse_size(settings.host_memory)
     sides = geometry.device, host_memory, longest
-    return Search(config_class, plan_of, records, *limits, {**of_goal, **fields}, full, frozenset(fields), *sides)
+    own = {**of_goal, **fields}
+    return Search(config_class, plan_of, records, *limits, own, full, frozenset(fields), *sides, alone=alone)

@@ -44,6 +44,10 @@ class Selecting:
     lent: int = 0
     """Tokens a layer of slots in addition to the configured ones: memory that a step leaves of the budget."""
 
+    over_host: int | None = None
+    """Most slots a row of a layer whose steps run on a device, while they go over the host: what their buffers leave
+    of the budget. None: unlimited."""
+
     version: int = 0
     """Increases whenever a budget may have changed; values derived from a budget are valid while it stays the same."""
 
@@ -81,10 +85,10 @@ class Selecting:
             self.version += 1
         self.worthwhile = worthwhile
 
-    def lend(self, tokens: int) -> None:
-        """Set `lent` for the steps from now on."""
-        if tokens != self.lent:
-            self.lent = tokens
+    def lend(self, tokens: int, over_host: int | None = None) -> None:
+        """Set `lent` and `over_host` for the steps from now on."""
+        if (tokens, over_host) != (self.lent, self.over_host):
+            self.lent, self.over_host = tokens, over_host
             self.version += 1
 
     def widen(self, wide: bool) -> None:
@@ -109,7 +113,7 @@ class Selecting:
     def reset(self) -> None:
         """Return to the state of an empty cache."""
         self.padded = False
-        self.widened, self.worthwhile, self.slot_share, self.lent = False, True, 1.0, 0
+        self.widened, self.worthwhile, self.slot_share, self.lent, self.over_host = False, True, 1.0, 0, None
         self.version += 1
         self.areas.reset()
         self.looks.reset()

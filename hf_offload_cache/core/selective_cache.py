@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +24,7 @@ from .layer import OffloadLayer
 from .plan import LayerKind, decoding_queue
 from .selecting import Selecting
 from .selective_layer import SelectiveLayer
-from .step import Step
+from .step import PlainMasks, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,6 +105,7 @@ class SelectiveCache(OffloadCache):
         self._lent_for = (0, 0)  # sequences and tokens that slots were lent for
         self._queue_for = 0  # sequences that the short write queue was sized for
         self._in_prompt = False  # no step has selected since the latest prompt
+        self._plain_masks = PlainMasks()
         self._selective: dict[int, SelectiveLayer] = {}  # by index; none if the cache is exact
         self.graphed: Any = None
         """The `GraphedStep` of this cache, which is closed with it; None: there is none."""
@@ -178,6 +179,8 @@ class SelectiveCache(OffloadCache):
         step = self.shared.step
         if self.selecting is None or step is None:
             return changed
+        if self.storage.pinned:
+            self._plain_masks.begin(step, kwargs)
         if step.selects:
             self.weigh(step)
             if self._in_prompt and self.selecting.worthwhile:
@@ -227,16 +230,24 @@ class SelectiveCache(OffloadCache):
             return
         assert self.selecting is not None
         self._lent_for = sequences, min(context, tokens + tokens // 8)
-        if "reuse_capacity" in self.given:
-            return
         units = [layer.history.form.group_size for layer in self.selective if layer.is_initialized]
         unit, geometry = max(units, default=1), Geometry.of(self.model)
+        on_device = any(layer.on_device for layer in self.selective)
+        over_host = self._slots_over_host(geometry, limit) if on_device else None
+        if "reuse_capacity" in self.given:
+            self.selecting.lend(0, over_host)
+            return
         fewest, too_many = 0, -(-self._lent_for[1] // unit)
+        if over_host is not None:  # those of a complete choice may fit although fewer do not: they need no areas
+            enough = -(-(self.config.tokens_fetched(self._lent_for[1]) - self.config.reuse_capacity) // unit)
+            if 0 < enough < too_many:
+                fits = self._with_slots(geometry, enough * unit) <= limit
+                fewest, too_many = (enough, too_many) if fits else (fewest, enough)
         while too_many - fewest > max(1, fewest // 16):
             tried = (fewest + too_many) // 2
             fits = self._with_slots(geometry, tried * unit) <= limit
             fewest, too_many = (tried, too_many) if fits else (fewest, tried)
-        self.selecting.lend(fewest * unit)
+        self.selecting.lend(fewest * unit, over_host)
         for layer in self.selective:
             layer.drop_slots_beyond()
 
@@ -244,15 +255,29 @@ class SelectiveCache(OffloadCache):
         """Upper bound on the bytes of a step for which slots are lent, with so many tokens more than configured. What
         is held now counts too: some of it was allocated for the longest context."""
         config = replace(self.config, reuse_capacity=self.config.reuse_capacity + lent)
-        planned = self.plan(geometry, config, self._lent_for[1], self._lent_for[0]).decode
+        return self._beside_held(self.plan(geometry, config, self._lent_for[1], self._lent_for[0]).decode)
+
+    def _beside_held(self, planned: Mapping[str, int]) -> int:
+        """The sum of planned bytes by owner, or of those in use where they are more. Slots and what a step frees count
+        as planned."""
         account = self.storage.account
         held = {owner: nbytes for owner, nbytes in account.by_owner.items() if owner not in account.host}
         held |= {SLOTS: 0, "stream buffers": 0, RECORDS: 0}
+        if any(layer.on_device for layer in self.selective):  # a step on a device frees what one over the host had
+            held |= {"staging": 0, "selection": 0, "scores": 0}
         return sum(max(held.get(owner, 0), planned.get(owner, 0)) for owner in {*held, *planned})
+
+    def _slots_over_host(self, geometry: Geometry, limit: int) -> int:
+        """Slots a row for which a step over the host has room, of layers whose steps run on a device."""
+        config = replace(self.config, reuse_capacity=0)
+        room = limit - self._beside_held(self.plan(geometry, config, self._lent_for[1], self._lent_for[0]).decode)
+        histories = [layer.history for layer in self.selective if layer.is_initialized]
+        each = sum(history.rows * history.form.payload_bytes for history in histories)
+        return max(0, room) // max(1, each)
 
     def _room_for_slots(self, context: int) -> tuple[int, int]:
         """Bytes of the full KV left for slots when selecting from `context` tokens a row (negative: none), and bytes of
-        all slots. Resident layers' slots are not counted."""
+        all slots. Resident layers' slots are not counted, nor are those for a choice on a device, which stay."""
         kinds: dict[tuple[LayerKind, int], list[SelectiveLayer]] = {}
         for layer in self.selective:
             if layer.is_initialized:
@@ -268,6 +293,9 @@ class SelectiveCache(OffloadCache):
         selecting = sum(held for owner, held in planned.decode.items() if owner not in host)
         apart = {*planned.decode, *host, "stream buffers", "write queue", "layers not offloaded"}
         others = sum(held for owner, held in self.storage.account.by_owner.items() if owner not in apart)
+        for (kind, _), same in kinds.items() if any(plan.alone for plan, _ in usual) else ():
+            least = type(same[0]).plan(kind, replace(same[0].config, reuse_capacity=0), context)
+            slots -= least.own.decode.get(SLOTS, 0) * len(same)  # those of a complete choice, which a device needs
         full = sum(layer.full_bytes for layer in self.offloaded)  # state that is not offloaded is on both sides
         return full - others - selecting + slots, slots
 

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 
-from ..config import SelectiveConfig
+from ..config import OffloadConfig, SelectiveConfig
 from ..errors import BudgetError, not_whole, shown
 from ..fetch.areas import records_soon
-from ..fetch.choice import Choice, Estimate, Estimates
+from ..fetch.choice import Choice, DeviceChoice, Estimate, Estimates
 from ..fetch.device_slots import DeviceSlots
 from ..fetch.fetcher import Fetched, Fetcher
 from ..fetch.policy import FirstIn, Policy
@@ -24,6 +24,7 @@ from ..fetch.tier import Tier, slot_tiers
 from ..history.base import Sealed, all_sealed
 from ..history.records import without_autocast
 from ..memory.dry_run import DryRun
+from ..memory.plan import LayerPlan
 from ..model.attention_call import AttentionCall
 from ..model.place import no_backward
 from ..predictors.base import Learner, Predictor, Query
@@ -80,10 +81,8 @@ class SelectiveLayer(OffloadLayer):
         """The predictor of this layer's new history; a plain learner if the method overrides `choose`."""
         if self.predictor_class is None:
             raise NotImplementedError(f"{type(self).__name__} has no predictor: give it a `predictor_class`")
-        made: Learner = self.predictor_class(
-            self.history.form, self.history.rows, self.config, self.shared.storage.account
-        )
-        return made
+        given = self.history.form, self.history.rows, self.config, self.shared.storage.account
+        return cast(Learner, self.predictor_class(*given))
 
     def make_tiers(self, capacity: int) -> Sequence[Tier]:
         """The tiers in which read payloads stay, fastest first, `capacity` payloads in all."""
@@ -99,6 +98,9 @@ class SelectiveLayer(OffloadLayer):
 
     def fetched(self, choice: Choice, fetched: Fetched) -> None:
         """Observe a step's fetched entries; for a method that learns from them."""
+
+    def attended_on_device(self, choice: DeviceChoice) -> None:
+        """Observe a step on a device, after its attention; for a method whose units change then."""
 
     def kind(self, layers: int) -> LayerKind:
         """This layer's present properties for planning; `layers`: number of offloaded layers."""
@@ -122,8 +124,18 @@ class SelectiveLayer(OffloadLayer):
         """Whether steps may estimate what they do not attend to."""
         return False
 
+    @classmethod
+    def plan(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        """As `OffloadLayer.plan`. Steps over the host of a layer whose others run on a device have no slots within a
+        budget, because their buffers need the memory."""
+        plan = super().plan(kind, config, context)
+        if not plan.alone:
+            return plan
+        own = config if config.memory is None else replace(cast(SelectiveConfig, config), reuse_capacity=0)
+        return replace(plan, over_host=super().plan(replace(kind, over_host=True), own, context))
+
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
-        """Rehearse the history, the predictor, tiers and a step's gather."""
+        """Rehearse the history, the predictor, and a step on a device, or tiers and a step's gather."""
         self.rehearse_history(run, kind, context)
         ahead = 0 if self.config.look_ahead is False else 1
         self.selecting = selecting = Selecting(self.config, self.shared.storage, ahead, kind.layers, padded=True)
@@ -133,10 +145,11 @@ class SelectiveLayer(OffloadLayer):
         packing, fitting = run.passing("packing")[0], run.passing("fitting")[0]
         run.passes("fitting", prefill=max(0, fitting - packing) - fitting, together=True)  # one after the other
         run.decoding()
-        run.keeps("tables", self.predictor.tables_nbytes + device_step.tables_bytes(self, run.device_type))
-        self.rehearse_slots(run)
-        twice = self.config.candidates or self.widens(context)
-        self.rehearse_gather(run, kind, context, wanted, wanted * (1 + twice))
+        run.keeps("tables", self.predictor.tables_nbytes)
+        if not device_step.rehearse(self, run, kind, context):
+            self.rehearse_slots(run)
+            twice = self.config.candidates or self.widens(context)
+            self.rehearse_gather(run, kind, context, wanted, wanted * (1 + twice))
 
     def widens(self, context: int) -> bool:
         """Whether some steps are widened: see `Selecting.widen`."""
@@ -326,10 +339,10 @@ class SelectiveLayer(OffloadLayer):
 
     @property
     def near_slots(self) -> int:
-        """Slots on the device."""
-        history, selecting = self.history, self.selecting
-        assert selecting is not None
-        return history.rows * selecting.slots(self.config, history.form.group_size, history.records)
+        """Slots on the device, for steps over the host."""
+        assert self.selecting is not None
+        slots, most = device_step.planned_slots(self), self.selecting.over_host
+        return self.history.rows * (slots if most is None or not self.on_device else min(slots, most))
 
     @property
     def policy(self) -> Callable[[int], Policy]:
@@ -373,6 +386,8 @@ class SelectiveLayer(OffloadLayer):
     def drop_slots_beyond(self) -> None:
         """Free the slots if their budget is smaller now; the next step makes fewer."""
         if self._fetcher is not None and self.slots < self._capacity:
+            self.drop_fetcher()
+        if self.device_slots is not None and device_step.planned_slots(self) < self.device_slots.count:
             self.drop_fetcher()
 
     def decode(self, call: AttentionCall, step: Step) -> Output:
@@ -425,9 +440,7 @@ class SelectiveLayer(OffloadLayer):
             counters.lost_millionths += round(lost * 1e6)
             counters.times_lost += 1
 
-    def combine(
-        self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
-    ) -> Output:
+    def combine(self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None) -> Output:
         """Attention over the fetched entries."""
         keys, values = self.history.form.split(fetched.entries)
         if self.rows.heads > 1:
@@ -513,9 +526,7 @@ class SelectiveLayer(OffloadLayer):
 
     def dropped(self, records: np.ndarray) -> None:
         if self._fetcher is not None:
-            self._fetcher.forget(records)
-        if self.device_slots is not None:
-            self.drop_fetcher()
+            self._fetcher.forget(records)  # a device's slots hold records of rows, and of no row these
 
     def select_rows(self, rows: torch.Tensor) -> None:
         fewer = len(rows) < self.batch
@@ -525,7 +536,7 @@ class SelectiveLayer(OffloadLayer):
         if self._fetcher is not None:
             self._fetcher.rows_changed()
         if self.device_slots is not None:
-            self.drop_fetcher()
+            self.device_slots.select_rows(self.rows.expand(rows))
         if fewer and self.selecting is not None:
             self.selecting.rest()  # frees buffers that were made for more rows
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -95,9 +95,9 @@ class DeviceChoice:
     """A `Choice` whose tensors are new, on the history's device, and whose estimates are known."""
 
     units: torch.Tensor
-    """(rows, M) int32, ascending in each row up to the first -1; see `Choice`."""
+    """(rows, M) int32, ascending in each row up to the first -1: the numbers of records, see `Source.numbers`."""
     keep: torch.Tensor | None = None
-    """(rows, M, entries a unit) bool, contiguous: the entries of the units to attend to; None: all."""
+    """(rows, M, entries a record) bool, contiguous: the entries to attend to; None: all."""
     attended: int | None = None
     """Entries that a row keeps at most, for the report; None: all of M units."""
     value: torch.Tensor | None = None
@@ -108,6 +108,20 @@ class DeviceChoice:
     """() int64: millionths of the attention mass that is on neither, mean over rows and heads; None: not asked for."""
     nbytes: int = 0
     """Upper bound on the device memory that it took."""
+
+
+class InSlots(NamedTuple):
+    """The units of a `DeviceChoice` after they were read, until the next step of any layer."""
+
+    data: torch.Tensor
+    """(rows, slots, payload width)."""
+    slots: torch.Tensor
+    """(rows, M) int32: the slot of each unit; -1: none."""
+
+
+DeviceDecision = DeviceChoice | Generator[DeviceChoice, InSlots, DeviceChoice]
+"""A choice, or a generator that looks at stored entries first: it yields a choice of units, is sent these, and returns
+the choice of the same units that the step attends to."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +140,16 @@ class Extents:
 
 # A fetcher's input from a history, and its output
 
+class Numbered(NamedTuple):
+    """Records and their numbers in their rows, (n,) int64 each: see `Source.numbers`."""
+
+    rows: np.ndarray
+    numbers: np.ndarray
+    records: np.ndarray
+    again: bool
+    """Whether some had their numbers before, and were written again."""
+
+
 class Source(Protocol):
     """The part of a history that a fetcher uses: the extents of units, and the layout of records."""
 
@@ -138,6 +162,17 @@ class Source(Protocol):
     def records(self) -> int: ...
 
     def extents(self, units: np.ndarray) -> Extents: ...
+
+    @property
+    def numbers(self) -> int:
+        """A step on a device names the records of a row by numbers below this: `DeviceChoice.units`."""
+
+    @property
+    def version(self) -> int:
+        """Changes when records get numbers or are written again."""
+
+    def numbered(self, version: int) -> Numbered:
+        """The records that got numbers or were written again since that version; -1: all."""
 
     @property
     def recent(self) -> torch.Tensor: ...

@@ -7,66 +7,73 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ..errors import BudgetError
 from ..kernels.on_a_device import to_device
 from ..kernels.slots import bring, exchange
-from ..memory.account import SLOTS
+from ..memory.account import SLOTS, lasting_empty
 from .choice import Source
 from .storage import Storage
+
+_MOVED, _MOVES = 1 << 20, 8
+"""A change of rows copies as many bytes of slots at a time, or more so that there are no more parts than this."""
 
 
 class Addresses:
     """Where one layer's records are in pinned host memory, on its device. For the thread that runs the model."""
 
-    def __init__(self, storage: Storage, grows: bool = False) -> None:
-        """`grows`: there is room for an eighth more units, at least 64."""
-        self._storage, self._grows = storage, grows
-        self.memory: torch.Tensor | None = None
-        """(rows, room) int64 on the device; None: nothing is known."""
-        self._units = 0
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._known: torch.Tensor | None = None  # with room for more
+        self._version = -1
         self._elsewhere = False
+        self.again: torch.Tensor | None = None
+        """(2, n) int64, rows and numbers of records that were written again before the latest call of `of`; None: there
+        are none."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
-        return 0 if self.memory is None else self.memory.nbytes
-
-    @staticmethod
-    def room_for(units: int) -> int:
-        """So many units, and an eighth more, at least 64."""
-        return units + max(64, units // 8)
+        return 0 if self._known is None else self._known.nbytes
 
     def of(self, history: Source) -> torch.Tensor | None:
-        """The address of each unit's record, (rows, units) int64, which work of the current stream may read from now
-        on; None if some are in memory that is not pinned. A view of `memory`, which has room for units to come. Valid
+        """The address of each numbered record, (rows, numbers or more) int64, which work of the current stream may read
+        from now on; None if some are in memory that is not pinned. Numbers without a record have any address. Valid
         until records move or rows change: see `forget`."""
-        if self._elsewhere:
+        if self._elsewhere or history.version == self._version:
+            self.again = None
+            return self._known
+        rows, numbers, records, again = history.numbered(self._version)
+        self._storage.catch_up(history.store, history.device)
+        self._storage.prefetcher.check_written(history.store, records)
+        if (addresses := history.store.addresses(records)) is None:
+            self.forget()
+            self._elsewhere = True
             return None
-        memory, units = self.memory, history.records
-        if memory is None or self._units != units or len(memory) != history.rows:
-            first = self._units if memory is not None and len(memory) == history.rows else 0
-            first = 0 if first > units else first
-            new = np.broadcast_to(np.arange(first, units), (history.rows, units - first))
-            records = history.extents(new).records
-            self._storage.catch_up(history.store, history.device)
-            self._storage.prefetcher.check_written(history.store, records.reshape(-1))
-            if (addresses := history.store.addresses(records.reshape(-1))) is None:
-                self._elsewhere, self.memory = True, None
-                return None
-            more = to_device(addresses.reshape(records.shape), history.device)
-            if memory is None or not first or memory.shape[1] < units:
-                before = None if memory is None or not first else memory[:, :first]
-                room = self.room_for(units) if self._grows else units
-                with torch.inference_mode(False):  # it is written to in any mode
-                    self.memory = memory = more.new_zeros(history.rows, room)
-                if before is not None:
-                    memory[:, :first] = before
-            memory[:, first:units] = more
-            self._units = units
-        return memory[:, :units]
+        before, wanted = self._known, history.numbers
+        if before is None or before.shape[1] < wanted:  # room for an eighth more
+            shape = history.rows, wanted + max(64, wanted // 8)
+            self._known = lasting_empty(*shape, dtype=torch.int64, device=history.device).zero_()
+            if before is not None:
+                self._known[:, : before.shape[1]] = before
+        row, number, address = to_device(np.stack([rows, numbers, addresses]), history.device)
+        assert self._known is not None
+        self._known[row, number] = address
+        self.again = torch.stack([row, number]) if again and self._version >= 0 else None
+        self._version = history.version
+        return self._known
+
+    def is_latest(self, addresses: torch.Tensor, history: Source) -> bool:
+        """Whether `addresses`, of an earlier call of `of`, are what it would return now."""
+        return addresses is self._known and history.version == self._version
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Replace row i by the present row `rows[i]`, which its history did. `rows` (n,) int64 is on the device."""
+        if self._known is not None:
+            self._known = self._known.index_select(0, rows)
 
     def forget(self) -> None:
         """Drop the addresses, because records move or rows change."""
-        self.memory, self._elsewhere = None, False
+        self._known, self._version, self._elsewhere, self.again = None, -1, False, None
 
 
 class DeviceSlots:
@@ -82,21 +89,27 @@ class DeviceSlots:
         self.made_for = 0, 0
         """Version of the budgets, and units a row, that `count` suffices for; set by the owner."""
         self._storage = storage
-        self._addresses = Addresses(storage, grows=True)
+        self._addresses = Addresses(storage)
         shape = history.rows, count, form.payload_width
         self.data = self._account.empty(SLOTS, *shape, dtype=form.payload_dtype, device=device)
         """(rows, count, payload width): the payloads, valid until the next `bring`."""
-        tables = {"dtype": torch.int32, "device": device}
-        self._unit_in = torch.full((history.rows, count), -1, **tables)  # type: ignore[call-overload]
-        self._order = torch.arange(count, **tables).repeat(history.rows, 1)  # type: ignore[call-overload]
-        self._slot_of = torch.full((history.rows, 0), -1, **tables)  # type: ignore[call-overload]
-        self.closed = False
+        self._unit_in, self._order = (self._table(history, count) for _ in range(2))
+        self._order.copy_(torch.arange(count, dtype=torch.int32, device=device))
+        self._slot_of = self._table(history, 0)
+        self.addresses: torch.Tensor | None = None
+        """Of the latest `bring`, with room for units to come; None: there was none."""
+        self.closed = self.at_work = False
         storage.account.spare(self)
 
     @staticmethod
-    def planned_tables(rows: int, units: int, count: int) -> int:
-        """Upper bound of `tables_nbytes` for so many units and slots a row."""
-        return 12 * rows * Addresses.room_for(units) + 8 * rows * count
+    def moving_bytes(nbytes: int) -> int:
+        """Bytes that `select_rows` uses while it runs, for `nbytes` of slots."""
+        return min(nbytes, max(_MOVED, -(-nbytes // _MOVES)))
+
+    @staticmethod
+    def planned_tables(rows: int, count: int, units: int) -> int:
+        """Upper bound of `tables_nbytes` for `count` slots and up to so many `units` a row."""
+        return rows * (4 * 2 * count + (4 + 8) * (units + max(64, units // 8)))
 
     @property
     def tables_nbytes(self) -> int:
@@ -108,46 +121,77 @@ class DeviceSlots:
         after their records were read into them; -1 for a unit of -1. Does not wait. None if the device cannot read some
         record. If it raises, the slots are freed, and this is closed: tables may say that records are there which were
         not read."""
-        if not self.prepare(history):
+        if (addresses := self._addresses.of(history)) is None:
             return None
-        slots, counts = self.exchanged(units)
+        self.addresses = addresses
+        try:
+            if self._slot_of.shape[1] < addresses.shape[1]:
+                before, self._slot_of = self._slot_of, self._table(history, addresses.shape[1])
+                self._slot_of[:, : before.shape[1]] = before
+            if self._addresses.again is not None:
+                self._empty(*self._addresses.again)
+            slots, counts = self.exchanged(units)
+        except BaseException:
+            self._free()
+            raise
         self.count_later(history, counts)
         return slots
 
-    def prepare(self, history: Source) -> bool:
-        """Know where all records are, with room for further units; False if the device cannot read some record."""
-        if (addresses := self._addresses.of(history)) is None:
-            return False
-        known, memory = self._slot_of.shape[1], self._addresses.memory
-        if known < addresses.shape[1]:
-            assert memory is not None
-            more = self._slot_of.new_full((history.rows, memory.shape[1] - known), -1)
-            self._slot_of = torch.cat([self._slot_of, more], 1)
-        return True
-
     def exchanged(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `bring`, after `prepare`, which a captured step cannot call; and the units that are read and those that
-        were in slots, (2, rows) int64, for `count_later`. Nothing is counted."""
-        addresses = self._addresses.memory
-        assert addresses is not None
-        try:
-            slots, absent, counts = exchange(units, self._slot_of, self._unit_in, self._order)
-            bring(addresses, absent, slots, self.data)
-        except BaseException:
-            self.free_memory()
-            raise
+        """As `bring` with what it knew last, in a captured step; and the units that are read and those that were in
+        slots, (2, rows) int64, for `count_later`. If it raises, the owner closes this."""
+        assert self.addresses is not None
+        slots, absent, counts = exchange(units, self._slot_of, self._unit_in, self._order)
+        bring(self.addresses, absent, slots, self.data)
         return slots, counts
+
+    def is_ready(self, history: Source) -> bool:
+        """Whether `exchanged` knows all records as they are now: none moved or was written again since `bring`."""
+        known = self._addresses
+        return self.addresses is not None and known.is_latest(self.addresses, history)
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """The tensors that `exchanged` uses."""
-        assert self._addresses.memory is not None
-        return [self.data, self._unit_in, self._order, self._slot_of, self._addresses.memory]
+        """The tensors that `exchanged` uses, after `bring`."""
+        assert self.addresses is not None
+        return [self.data, self._unit_in, self._order, self._slot_of, self.addresses]
 
     @property
     def room(self) -> int:
         """Units a row that they have room for."""
-        return min(self._slot_of.shape[1], 0 if self._addresses.memory is None else self._addresses.memory.shape[1])
+        return 0 if self.addresses is None else min(self._slot_of.shape[1], self.addresses.shape[1])
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Replace row i by the present row `rows[i]`, which the history did. Does not wait, unless `rows` (n,) int64
+        is on the host and not pinned. Closes if the number of rows changes, or without memory for it."""
+        if self.closed or len(rows) != len(self.data):
+            return self._free()
+        most = self.moving_bytes(self.data.nbytes)
+        try:
+            with self._account.not_sparing(), self._account.holding("moving rows", most):
+                chosen = rows if rows.device == self.data.device else to_device(rows.numpy(), self.data.device)
+                for part in self.data.split(max(1, self.count * most // self.data.nbytes), 1):
+                    part.copy_(part.index_select(0, chosen))
+                tables = self._unit_in, self._order, self._slot_of
+                self._unit_in, self._order, self._slot_of = (table.index_select(0, chosen) for table in tables)
+                self._addresses.select_rows(chosen)
+        except BudgetError:
+            self._free()
+        except BaseException:  # tables may differ from the slots
+            self._free()
+            raise
+
+    @staticmethod
+    def _table(history: Source, width: int) -> torch.Tensor:
+        """(rows, width) int32 of -1, which can be changed in any mode."""
+        return lasting_empty(history.rows, width, dtype=torch.int32, device=history.device).fill_(-1)
+
+    def _empty(self, rows: torch.Tensor, units: torch.Tensor) -> None:
+        """Empty the slots of units (n,) of `rows` (n,), whose records have other contents now."""
+        self._slot_of[rows, units] = -1
+        place = torch.arange(self.count, dtype=torch.int32, device=rows.device)
+        there = self._slot_of.gather(1, self._unit_in.clamp(min=0).long()) == place
+        self._unit_in.masked_fill_(~there, -1)
 
     def count_later(self, history: Source, counts: torch.Tensor, told: Callable[[], object] | None = None) -> None:
         """Count units later, when numbers leave the device: `counts` (2, rows) int64, those that were read and those
@@ -169,14 +213,20 @@ class DeviceSlots:
         counters.tell_later(were_there, counts[1])
 
     def free_memory(self) -> None:
-        """As `Spare.free_memory`: frees the slots and closes. Reads in flight end in the stream's order."""
+        """As `Spare.free_memory`: frees the slots and closes, unless a step is `at_work`, as its owner says. Reads in
+        flight end in the stream's order."""
+        if not self.at_work:
+            self._free()
+
+    def _free(self) -> None:
         if not self.closed:
             self.closed = True
             self._account.free(SLOTS, self.data)
             self.data = self.data.new_empty(0)
             self._addresses.forget()
+            self.addresses = None
 
     def close(self) -> None:
         """Free the memory, after the reads in flight. Idempotent."""
         torch.cuda.current_stream(self.data.device).synchronize()
-        self.free_memory()
+        self._free()

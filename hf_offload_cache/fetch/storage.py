@@ -109,6 +109,7 @@ class Storage:
         self.stream_buffers: list[Staging] = []
         self._outgoing: dict[torch.device, Outgoing] = {}
         self._read_by = set[torch.device]()  # devices that read records in host memory by themselves
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of reads for later steps
         self._copies: weakref.WeakSet[Store] = weakref.WeakSet()  # whose records the writer copies, since `catch_up`
 
     # --- stores ------------------------------------------------------------------------------------------------
@@ -151,6 +152,8 @@ class Storage:
         else:
             for device in self._read_by:  # its kernels may still read memory that is about to be freed
                 torch.cuda.current_stream(device).synchronize()
+            for stream in self._streams.values():
+                stream.synchronize()
             store.close()
         if store in self.stores:
             self.stores.remove(store)
@@ -189,6 +192,13 @@ class Storage:
         if store in self._copies or device not in self._outgoing:
             self.prefetcher.flush(store)
             self._copies.discard(store)
+
+    def reading_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream of a CUDA device on which kernels read records in host memory for later steps, after `catch_up`.
+        Stores are closed after its work."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
     # --- reading -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..fetch.choice import Extents
+from ..fetch.choice import DeviceChoice, Extents, Numbered
 from ..fetch.storage import Storage
 from ..kernels.on_a_device import to_device
 from ..memory.dry_run import DryRun
@@ -131,6 +131,24 @@ class History(Protocol):
 
     def extents(self, units: np.ndarray) -> Extents:
         """The extents of units (rows, M); -1: no unit."""
+
+    @property
+    def numbers(self) -> int:
+        """As `Source.numbers`."""
+
+    @property
+    def version(self) -> int:
+        """As `Source.version`."""
+
+    def numbered(self, version: int) -> Numbered:
+        """As `Source.numbered`."""
+
+    def all_on_device(self) -> DeviceChoice:
+        """Every entry that is in a record. Does not wait."""
+
+    def unsealed(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Entries (rows, t, entry width) that are in no record, on the history's device, and which of them are there,
+        (rows, t) bool; None: all. The others are zeros. Does not wait; valid until the next change."""
 
     def positions(self, units: np.ndarray) -> np.ndarray:
         """Positions in the sequence, (rows, N) int64, of the entries that a gather of `units` returns, -1: no entry.

@@ -14,7 +14,7 @@ import torch
 
 from ..config import OffloadConfig
 from ..errors import not_whole, shown
-from ..fetch.choice import Extents
+from ..fetch.choice import DeviceChoice, Extents, Numbered
 from ..fetch.storage import Storage
 from ..memory.dry_run import DryRun
 from ..stores.base import FreezableStore, Store, aligned_empty
@@ -136,6 +136,8 @@ class PositionHistory:
     # An attrgetter makes no Python frame, unlike a function: steps read this often.
     records: int = property(attrgetter("table.num_groups"))  # type: ignore[assignment]
     units: int = property(attrgetter("table.num_groups"))  # type: ignore[assignment]
+    numbers: int = property(attrgetter("table.num_groups"))  # type: ignore[assignment]
+    version: int = property(attrgetter("table.num_groups"))  # type: ignore[assignment]
     recent: torch.Tensor = property(attrgetter("tail.entries"))  # type: ignore[assignment]
 
     @property
@@ -146,6 +148,19 @@ class PositionHistory:
         if np.minimum.reduce(units, axis=None, initial=0) < 0:
             return Extents(np.where(units < 0, -1, self.table.records(np.maximum(units, 0))))
         return Extents(self.table.records(units))
+
+    def numbered(self, version: int) -> Numbered:
+        """As `Source.numbered`: units, none of which is written again."""
+        new = np.broadcast_to(np.arange(max(0, version), self.units), (self.rows, self.units - max(0, version)))
+        rows = np.repeat(np.arange(self.rows), new.shape[1])
+        return Numbered(rows, new.reshape(-1), self.table.records(new).reshape(-1), False)
+
+    def all_on_device(self) -> DeviceChoice:
+        every = torch.arange(self.units, dtype=torch.int32, device=self.device)
+        return DeviceChoice(every.expand(self.rows, -1))
+
+    def unsealed(self) -> tuple[torch.Tensor, None]:
+        return self.recent, None
 
     def positions(self, units: np.ndarray) -> np.ndarray:
         group = self.form.group_size

@@ -89,7 +89,7 @@ class State:
 
     Args:
         part: the name in errors, such as "clusters".
-        owner: the tensors' owner in the holder's `_account`.
+        owner: the tensors' owner in the holder's `_account`, unless the holder names another as `_owner`.
         used: sizes that are only partly in use, each with the holder's attribute that counts the elements in use.
     """
 
@@ -172,11 +172,11 @@ class State:
             shape = (room[0] if rows is None else len(rows), *room[1:], *old.shape[len(room) :])
             wanted.append((shape, old.dtype, old.device))
             nbytes += math.prod(shape) * old.itemsize * array.booked
-        holder._account.hold(self.owner, nbytes)
+        holder._account.hold(self._owner(holder), nbytes)
         try:
             made = [lasting_empty(*shape, dtype=dtype, device=device) for shape, dtype, device in wanted]
         except BaseException:  # a device may have less memory than a budget allows
-            holder._account.release(self.owner, nbytes)
+            holder._account.release(self._owner(holder), nbytes)
             raise
         for (at, array, old), new in zip(held, made, strict=True):
             part = self._in_use(holder, array, old)
@@ -186,7 +186,7 @@ class State:
             else:
                 torch.index_select(part, 0, rows.to(part.device), out=into)
             setattr(holder, at, new)
-        holder._account.release(self.owner, before)
+        holder._account.release(self._owner(holder), before)
 
     def nbytes(self, holder: Any) -> int:
         """Bytes of the tensors as booked: a view counts with all of the memory behind it."""
@@ -194,9 +194,13 @@ class State:
 
     def close(self, holder: Any) -> None:
         """Free the tensors: the holder keeps tensors without rows."""
-        holder._account.release(self.owner, self.nbytes(holder))
+        holder._account.release(self._owner(holder), self.nbytes(holder))
         for at, _, old in self._held(holder):
             setattr(holder, at, old.new_empty(0, *old.shape[1:]))
+
+    def _owner(self, holder: Any) -> str:
+        owner: str = getattr(holder, "_owner", self.owner)
+        return owner
 
     def _held(self, holder: Any, *, tables: bool = False) -> Iterator[tuple[str, Array, Any]]:
         """The holder's own tensors, or its tables, each with its attribute; without those that are None."""

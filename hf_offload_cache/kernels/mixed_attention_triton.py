@@ -1,5 +1,9 @@
-"""Split-K attention with log-sum-exp merge over a low-bit copy, some entries of which are replaced by stored ones;
-optionally returns each token's share (SpeCache, section 3.3)."""
+"""The kernels of `mixed_attention`, one launch each: see its functions. Split-K attention with a log-sum-exp merge.
+
+They run on a CUDA device's current stream, `with_kernel` launches them there; under `TRITON_INTERPRET=1` on a CPU, for
+tests. The copy is unpacked in registers only. Numbers that differ between layers and steps are no constants of a
+kernel, so that it is compiled once for a model.
+"""
 
 from __future__ import annotations
 
@@ -9,284 +13,320 @@ import torch
 import triton
 import triton.language as tl
 
-from .low_bit import SIDES
-from .low_bit_triton import _half, wide
+from .low_bit_triton import half, wide
+from .mixed_attention import PART, PROGRAMS, group_of
+from .ranking_triton import _rounded, _times, counters
 
-_GROUPS = 4
-"""Groups of the copy's tokens per program of scores."""
-_ADDED = 64
-"""Tokens of the copy whose values a program adds at a time."""
-_ENTRIES = 32
-"""Stored entries at a time."""
-_TOKENS = 1024
-"""Tokens per program of shares."""
-_PROGRAMS = 1056
-"""Enough to keep a device busy: with fewer rows and heads, the copy is split."""
-MOST_QUERIES = 64
-"""Upper bound per key head."""
+_QUERIES = 64
+"""Most queries of a key head that a program attends with."""
+_TOKENS = 32
+"""Stored and latest entries at a time; half as many of more than 128 channels."""
+_SHARED = 1024
+"""Tokens whose shares a program sums up."""
+_HELD = 128
+"""Stored entries whose tokens are looked up at a time."""
 
 
-@triton.jit(do_not_specialize=["groups"])
-def _score(  # type: ignore[no-untyped-def]
-    queries, keys, hidden, scores, scaling, count, groups, key_stride, KEY: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, ROW: tl.constexpr, KEY_WIDE: tl.constexpr, QUERIES: tl.constexpr, GROUPS: tl.constexpr,
+@triton.jit
+def _capped(own, scaling, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    own = own * scaling
+    return (2 * tl.sigmoid(2 * own / softcap) - 1) * softcap if CAPPED else own
+
+
+@triton.jit
+def _masked(own, mask, at, there, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores (queries, n) with a mask's entries `at` these places."""
+    if MASK == "boolean":
+        own = tl.where(tl.load(mask + at, mask=there, other=0) != 0, own, float("-inf"))
+    elif MASK == "additive":
+        own += tl.load(mask + at, mask=there, other=0.0).to(tl.float32)
+    return own
+
+
+@triton.jit
+def _added(most, shares, found, own, entries, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Largest score, sum of weights and weighted sum, with further scores (queries, n) and values (n, channels)."""
+    above = tl.maximum(most, tl.max(own, 1))
+    safe = tl.where(above == float("-inf"), 0.0, above)
+    weights, before = tl.exp(own - safe[:, None]), tl.exp(most - safe)
+    found = found * before[:, None] + tl.dot(weights, entries, input_precision=PRECISION)
+    return above, shares * before + tl.sum(weights, 1), found
+
+
+@triton.jit(do_not_specialize=[
+    "copied", "per_part", "copy_parts", "entries", "entry_parts", "latest", "guesses", "key_head", "value_head",
+    "value_part", "mask_row", "mask_query"
+])  # fmt: skip
+def _attend(  # type: ignore[no-untyped-def]
+    query, keys, values, tokens, entry_keys, entry_values, latest_keys, latest_values, guess_keys, guess_values, mask,
+    sink, hidden, scores, best, total, parted, done, output, logarithm, scaling, softcap, heads, count, copied,
+    per_part, copy_parts, entries, entry_parts, latest, guesses, query_row, query_head, query_token, key_head,
+    value_head, value_part, latest_key_row, latest_key_head, latest_key_token, latest_value_row, latest_value_head,
+    latest_value_token, guess_key_row, guess_key_head, guess_key_token, guess_value_row, guess_value_head,
+    guess_value_token, mask_row, mask_query, EACH: tl.constexpr, KEY: tl.constexpr, KEY_WIDE: tl.constexpr,
+    VALUE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, KEY_BYTES: tl.constexpr, CHANNELS: tl.constexpr,
+    CHANNELS_WIDE: tl.constexpr, VALUE_PARTS: tl.constexpr, VALUE_PARTS_WIDE: tl.constexpr, VALUE_BYTES: tl.constexpr,
+    QUERIES: tl.constexpr, TOKENS: tl.constexpr, PER_PART: tl.constexpr, HELD: tl.constexpr, MASK: tl.constexpr,
+    SINK: tl.constexpr, CAPPED: tl.constexpr, SCORED: tl.constexpr, GUESSED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    head, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
-    asked, token, key = tl.arange(0, QUERIES), tl.arange(0, GROUP), tl.arange(0, KEY_WIDE)
-    there, within, tokens = asked < count, key < KEY, groups * GROUP
-    query = tl.load(
-        queries + (head * count + asked)[:, None] * KEY + key[None, :], mask=there[:, None] & within[None, :], other=0.0
-    ).to(tl.float16)
-    for group in range(first, min(first + GROUPS, groups)):
-        rows = keys + head * key_stride + (group * KEY + key) * ROW
-        codes = tl.load(rows[:, None] + (token * BITS // 8)[None, :], mask=within[:, None], other=0).to(tl.int16)
-        codes = (codes >> (token * BITS % 8).to(tl.int16)[None, :]) & ((1 << BITS) - 1)
-        scale, zero = _half(rows + GROUP * BITS // 8, within), _half(rows + GROUP * BITS // 8 + 2, within)
-        entries = codes.to(tl.float16) * scale.to(tl.float16)[:, None] + zero.to(tl.float16)[:, None]
-        own = tl.dot(query, entries) * scaling
-        at = group * GROUP + token
-        seen = tl.load(hidden + head * (tokens + 1) + at) == 0
-        own = tl.where(seen[None, :], own, float("-inf"))
-        tl.store(scores + (head * count + asked)[:, None] * tokens + at[None, :], own, mask=there[:, None])
-
-
-@triton.jit(do_not_specialize=["tokens", "per_part", "parts"])
-def _add_values(  # type: ignore[no-untyped-def]
-    scores, values, hidden, output, best, total, count, tokens, per_part, parts, value_stride, value_part,
-    VALUE: tl.constexpr, BITS: tl.constexpr, CHANNELS: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr,
-    QUERIES: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    head, part, group = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    asked, channel = tl.arange(0, QUERIES), tl.arange(0, WIDE)
-    there, within = asked < count, channel < CHANNELS
-    most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
-    shares = tl.zeros((QUERIES,), dtype=tl.float32)
-    found = tl.zeros((QUERIES, WIDE), dtype=tl.float32)
-    for first in range(part * per_part, min((part + 1) * per_part, tokens), TOKENS):
-        at = first + tl.arange(0, TOKENS)
-        inside = at < tokens
-        seen = inside & (tl.load(hidden + head * (tokens + 1) + at, mask=inside, other=1) == 0)
-        own = tl.load(
-            scores + (head * count + asked)[:, None] * tokens + at[None, :], mask=there[:, None] & seen[None, :],
-            other=float("-inf"),
-        )  # fmt: skip
-        above = tl.maximum(most, tl.max(own, 1))
-        safe = tl.where(above == float("-inf"), 0.0, above)
-        share, before = tl.exp(own - safe[:, None]), tl.exp(most - safe)
-        rows = values + head * value_stride + group * value_part + at * ROW
-        codes = tl.load(
-            rows[:, None] + (channel * BITS // 8)[None, :], mask=inside[:, None] & within[None, :], other=0
-        ).to(tl.int16)
-        codes = (codes >> (channel * BITS % 8).to(tl.int16)[None, :]) & ((1 << BITS) - 1)
-        scale, zero = _half(rows + CHANNELS * BITS // 8, inside), _half(rows + CHANNELS * BITS // 8 + 2, inside)
-        entries = codes.to(tl.float16) * scale.to(tl.float16)[:, None] + zero.to(tl.float16)[:, None]
-        found = found * before[:, None] + tl.dot(share.to(tl.float16), entries)
-        shares = shares * before + tl.sum(share, 1)
-        most = above
-    to = (head * parts + part) * count + asked
-    of_all = asked < tl.where(group == 0, count, 0)
-    tl.store(best + to, most, mask=of_all)
-    tl.store(total + to, shares, mask=of_all)
-    value = group * CHANNELS + channel
-    into = output + to[:, None] * VALUE + value[None, :]
-    tl.store(into, found, mask=there[:, None] & (within & (value < VALUE))[None, :])
-
-
-@triton.jit(do_not_specialize=["entries", "after", "width", "parts", "part"])
-def _over_stored(  # type: ignore[no-untyped-def]
-    queries, keys, values, tokens, seen, scores, output, best, total, scaling, count, entries, after, width, heads,
-    parts, part, key_row, key_head, key_entry, value_row, value_head, value_entry, KEY: tl.constexpr,
-    VALUE: tl.constexpr, KEY_WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr, ENTRIES: tl.constexpr,
-    EACH: tl.constexpr, LATEST: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(0).to(tl.int64)
-    row, own_head = head // heads, head % heads
-    asked, key, value = tl.arange(0, QUERIES), tl.arange(0, KEY_WIDE), tl.arange(0, VALUE_WIDE)
-    there = asked < count
-    query = tl.load(
-        queries + (head * count + asked)[:, None] * KEY + key[None, :], mask=there[:, None] & (key < KEY)[None, :],
-        other=0.0,
+    head, part, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row, own_head, parts = head // heads, head % heads, tl.num_programs(1)
+    LANES: tl.constexpr = VALUE_PARTS_WIDE * CHANNELS_WIDE
+    lane, key = tl.arange(0, LANES), tl.arange(0, KEY_WIDE)
+    channel = lane // CHANNELS_WIDE * CHANNELS + lane % CHANNELS_WIDE
+    of_lane = (lane % CHANNELS_WIDE < CHANNELS) & (lane // CHANNELS_WIDE < VALUE_PARTS)
+    of_value, of_key = of_lane & (channel < VALUE), key < KEY
+    asked = block * QUERIES + tl.arange(0, QUERIES)
+    of_query, turn = asked < count, asked % EACH
+    query_heads = count // EACH  # of a key head
+    own_query = own_head * query_heads + asked // EACH
+    state = tl.load(
+        query + row * query_row + (own_query * query_head + turn * query_token)[:, None] + key[None, :],
+        mask=of_query[:, None] & of_key[None, :], other=0.0,
     ).to(tl.float32)  # fmt: skip
+    mask += row * mask_row
+    in_mask = turn * mask_query
     most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
     shares = tl.zeros((QUERIES,), dtype=tl.float32)
-    found = tl.zeros((QUERIES, VALUE_WIDE), dtype=tl.float32)
-    for first in range(0, entries, ENTRIES):
-        entry = first + tl.arange(0, ENTRIES)
-        held = entry < entries
-        if LATEST:
-            last = entries + after - EACH + asked % EACH
-            visible = held[None, :] & (entry[None, :] <= last[:, None])
-            if MASKED:
-                visible = visible & (tl.load(seen + row * entries + entry, mask=held, other=0) != 0)[None, :]
-        else:
-            token = tl.load(tokens + head * entries + entry, mask=held, other=-1)
-            visible = (token >= 0)[None, :] & (asked >= 0)[:, None]
-        own_keys = tl.load(
-            keys + row * key_row + own_head * key_head + entry[None, :] * key_entry + key[:, None],
-            mask=held[None, :] & (key < KEY)[:, None], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        own = tl.dot(query, own_keys, input_precision=PRECISION) * scaling
-        own = tl.where(visible, own, float("-inf"))
-        if not LATEST:
-            tl.store(
-                scores + (head * count + asked)[:, None] * width + token[None, :], own,
-                mask=there[:, None] & (token >= 0)[None, :],
-            )  # fmt: skip
-        above = tl.maximum(most, tl.max(own, 1))
-        safe = tl.where(above == float("-inf"), 0.0, above)
-        share = tl.exp(own - safe[:, None])
-        before = tl.exp(most - safe)
-        own_values = tl.load(
-            values + row * value_row + own_head * value_head + entry[:, None] * value_entry + value[None, :],
-            mask=held[:, None] & (value < VALUE)[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        found = found * before[:, None] + tl.dot(share, own_values, input_precision=PRECISION)
-        shares = shares * before + tl.sum(share, 1)
-        most = above
-    to = (head * parts + part) * count + asked
-    tl.store(best + to, most, mask=there)
-    tl.store(total + to, shares, mask=there)
-    tl.store(output + to[:, None] * VALUE + value[None, :], found, mask=there[:, None] & (value < VALUE)[None, :])
+    found = tl.zeros((QUERIES, LANES), dtype=tl.float32)
+    tokens += head * entries
+    scores += (head * count + asked)[:, None] * copied  # of each query
+    if part < copy_parts:
+        begin, end = part * per_part, min((part + 1) * per_part, copied)
+        hidden += (block * tl.num_programs(0) + head) * copied
+        for first in range(begin, end, GROUP):  # a copy's tokens are complete groups
+            tl.store(hidden + first + tl.arange(0, GROUP), tl.zeros((GROUP,), dtype=tl.uint8))
+        tl.debug_barrier()
+        for first in range(0, entries, HELD):
+            place = first + tl.arange(0, HELD)
+            token = tl.load(tokens + place, mask=place < entries, other=-1)
+            here = (token >= begin) & (token < end)
+            tl.store(hidden + token, tl.full((HELD,), 1, dtype=tl.uint8), mask=here)
+        tl.debug_barrier()
+        token, of_part, inner = tl.arange(0, GROUP), tl.arange(0, VALUE_PARTS_WIDE), tl.arange(0, CHANNELS_WIDE)
+        for first in range(begin, end, GROUP):
+            rows = keys + head * key_head + (first // GROUP * KEY + key) * KEY_BYTES
+            codes = tl.load(rows[:, None] + (token * BITS // 8)[None, :], mask=of_key[:, None], other=0).to(tl.int32)
+            codes = (codes >> (token * BITS % 8)[None, :]) & ((1 << BITS) - 1)
+            scale, zero = half(rows + GROUP * BITS // 8, of_key), half(rows + GROUP * BITS // 8 + 2, of_key)
+            own = _times(state * scale[None, :], codes.to(tl.float32), PRECISION)
+            own = _capped(own + tl.sum(state * zero[None, :], 1)[:, None], scaling, softcap, CAPPED)
+            at = first + token
+            there = of_query[:, None] & (at >= 0)[None, :]
+            own = _masked(own, mask, in_mask[:, None] + at[None, :], there, MASK)
+            seen = (tl.load(hidden + at, cache_modifier=".cg") == 0)[None, :]
+            if SCORED:
+                tl.store(scores + at[None, :], own, mask=there & seen)
+            own = tl.where(seen, own, float("-inf"))
+            rows = values + head * value_head + at[:, None] * VALUE_BYTES + of_part[None, :] * value_part
+            of_row = (at >= 0)[:, None] & (of_part < VALUE_PARTS)[None, :]
+            codes = tl.load(
+                rows[:, :, None] + (inner * BITS // 8)[None, None, :],
+                mask=of_row[:, :, None] & (inner < CHANNELS)[None, None, :], other=0,
+            ).to(tl.int32)  # fmt: skip
+            codes = (codes >> (inner * BITS % 8)[None, None, :]) & ((1 << BITS) - 1)
+            scale = half(rows + CHANNELS * BITS // 8, of_row)
+            zero = half(rows + CHANNELS * BITS // 8 + 2, of_row)
+            stored = codes.to(tl.float32) * scale[:, :, None] + zero[:, :, None]
+            most, shares, found = _added(most, shares, found, own, tl.reshape(stored, (GROUP, LANES)), PRECISION)
+    elif part < copy_parts + entry_parts:
+        begin = (part - copy_parts) * PER_PART
+        for first in range(begin, min(begin + PER_PART, entries), TOKENS):
+            entry = first + tl.arange(0, TOKENS)
+            token = tl.load(tokens + entry, mask=entry < entries, other=-1)
+            there, at = token >= 0, (head * entries + entry)
+            stored = tl.load(
+                entry_keys + at[None, :] * KEY + key[:, None], mask=there[None, :] & of_key[:, None], other=0.0
+            ).to(tl.float32)  # fmt: skip
+            own = _capped(tl.dot(state, stored, input_precision=PRECISION), scaling, softcap, CAPPED)
+            of_each = of_query[:, None] & there[None, :]
+            own = _masked(own, mask, in_mask[:, None] + token[None, :], of_each, MASK)
+            if SCORED:
+                tl.store(scores + token[None, :], own, mask=of_each)
+            own = tl.where(there[None, :], own, float("-inf"))
+            stored = tl.load(
+                entry_values + at[:, None] * VALUE + channel[None, :], mask=there[:, None] & of_value[None, :],
+                other=0.0,
+            ).to(tl.float32)  # fmt: skip
+            most, shares, found = _added(most, shares, found, own, stored, PRECISION)
+    else:
+        begin, number = (part - copy_parts - entry_parts) * PER_PART, latest + guesses
+        latest_keys += row * latest_key_row + own_head * latest_key_head
+        latest_values += row * latest_value_row + own_head * latest_value_head
+        guess_keys += row * guess_key_row + own_head * guess_key_head
+        guess_values += row * guess_value_row + own_head * guess_value_head
+        for first in range(begin, min(begin + PER_PART, number), TOKENS):
+            entry = first + tl.arange(0, TOKENS)
+            old, guess = entry < latest, (entry >= latest) & (entry < number)
+            stored = tl.load(
+                latest_keys + entry[None, :] * latest_key_token + key[:, None], mask=old[None, :] & of_key[:, None],
+                other=0.0,
+            ).to(tl.float32)  # fmt: skip
+            if GUESSED:
+                stored += tl.load(
+                    guess_keys + (entry - latest)[None, :] * guess_key_token + key[:, None],
+                    mask=guess[None, :] & of_key[:, None], other=0.0,
+                ).to(tl.float32)  # fmt: skip
+            own = _capped(tl.dot(state, stored, input_precision=PRECISION), scaling, softcap, CAPPED)
+            there = entry < number
+            if MASK == "none":
+                own = tl.where(entry[None, :] <= (number - EACH + turn)[:, None], own, float("-inf"))
+            else:
+                at = in_mask[:, None] + (copied + entry)[None, :]
+                own = _masked(own, mask, at, of_query[:, None] & there[None, :], MASK)
+            own = tl.where(there[None, :], own, float("-inf"))
+            stored = tl.load(
+                latest_values + entry[:, None] * latest_value_token + channel[None, :],
+                mask=old[:, None] & of_value[None, :], other=0.0,
+            ).to(tl.float32)  # fmt: skip
+            if GUESSED:
+                stored += tl.load(
+                    guess_values + (entry - latest)[:, None] * guess_value_token + channel[None, :],
+                    mask=guess[:, None] & of_value[None, :], other=0.0,
+                ).to(tl.float32)  # fmt: skip
+            most, shares, found = _added(most, shares, found, own, stored, PRECISION)
+    into = (head * parts + part) * count + asked
+    tl.store(best + into, most, mask=of_query)
+    tl.store(total + into, shares, mask=of_query)
+    within = of_query[:, None] & of_value[None, :]
+    tl.store(parted + into[:, None] * VALUE + channel[None, :], found, mask=within)
+    tl.debug_barrier()  # before the program counts as done, all of it is stored
+    at = done + head * tl.num_programs(2) + block
+    if tl.atomic_add(at, 1) == parts - 1:
+        tl.store(at, 0)
+        most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
+        shares = tl.zeros((QUERIES,), dtype=tl.float32)
+        found = tl.zeros((QUERIES, LANES), dtype=tl.float32)
+        for other in range(parts):
+            into = (head * parts + other) * count + asked
+            own = tl.load(best + into, mask=of_query, other=float("-inf"), cache_modifier=".cg")
+            above = tl.maximum(most, own)
+            safe = tl.where(above == float("-inf"), 0.0, above)
+            before, now = tl.exp(most - safe), tl.exp(own - safe)
+            shares = shares * before + now * tl.load(total + into, mask=of_query, other=0.0, cache_modifier=".cg")
+            more = tl.load(
+                parted + into[:, None] * VALUE + channel[None, :], mask=within, other=0.0, cache_modifier=".cg"
+            )
+            found = found * before[:, None] + more * now[:, None]
+            most = above
+        if SINK:
+            own = tl.load(sink + own_query, mask=of_query, other=float("-inf")).to(tl.float32)
+            above = tl.maximum(most, own)
+            safe = tl.where(above == float("-inf"), 0.0, above)
+            before = tl.exp(most - safe)
+            shares = shares * before + tl.exp(own - safe)
+            found = found * before[:, None]
+            most = above
+        none = shares == 0
+        shares = tl.where(none, 1.0, shares)
+        tl.store(logarithm + head * count + asked, tl.where(none, 0.0, most) + tl.log(shares), mask=of_query)
+        found = found / shares[:, None]
+        if output.dtype.element_ty == tl.bfloat16:
+            found = _rounded(found)
+        into = (row * EACH + turn) * (heads * query_heads) + own_query
+        tl.store(
+            output + into[:, None] * VALUE + channel[None, :], found.to(output.dtype.element_ty), mask=within
+        )
 
 
-@triton.jit(do_not_specialize=["parts"])
-def _merge(  # type: ignore[no-untyped-def]
-    parted, best, total, output, base, count, heads, parts, EACH: tl.constexpr, VALUE: tl.constexpr,
-    VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr,
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bits: int, tokens: torch.Tensor,
+    entry_keys: torch.Tensor, entry_values: torch.Tensor, latest_keys: torch.Tensor, latest_values: torch.Tensor,
+    guess_keys: torch.Tensor | None, guess_values: torch.Tensor | None, mask: torch.Tensor | None,
+    sink: torch.Tensor | None, scaling: float, softcap: float | None, scored: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
+    """As `mixed_attention.attend`, of tensors that are contiguous in the last dimension. Rows of the copy's keys are
+    those of a view of the first groups of each key head, and those of its values of the first tokens of each part. The
+    last program of a key head merges its parts."""
+    (batch, heads, each, key), key_heads, copied = query.shape, keys.shape[1], values.shape[3]
+    entries, latest, value_dim = tokens.shape[2], latest_keys.shape[2], latest_values.shape[3]
+    count, group, channels = heads // key_heads * each, group_of(keys, bits), group_of(values, bits)
+    guesses = 0 if guess_keys is None else guess_keys.shape[2]
+    options: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    output = torch.empty(batch, each, heads, value_dim, dtype=query.dtype, device=query.device)
+    logarithm = torch.empty(batch, key_heads, count, **options)
+    scores = torch.empty(batch, key_heads, count, copied, **options) if scored else None
+    queries = min(_QUERIES, wide(count))
+    blocks, programs = triton.cdiv(count, queries), batch * key_heads
+    copy_parts, per_part = 0, group
+    if copied:
+        copy_parts = max(1, min(PROGRAMS // programs, copied // (2 * PART)))
+        per_part = triton.cdiv(triton.cdiv(copied, copy_parts), group) * group
+        copy_parts = triton.cdiv(copied, per_part)
+    entry_parts = triton.cdiv(entries, PART)
+    parts = copy_parts + entry_parts + triton.cdiv(latest + guesses, PART)
+    best, total = torch.empty(2, programs, parts, count, **options)
+    parted = torch.empty(programs, parts, count, value_dim, **options)
+    hidden = torch.empty(blocks, programs, copied, dtype=torch.uint8, device=query.device)
+    kind, strides = "none", (0, 0)
+    if mask is not None:
+        kind = "boolean" if mask.dtype == torch.bool else "additive"
+        strides = mask.stride(0) if len(mask) > 1 else 0, mask.stride(2)
+        mask = mask.view(torch.uint8) if kind == "boolean" else mask
+    more_keys, more_values = (latest_keys, latest_values) if guess_keys is None else (guess_keys, guess_values)
+    assert more_values is not None
+    single = torch.float32 in (query.dtype, entry_keys.dtype, latest_keys.dtype)
+    value_parts, at_once = values.shape[2], _TOKENS if max(key, value_dim) <= 128 else _TOKENS // 2
+    grid: Any = (programs, parts, blocks)
+    _attend[grid](
+        query, keys, values, tokens, entry_keys, entry_values, latest_keys, latest_values, more_keys, more_values,
+        logarithm if mask is None else mask, logarithm if sink is None else sink, hidden,
+        logarithm if scores is None else scores, best, total, parted,
+        counters(query.device, triton.next_power_of_2(programs * blocks)), output, logarithm, scaling, softcap or 1.0,
+        key_heads, count, copied, per_part, copy_parts, entries, entry_parts, latest, guesses, *query.stride()[:3],
+        keys.stride(1), values.stride(1), values.stride(2), *latest_keys.stride()[:3], *latest_values.stride()[:3],
+        *more_keys.stride()[:3], *more_values.stride()[:3], *strides, each, key, wide(key), value_dim, bits, group,
+        keys.shape[4], channels, triton.next_power_of_2(channels) if value_parts > 1 else wide(channels), value_parts,
+        triton.next_power_of_2(value_parts), values.shape[4], queries, at_once, PART, _HELD, kind, sink is not None,
+        softcap is not None, scored, guess_keys is not None, "tf32x3" if single else "tf32",
+        num_warps=4 if max(key, value_dim) <= 128 else 8,
+    )  # fmt: skip
+    return output, scores, logarithm
+
+
+@triton.jit(do_not_specialize=["count", "copied", "first", "stop", "entries", "sinks", "begin_row"])
+def _share(  # type: ignore[no-untyped-def]
+    scores, logarithm, held, begin, importance, count, copied, first, stop, entries, loyalty, sinks, heads, begin_row,
+    EACH: tl.constexpr, TOKENS: tl.constexpr, HELD: tl.constexpr, BEGINS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
-    asked, value = tl.arange(0, QUERIES), tl.arange(0, VALUE_WIDE)
-    there = asked < count
-    most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
-    shares = tl.zeros((QUERIES,), dtype=tl.float32)
-    found = tl.zeros((QUERIES, VALUE_WIDE), dtype=tl.float32)
-    for part in range(parts):
-        at = (head * parts + part) * count + asked
-        own = tl.load(best + at, mask=there, other=float("-inf"))
-        above = tl.maximum(most, own)
-        safe = tl.where(above == float("-inf"), 0.0, above)
-        before, now = tl.exp(most - safe), tl.exp(own - safe)
-        shares = shares * before + tl.load(total + at, mask=there, other=0.0) * now
-        more = tl.load(
-            parted + at[:, None] * VALUE + value[None, :], mask=there[:, None] & (value < VALUE)[None, :], other=0.0
-        )
-        found = found * before[:, None] + more * now[:, None]
-        most = above
-    none = shares == 0
-    shares = tl.where(none, 1.0, shares)
-    tl.store(base + head * count + asked, tl.where(none, 0.0, most) + tl.log(shares), mask=there)
-    # (B, q, H, D): a query of a head of this key head
-    to = (head // heads * EACH + asked % EACH) * (heads * (count // EACH)) + head % heads * (count // EACH)
-    to += asked // EACH
-    found = found / shares[:, None]
-    tl.store(output + to[:, None] * VALUE + value[None, :], found, mask=there[:, None] & (value < VALUE)[None, :])
+    start = tl.program_id(1) * TOKENS
+    token = start + tl.arange(0, TOKENS)
+    there, after = token < copied, (token > 0) & (token < copied)
+    found = tl.zeros((TOKENS,), dtype=tl.float32)
+    for own in range(head * count, (head + 1) * count, EACH):
+        for turn in range(first, stop):
+            base, at = tl.load(logarithm + own + turn), scores + (own + turn) * copied + token
+            found += tl.exp(tl.load(at, mask=there, other=float("-inf")) - base)
+            if turn < stop - 1:
+                found += tl.exp(tl.load(at - 1, mask=after, other=float("-inf")) - base)
+    since = token
+    if BEGINS:
+        since = token - tl.load(begin + head // heads * begin_row)
+    found = tl.where((since >= 0) & (since < sinks), float("inf"), found)
+    importance += head * copied
+    tl.store(importance + token, found, mask=there)
+    if KEEPS:
+        tl.debug_barrier()
+        for place in range(0, entries, HELD):
+            entry = place + tl.arange(0, HELD)
+            own_token = tl.load(held + head * entries + entry, mask=entry < entries, other=-1)
+            here = (own_token >= start) & (own_token < start + TOKENS)
+            own_share = tl.load(importance + own_token, mask=here, other=0.0, cache_modifier=".cg")
+            tl.store(importance + own_token, own_share * loyalty, mask=here)
 
 
-@triton.jit(do_not_specialize=["tokens", "first", "stride"])
-def _share(  # type: ignore[no-untyped-def]
-    scores, base, output, count, tokens, first, stride, EACH: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr
-):  # fmt: skip
-    head, asked = tl.program_id(0).to(tl.int64), first + tl.program_id(2)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    total = tl.zeros((TOKENS,), dtype=tl.float32)
-    for query in range(asked, count, EACH):
-        own = tl.load(scores + (head * count + query) * tokens + token, mask=token < tokens, other=float("-inf"))
-        total += tl.exp(own - tl.load(base + head * count + query))
-    tl.store(output + tl.program_id(2) * stride + head * tokens + token, total, mask=token < tokens)
-
-
-class Parts:
-    """One attention in parts: of queries (rows, heads, n, Dk), `each` of every query head of a key head, over a copy of
-    `tokens` tokens and stored entries. On a CUDA device and its current stream; under `TRITON_INTERPRET=1` on a CPU,
-    for tests. Scores are float32.
-
-    Args:
-        hidden: (rows, heads, tokens + 1) uint8: tokens whose copy is not attended to are not 0.
-        sources: number of calls of `stored` and `latest`.
-    """
-
-    def __init__(
-        self, queries: torch.Tensor, scaling: float, each: int, value_dim: int, hidden: torch.Tensor, sources: int,
-        group: int,
-    ) -> None:  # fmt: skip
-        rows, heads, count, _ = queries.shape
-        self._queries, self._scaling, self._each, self._value = queries, scaling, each, value_dim
-        self._hidden, self._tokens, self._groups = hidden, hidden.shape[2] - 1, (hidden.shape[2] - 1) // group
-        blocks = triton.cdiv(self._tokens, _ADDED)
-        self._per_part = max(1, triton.cdiv(blocks, max(1, min(blocks, _PROGRAMS // (rows * heads))))) * _ADDED
-        self._of_copy = triton.cdiv(self._tokens, self._per_part)
-        self._parts, self._next = self._of_copy + sources, self._of_copy
-        options: dict[str, Any] = {"dtype": torch.float32, "device": queries.device}
-        self._scores = torch.empty(rows, heads, count, self._tokens, **options)
-        self._best, self._total = torch.empty(2, rows, heads, self._parts, count, **options)
-        self._parted = torch.empty(rows, heads, self._parts, count, value_dim, **options)
-        self._wide = wide(count)
-
-    def copy(self, keys: torch.Tensor, values: torch.Tensor, bits: int) -> None:
-        """Add the copy's keys and values in `LowBitForm.layout`; before any other part."""
-        (rows, heads, count, key), group = self._queries.shape, (keys.shape[4] - SIDES) * 8 // bits
-        if not self._of_copy:
-            return
-        grid: Any = (rows * heads, triton.cdiv(self._groups, _GROUPS))
-        _score[grid](
-            self._queries, keys, self._hidden, self._scores, self._scaling, count, self._groups, keys.stride(1), key,
-            bits, group, keys.shape[4], wide(key), self._wide, _GROUPS,
+def share(
+    scores: torch.Tensor, logarithm: torch.Tensor, queries: int, first: int, stop: int, held: torch.Tensor | None,
+    loyalty: float, sinks: int, begin: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """As `mixed_attention.share`, of contiguous tensors."""
+    batch, key_heads, count, tokens = scores.shape
+    importance = torch.empty(batch * key_heads, tokens, dtype=torch.float32, device=scores.device)
+    if importance.numel():
+        _share[(batch * key_heads, triton.cdiv(tokens, _SHARED))](
+            scores, logarithm, importance if held is None else held, importance if begin is None else begin,
+            importance, count, tokens, first, stop, 0 if held is None else held.shape[2], loyalty, sinks, key_heads,
+            0 if begin is None or len(begin) == 1 else 1, queries, _SHARED, _HELD, begin is not None, held is not None,
         )  # fmt: skip
-        channels = (values.shape[4] - SIDES) * 8 // bits
-        grid = (rows * heads, self._of_copy, values.shape[2])
-        _add_values[grid](
-            self._scores, values, self._hidden, self._parted, self._best, self._total, count, self._tokens,
-            self._per_part, self._parts, values.stride(1), values.stride(2), self._value, bits, channels,
-            values.shape[4], wide(channels), self._wide, _ADDED,
-        )  # fmt: skip
-
-    def stored(self, keys: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Add keys (rows, heads, m, Dk) and values of these tokens (rows, heads, m) of the copy, -1: none."""
-        self._stored(keys, values, tokens.contiguous(), None, 0)
-
-    def latest(self, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor | None, after: int = 0) -> None:
-        """Add the entries after the copy's tokens, `after` of which come later, each query up to its own; `seen`:
-        (rows, m) uint8, or all."""
-        self._stored(keys, values, None, seen, after)
-
-    def _stored(
-        self, keys: torch.Tensor, values: torch.Tensor, tokens: torch.Tensor | None, seen: torch.Tensor | None,
-        after: int,
-    ) -> None:  # fmt: skip
-        (rows, heads, count, key), entries = self._queries.shape, keys.shape[2]
-        keys, values = (part if part.stride(3) == 1 else part.contiguous() for part in (keys, values))
-        _over_stored[(rows * heads,)](
-            self._queries, keys, values, self._hidden if tokens is None else tokens,
-            self._hidden if seen is None else seen, self._scores, self._parted, self._best, self._total,
-            self._scaling, count, entries, after, self._tokens, heads, self._parts, self._next, *keys.stride()[:3],
-            *values.stride()[:3], key, self._value, wide(key), wide(self._value), self._wide, _ENTRIES, self._each,
-            tokens is None, seen is not None, "ieee" if keys.dtype == torch.float32 else "tf32",
-        )  # fmt: skip
-        self._next += 1
-
-    def merged(self) -> torch.Tensor:
-        """Attention over all parts: (rows, each, query heads, Dv) float32."""
-        rows, heads, count, _ = self._queries.shape
-        assert self._next == self._parts
-        options: dict[str, Any] = {"dtype": torch.float32, "device": self._queries.device}
-        output = torch.empty(rows, self._each, heads * count // self._each, self._value, **options)
-        self._base = torch.empty(rows, heads, count, **options)
-        _merge[(rows * heads,)](
-            self._parted, self._best, self._total, output, self._base, count, heads, self._parts, self._each,
-            self._value, wide(self._value), self._wide,
-        )  # fmt: skip
-        return output
-
-    def shares(self, first: int, number: int) -> torch.Tensor:
-        """After `merged`: each copied token's share in queries [first, first + number) of each head, summed over the
-        heads of a key head: (number, rows, heads, tokens) float32."""
-        rows, heads, count, _ = self._queries.shape
-        options: dict[str, Any] = {"dtype": torch.float32, "device": self._queries.device}
-        output = torch.empty(number, rows, heads, self._tokens, **options)
-        if output.numel():
-            grid: Any = (rows * heads, triton.cdiv(self._tokens, _TOKENS), number)
-            _share[grid](
-                self._scores, self._base, output, count, self._tokens, first, output.stride(0), self._each, self._wide,
-                _TOKENS,
-            )  # fmt: skip
-        return output
+    return importance

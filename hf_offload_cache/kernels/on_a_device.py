@@ -78,6 +78,12 @@ def has_step(device: torch.device, *dims: int) -> bool:
     return device.type == "cuda" and max(dims, default=0) <= MOST_CHANNELS and _has_marked()
 
 
+def plans_step(device_type: str, *dims: int) -> bool:
+    """As `has_step`, for a plan. On a machine without CUDA, a plan is for a machine elsewhere that has the kernels."""
+    there = device_type == "cuda" and max(dims, default=0) <= MOST_CHANNELS
+    return there and (not torch.cuda.is_available() or _has_marked())
+
+
 def _has_marked() -> bool:
     """Whether functions `with_kernel` find their kernels, and the current device runs them."""
     return _triton() and _is_recent(None)

@@ -91,7 +91,7 @@ def bring(addresses: torch.Tensor, absent: torch.Tensor, slots: torch.Tensor, da
 def attend(
     query: torch.Tensor, data: torch.Tensor, slots: torch.Tensor, recent: torch.Tensor, form: Any, scaling: float,
     value: torch.Tensor | None, weight: torch.Tensor | None, keep: torch.Tensor | None = None,
-    count: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None, count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of one query a sequence to the entries in slots, the latest ones, and an estimate of the rest, in one
     softmax in single precision. At least one of these counts in each row.
@@ -106,6 +106,8 @@ def attend(
             value and score; None: there is none.
         keep: (R, S, G) bool, contiguous: which entries in the slots count; None: all. The others may be anything.
         count: () int64, on the device: number of the first `recent` entries that exist; None: all.
+        seen: (R, t) bool, contiguous in the last dimension: which of the latest entries count; None: all. The others
+            are finite.
 
     Returns the output (B, H, Dv) in the query's type, and the logarithm (B, H) float32 of each softmax's sum. Both are
     new.
@@ -124,6 +126,8 @@ def attend(
     products[..., : hidden.shape[1]].masked_fill_(hidden[:, None, None], -torch.inf)
     if count is not None:
         products[..., hidden.shape[1] :].masked_fill_(missing, -torch.inf)
+    if seen is not None:
+        products[..., hidden.shape[1] :].masked_fill_(~seen[:, None, None], -torch.inf)
     scores = products.view(batch, heads, -1)
     if weight is not None:
         scores = torch.cat([scores, weight[..., None]], 2)

@@ -153,14 +153,17 @@ def _added(  # type: ignore[no-untyped-def]
     return above, shares * before + tl.sum(own, 1), found * before[:, None] + _times(own, values, PRECISION)
 
 
-@triton.jit(do_not_specialize=["each", "selected", "stored_parts", "per_part", "recent_room", "slot_row"])
+@triton.jit(do_not_specialize=[
+    "each", "selected", "stored_parts", "per_part", "recent_room", "slot_row", "seen_row"
+])  # fmt: skip
 def _attend(  # type: ignore[no-untyped-def]
-    query, data, largest, slots, keep, recent, value, weight, count, best, total, parted, done, output, logarithm,
+    query, data, largest, slots, keep, recent, seen, value, weight, count, best, total, parted, done, output, logarithm,
     scaling, each, heads, selected, stored_parts, per_part, recent_room, held, query_row, query_head, slot_row,
-    recent_row, recent_token, EACH: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr,
-    KEY: tl.constexpr, VALUE: tl.constexpr, VALUES_AT: tl.constexpr, ENTRY: tl.constexpr, KEY_WIDE: tl.constexpr,
-    VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
-    KIND: tl.constexpr, ESTIMATED: tl.constexpr, KEPT: tl.constexpr, COUNTED: tl.constexpr, PRECISION: tl.constexpr,
+    recent_row, recent_token, seen_row, EACH: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    LARGEST: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, VALUES_AT: tl.constexpr, ENTRY: tl.constexpr,
+    KEY_WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr,
+    PARTS: tl.constexpr, PACKED: tl.constexpr, KIND: tl.constexpr, ESTIMATED: tl.constexpr, KEPT: tl.constexpr,
+    SEEN: tl.constexpr, COUNTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     program, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row, head = program // heads, program % heads
@@ -199,6 +202,8 @@ def _attend(  # type: ignore[no-untyped-def]
     for first in range(max(begin, 0), min(begin + per_part, recent_count), TOKENS):
         token = first + tl.arange(0, TOKENS)
         there = token < recent_count
+        if SEEN:
+            there = there & (tl.load(seen + row * seen_row + token, mask=there, other=0) != 0)
         entry = recent + row * recent_row + token.to(tl.int64) * recent_token
         keys = tl.load(
             entry[None, :] + head * KEY + key[:, None], mask=there[None, :] & of_key[:, None], other=0.0
@@ -236,7 +241,7 @@ def _attend(  # type: ignore[no-untyped-def]
 def attend(
     query: torch.Tensor, data: torch.Tensor, slots: torch.Tensor, recent: torch.Tensor, form: Any, scaling: float,
     value: torch.Tensor | None, weight: torch.Tensor | None, keep: torch.Tensor | None = None,
-    count: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None, count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `slots.attend`, of contiguous tensors; `query` and `slots` in the last dimension. As many heads of values as
     of keys, and entries of at most 32 bits. The last program of a key head merges its parts."""
@@ -258,13 +263,14 @@ def attend(
     _attend[grid](
         query, data.view(torch.int8) if packed else data, data.view(form.dtype) if packed else data, slots,
         slots if keep is None else keep.view(torch.uint8), recent,
-        logarithm if value is None else value, logarithm if weight is None else weight,
-        logarithm if count is None else count, best, total, parted,
+        slots if seen is None else seen.view(torch.uint8), logarithm if value is None else value,
+        logarithm if weight is None else weight, logarithm if count is None else count, best, total, parted,
         counters(query.device, triton.next_power_of_2(rows * heads)), output, logarithm, scaling, rows // batch, heads,
         selected, stored_parts, per_part, recent.shape[1], held, *query.stride()[:2], slots.stride(0),
-        *recent.stride()[:2], each, form.group_size, width, largest_at // form.dtype.itemsize, key, dim,
-        form.key_width, form.entry_width, wide(key), value_wide, queries, at_once,
-        max(1, _TILE // (queries * value_wide)), packed, str(form.dtype).removeprefix("torch."), weight is not None,
-        keep is not None, count is not None, "ieee" if single else "tf32", num_warps=4 if max(key, dim) <= 128 else 8,
+        *recent.stride()[:2], 0 if seen is None else seen.stride(0), each, form.group_size, width,
+        largest_at // form.dtype.itemsize, key, dim, form.key_width, form.entry_width, wide(key), value_wide, queries,
+        at_once, max(1, _TILE // (queries * value_wide)), packed, str(form.dtype).removeprefix("torch."),
+        weight is not None, keep is not None, seen is not None, count is not None, "ieee" if single else "tf32",
+        num_warps=4 if max(key, dim) <= 128 else 8,
     )  # fmt: skip
     return output, logarithm

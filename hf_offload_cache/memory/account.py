@@ -86,16 +86,23 @@ HOST_SLOTS = "host slots"
 
 GRAPHS = "graphs"
 """Owner of what a CUDA graph of a step keeps: its inputs, its results, and what a layer of it computes with."""
+ADAPTERS = "adapters"
+"""Owner of what is fitted to keys; on CUDA of the part on the device."""
+
+
+def beside(owner: str) -> str:
+    """The second name of an owner that has memory on a CUDA device and in host memory: of the latter."""
+    return f"{owner}, host"
 
 
 def staged(owner: str, device_type: str) -> tuple[str, ...]:
     """Owners of memory that reads fill: on CUDA as many bytes lie on the device, as `owner`, and in host memory."""
-    return (owner, f"{owner}, host") if device_type == "cuda" else (owner,)
+    return (owner, beside(owner)) if device_type == "cuda" else (owner,)
 
 
 _ON_THE_HOST = frozenset(
     {RECORDS, HOST_SLOTS, "tables", "token ids", "write queue", "stalled reads", "io ring", "timeline", "saving"}
-    | {staged(owner, "cuda")[1] for owner in ("staging", "stream buffers")}
+    | {beside(owner) for owner in ("staging", "stream buffers", ADAPTERS)}
 )
 
 
@@ -163,6 +170,10 @@ class MemoryAccount:
         if owner in self.host:
             return self.host_limit is None or self.host_bytes + nbytes <= self.host_limit
         return self.limit is None or self.current - self.host_bytes + nbytes <= self.limit
+
+    def of_host(self, owner: str) -> str:
+        """The name under which `owner` books memory of the host."""
+        return beside(owner) if beside(owner) in self.host else owner
 
     def reset_peaks(self) -> None:
         """Begin the peaks anew."""

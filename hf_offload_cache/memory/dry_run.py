@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .account import MemoryAccount, staged
+from .account import MemoryAccount, host_side, staged
 from .plan import LayerPlan, Planned
 
 
@@ -17,12 +17,12 @@ class DryRun(MemoryAccount):
     Each part's `rehearse` makes the part as large as it can become, and declares its temporary memory here. `plan` adds
     both up, so the line that allocates memory also plans it.
 
-    `device_type`: of the device that attention runs on.
+    `device_type`: of the device that attention runs on. `alone`: steps run on it without the host.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
-        super().__init__()
-        self.device_type = device_type
+        super().__init__(host=host_side(device_type, False))
+        self.device_type, self.alone = device_type, False
         self._prefill: dict[str, int] = {}
         self._decode: dict[str, int] = {}
         self._waiting: dict[str, int] = {}
@@ -34,6 +34,11 @@ class DryRun(MemoryAccount):
         """As `MemoryAccount.empty`, on the meta device."""
         self.by_owner[owner] += math.prod(shape) * dtype.itemsize
         return torch.empty(shape, dtype=dtype, device="meta")
+
+    @property
+    def on_device(self) -> int:
+        """Bytes of all owners but those of the host side."""
+        return sum([nbytes for owner, nbytes in self.by_owner.items() if owner not in self.host])
 
     def keeps(self, owner: str, nbytes: int) -> None:
         """Add `nbytes` to `owner` that `empty` does not allocate."""
@@ -78,4 +83,4 @@ class DryRun(MemoryAccount):
         lasting = dict(self.by_owner if self._lasting is None else self._lasting)
         for owner, nbytes in self._waiting.items():
             lasting[owner] = lasting.get(owner, 0) + nbytes
-        return LayerPlan(Planned(lasting, self.by_owner), Planned(self._prefill, self._decode), store_bytes)
+        return LayerPlan(Planned(lasting, self.by_owner), Planned(self._prefill, self._decode), store_bytes, self.alone)

@@ -36,6 +36,7 @@ class Search(Generic[Config]):
         device: type of the device that attention runs on.
         host_memory: limit of the host side; None: no limit.
         longest_block: most tokens of a block on a device other than the CPU, where each block costs launches.
+        alone: slots hold a complete choice, so that steps run on a device without the host.
     """
 
     config_class: type[Config]
@@ -50,6 +51,7 @@ class Search(Generic[Config]):
     device: str = "cpu"
     host_memory: int | None = None
     longest_block: int | None = None
+    alone: bool = False
     _peaks: dict[str, tuple[int, int]] = field(default_factory=dict, init=False, repr=False)
 
     def config(self, chosen: dict[str, Any]) -> Config:

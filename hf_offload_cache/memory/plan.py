@@ -53,6 +53,16 @@ class Planned:
                     most[owner] = max(most.get(owner, 0), nbytes)
         return cls(prefill, decode)
 
+    def or_else(self, other: Planned, host: Container[str]) -> Planned:
+        """For two ways of doing the same, of which only one is in use at a time: the larger, in each phase. Owners on
+        the `host` side count by themselves."""
+        phases = []
+        for own, others in ((self.prefill, other.prefill), (self.decode, other.decode)):
+            larger = max(own, others, key=lambda held: sum([held[owner] for owner in held if owner not in host]))
+            beside = {owner: max(own.get(owner, 0), others.get(owner, 0)) for owner in {**own, **others}}
+            phases.append({owner: beside[owner] if owner in host else larger.get(owner, 0) for owner in beside})
+        return Planned(*phases)
+
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -62,6 +72,10 @@ class LayerPlan:
     shared: Planned = field(default_factory=Planned)
     store_bytes: int = 0
     """Bytes on the disk, or wherever the store is."""
+    alone: bool = False
+    """Steps run on a device without the host."""
+    over_host: LayerPlan | None = None
+    """The memory of steps that go over the host in spite of that, instead of this; None: there are no such steps."""
 
     @staticmethod
     def of_layers(layers: Iterable[tuple[LayerPlan, int]], others: Planned) -> tuple[Planned, int]:

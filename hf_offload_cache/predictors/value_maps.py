@@ -15,7 +15,7 @@ from ..fetch.choice import Estimates
 from ..history.records import RecordFormat
 from ..history.state import LARGEST, Array, State
 from ..kernels.on_a_device import to_device, to_host
-from ..memory.account import MemoryAccount
+from ..memory.account import ADAPTERS, MemoryAccount
 from ..memory.dry_run import DryRun
 
 LEAST_TOKENS = 1024
@@ -43,7 +43,8 @@ class ValueMaps:
     """For each row, a linear map from components of keys to values, and the ratio of true to estimated mass.
 
     A step's remainder is a weighted mean of values. The same mean of components, mapped, estimates it, and components
-    are in memory. On the host: (rows, r + 1, Hv, Dv) int8. The account books the maps as "adapters".
+    are in memory. On the host: (rows, r + 1, Hv, Dv) int8. The account books the maps as "adapters"; for keys on a
+    device, as "adapters, host".
 
     Args:
         sizes: rows, components r, and query heads a row.
@@ -51,7 +52,7 @@ class ValueMaps:
 
     STATE: ClassVar[State] = State(
         "estimates of the remainder",
-        "adapters",
+        ADAPTERS,
         maps=Array("rows inputs heads dim", torch.int8),
         scale=Array("rows inputs", torch.float32, low=0, high=LARGEST),
         ratio=Array("rows query_heads", torch.float32, low=0, high=LARGEST),
@@ -59,11 +60,11 @@ class ValueMaps:
 
     def __init__(self, form: RecordFormat, sizes: tuple[int, int, int], account: MemoryAccount) -> None:
         (rows, rank, query_heads), host = sizes, torch.device("cpu")
-        self._account = account
+        self._account, self._owner = account, account.of_host(ADAPTERS)
         shape = rows, rank + 1, form.num_value_heads, form.value_dim
-        self.maps = account.empty("adapters", *shape, dtype=torch.int8, device=host)
-        self.scale = account.empty("adapters", *shape[:2], dtype=torch.float32, device=host)
-        self.ratio = account.empty("adapters", rows, query_heads, dtype=torch.float32, device=host)
+        self.maps = account.empty(self._owner, *shape, dtype=torch.int8, device=host)
+        self.scale = account.empty(self._owner, *shape[:2], dtype=torch.float32, device=host)
+        self.ratio = account.empty(self._owner, rows, query_heads, dtype=torch.float32, device=host)
         self._there: OnDevice | None = None
 
     @classmethod
@@ -71,7 +72,7 @@ class ValueMaps:
         """Take the memory, in a dry run."""
         maps = cls(form, sizes, run)
         if run.device_type == "cuda":
-            run.keeps("adapters", maps.STATE.nbytes(maps))
+            run.keeps(ADAPTERS, maps.STATE.nbytes(maps))
         if sizes[0] > 1:
             run.moves(maps.maps.nbytes)
 
@@ -88,7 +89,7 @@ class ValueMaps:
         """Copies on a device, kept until the maps change. The account books them as "adapters"."""
         if self._there is None:
             arrays = self.maps.numpy(), self.scale.numpy(), self.log_ratio
-            self._account.hold("adapters", sum(array.nbytes for array in arrays))
+            self._account.hold(ADAPTERS, sum(array.nbytes for array in arrays))
             with torch.inference_mode(False):
                 self._there = OnDevice(*(to_device(array, device) for array in arrays))
         return self._there
@@ -96,7 +97,7 @@ class ValueMaps:
     def changed(self) -> None:
         """Drop the copies on a device, because the maps have changed."""
         if self._there is not None:
-            self._account.release("adapters", sum(one.nbytes for one in self._there))
+            self._account.release(ADAPTERS, sum(one.nbytes for one in self._there))
             self._there = None
 
     @property

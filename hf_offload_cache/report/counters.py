@@ -55,6 +55,12 @@ class Counters:
         self.tokens_visible += queries * visible
         self.tokens_attended += queries * entries
 
+    def count_ready(self, units: int) -> None:
+        """Count selected units that are ready when a step needs them. Those that had to be read are not resident."""
+        self.units_selected += units
+        self.units_resident += units
+        self.units_ready += units
+
     def later(self, **numbers: torch.Tensor) -> None:
         """Add numbers, () int64, to the counts of these names at `fold`, so that nobody waits for a device now."""
         for name, number in numbers.items():

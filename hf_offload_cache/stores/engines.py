@@ -206,6 +206,11 @@ class DryStore:
     records: int = 0
 
     @property
+    def in_memory(self) -> bool:
+        """As `Store.in_memory`."""
+        return self.engine == "memory"
+
+    @property
     def memory_bytes(self) -> int:
         """Host memory for the records, at most."""
         return self._in_memory[0] if self.engine == "memory" else 0

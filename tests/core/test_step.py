@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from fake_device import Fake, fake_cuda
 
-from hf_offload_cache.core import Step
+from hf_offload_cache.core import PlainMasks, Step
 
 
 def step() -> Step:
@@ -82,3 +83,67 @@ def test_a_layer_by_itself_selects_with_one_query_over_a_history() -> None:
     assert not Step.alone(2, 5, 2).selects
     assert not Step.alone(2, 5, 1).decodes
     assert Step(1, 5, 1, selects=True, started=0.0).decodes
+
+
+# Masks on a device: what was plain is plain one column later
+
+def causal(queries: int, columns: int, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+    seen = torch.ones(2, 1, queries, columns, dtype=torch.bool).tril(columns - queries)
+    return seen if dtype == torch.bool else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def waits(earlier: PlainMasks, mask: torch.Tensor, **given: Any) -> tuple[int, bool]:
+    """How often a step of one token waits for a device that has its `mask`, and whether it is plain for the step."""
+    with fake_cuda() as counts:
+        one, there = step(), Fake(mask)
+        earlier.begin(one, {name: Fake(value) for name, value in given.items()})
+        counts.clear()
+        streamed, visible = one.streamed(there), one.visible(there)
+        assert streamed == one.streamed(there) and visible is one.visible(there)  # once a step
+        assert one.changes(there) == (visible is not None)
+        return counts.syncs.total(), streamed == (None, None) and visible is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_step_waits_for_no_mask_that_was_plain_in_an_earlier_one(dtype: torch.dtype) -> None:
+    earlier, padded = PlainMasks(), causal(2, 50, dtype)
+    padded[1, ..., :3] = False if dtype == torch.bool else torch.finfo(dtype).min
+    usual = waits(earlier, causal(2, 40, dtype))[0]
+    assert usual == 1
+    assert [waits(earlier, causal(2, columns, dtype)) for columns in (41, 42, 104)] == [(0, True)] * 3
+    assert waits(earlier, causal(2, 105, dtype)) == (usual, True)  # looked at again after 64 tokens
+    assert waits(earlier, causal(2, 106, dtype)) == (0, True)
+    assert waits(earlier, causal(2, 50, dtype)) == (usual, True)  # after a crop
+    assert waits(earlier, causal(3, 52, dtype))[0] == 1 and waits(earlier, causal(2, 51, dtype)) == (0, True)
+    assert waits(earlier, padded)[1] is False and waits(earlier, causal(2, 51, dtype))[0] == 1
+
+
+def test_a_mask_of_the_caller_is_looked_at_in_each_step() -> None:
+    earlier, seen = PlainMasks(), torch.ones(2, 40, dtype=torch.int64)
+    waits(earlier, causal(2, 41), attention_mask=seen)
+    assert waits(earlier, causal(2, 42), attention_mask=torch.ones(2, 41)) == (1, True)
+    hidden, mask = torch.ones(2, 42), causal(2, 43)
+    hidden[1, 7] = 0
+    mask[1, ..., 7] = False
+    assert waits(earlier, mask, attention_mask=hidden)[1] is False
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_what_else_may_decide_on_a_mask_is_no_earlier_step(tokens: int) -> None:
+    """A call with another tensor, or of several tokens, is looked at, and so is the step after it."""
+    earlier, kinds = PlainMasks(), {} if tokens > 1 else {"token_type_ids": torch.zeros(2, 1)}
+    waits(earlier, causal(2, 41))
+    other = Step(2, 5, tokens, selects=True)
+    earlier.begin(other, kinds)
+    assert other.plain_masks is None
+    assert waits(earlier, causal(2, 42))[0] == 1
+
+
+def test_masks_of_a_host_are_looked_at_in_each_step() -> None:
+    """Nobody waits for them."""
+    earlier = PlainMasks()
+    for columns in (41, 42):
+        one, mask = step(), causal(2, columns)
+        earlier.begin(one, {})
+        mask[1, ..., : columns - 41] = False
+        assert (one.visible(mask) is None) == (one.streamed(mask) == (None, None)) == (columns == 41)

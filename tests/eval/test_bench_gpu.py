@@ -24,7 +24,7 @@ from eval.replay import LIKENESS
 from eval.studies.common import Rows
 from eval.studies.common import main as run_study
 from eval.synthetic import Shape, build_model
-from hf_offload_cache.kernels import low_bit, on_a_device
+from hf_offload_cache.kernels import on_a_device
 from hf_offload_cache.registry import cache_class
 
 TINY = Shape(layers=3, heads=4, kv_heads=2, head_dim=64, hidden=48, intermediate=64, vocabulary=512)
@@ -170,14 +170,19 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert attended["nbytes"] == 2 * 2 * 64 * 64 * 2
     floor = attended["nbytes"] * copy["median_seconds"] / copy["nbytes"]
     assert attended["share"] == pytest.approx(floor / attended["median_seconds"])
-    modules = "ranking", "slots", "kmeans"
+    modules = "ranking", "slots", "kmeans", "bounds", "mixed_attention", "host_entries"
     assert by_name.keys() >= {name for name in on_a_device.TWINS if name.partition(".")[0] in modules}
     units, codes, entry = 256 // 4, 112, 2 * 2 * 64 * 2  # of 4 tokens; bytes of a token's codes, and of its entry
     assert by_name["ranking.score"]["nbytes"] == 4 * units * codes + 4 * 4 * units
     read, projection = 256 * (entry // 2 + codes), 2 * 64 * (192 + 4) + 4 * 192  # with the mean and the scale
     assert by_name["ranking.encode"]["nbytes"] == read + projection
+    of_copy = 2 * 2 * 256 * 20 + 2 * 2 * (68 + 64 + 1) * 64 * 2  # rows of 64 codes in 2 bits; entries
+    assert by_name["mixed_attention.attend"]["nbytes"] == of_copy + 4 * 4 * 2 * 256
     assert by_name["slots.bring"]["nbytes"] == 32 * entry and by_name["slots.bring"]["floor"] == gpu_kernels.BUS
     assert by_name["slots.attend"]["nbytes"] == 64 * entry == attended["nbytes"]
+    chunks, examined = 2 * 256 // 64, 2 * min(256, 4 * 64)  # of two key heads
+    assert by_name["bounds.limits"]["nbytes"] == chunks * 2 * 64 * 2 + 2 * 4 * 2 * chunks
+    assert by_name["bounds.look"]["nbytes"] == examined * 64 * 2 + 2 * 32 * 64 * 2
     assert by_name["slots.attend"]["compared_with"] == gpu_kernels.GATHERED
     points, labels, centroids = 2 * 256 * 64 * 2, 2 * 256 * 4, 2 * (256 // 12) * 64 * 4
     assert by_name["kmeans.assign"]["nbytes"] == points + centroids + labels
@@ -199,19 +204,11 @@ def test_cases_call_the_kernels_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
     """In Triton's interpreter: their results are those of the twins, on what a case makes."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     sizes, device = gpu_kernels.QUICK, torch.device("cpu")
-    for name in ("low_bit_triton.scores", "low_bit_triton.weighted"):
-        run = gpu_kernels.CASES[name](sizes, device).run
-        found = run()
-        if name.endswith("scores"):
-            queries, keys, bits, found = run.args
-            expected = torch.empty_like(found)
-            low_bit.scores(queries, keys, bits, expected)
-        else:
-            expected = low_bit.weighted(*run.args)
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     torch.manual_seed(0)  # no point is as near to two centroids
     ranking = ("ranking.project", "ranking.score", "ranking.share", "ranking.pick", "ranking.rest", "slots.attend")
-    for name in (*ranking, "kmeans.assign", "kmeans.means", "kmeans.apart", "kmeans.parted"):
+    chunks = ("bounds.limits", "bounds.stand", "bounds.front", "bounds.look")
+    copy = "mixed_attention.attend", "mixed_attention.share"
+    for name in (*copy, *ranking, *chunks, "kmeans.assign", "kmeans.means", "kmeans.apart", "kmeans.parted"):
         twin = gpu_kernels.CASES[name](sizes, device).run
         module, _, function = name.partition(".")
         kernel = getattr(importlib.import_module(f"hf_offload_cache.kernels.{module}_triton"), function)
@@ -250,7 +247,7 @@ def test_a_kernel_of_the_package_is_compared(device: Any, tmp_path: Path, monkey
     assert judged["share of the floor, step.twice"]["at_least"] == 0.8
     assert judged[f"step.twice over {gpu_kernels.GATHERED}"]["at_most"] == 1.5
     assert found["summary"]["left_out"]["step.other"] == "eval.gpu_kernels has no case for it"
-    assert found["summary"]["left_out"]["low_bit_triton.scores"] == "Triton's kernels do not run here"
+    assert found["summary"]["left_out"]["mixed_attention.attend"] == "Triton's kernels do not run here"
 
 
 # --- one call after the other ----------------------------------------------------------------------------------------

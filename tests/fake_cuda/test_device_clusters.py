@@ -163,6 +163,7 @@ def test_a_prompt_keeps_to_its_budget(more: float, tmp_path: Any) -> None:
     model, rows, tokens = build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "max_position_embeddings": 2048})), 2, 900
     ids = prompt(model, rows, tokens)
     fields: Any = {"max_context": tokens, "max_batch": rows, "num_selected": 64, "write_queue": "64KiB"}
+    fields["engine"] = "memory"  # as `auto` would be for this device
     with on_the_device(model) as (on_device, _), torch.no_grad():
         geometry, config = Geometry.of(on_device), ClusterConfig(**fields, memory="1GiB", reuse_capacity=0)
         assert geometry.device == "cuda"

@@ -1,27 +1,30 @@
-"""Steps of `DiskSwapCache` on a device that reads records by itself: kernels' twins, on a device that only counts."""
+"""Steps on a device that reads records by itself: kernels' twins, on a device that only counts."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from fake_device import CUDA, Counts, Fake, fake_cuda, on_the_device, values_of
+from fake_device import CUDA, QUEUES, Counts, Fake, fake_cuda, on_the_device, values_of
 from harness import COMMON, build, prompt
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.core import SelectiveLayer, TokenLog
+from hf_offload_cache import DiskSwapCache, SpecCache
+from hf_offload_cache.core import SelectiveLayer, TokenLog, device_step
 from hf_offload_cache.fetch import device_slots
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.memory import MemoryAccount
-from hf_offload_cache.methods.disk_swap import fitted_keys
-from hf_offload_cache.methods.spec import ChosenEntries
+from hf_offload_cache.methods.disk_swap import DiskSwapConfig, fitted_keys
+from hf_offload_cache.methods.spec import ChosenEntries, FusedAttention, chosen_entries
 from hf_offload_cache.model import Geometry
+from hf_offload_cache.stores import MemoryStore
 
 TOKENS, PIECE, STEPS, LAYERS = 1280, 1280, 18, COMMON["num_hidden_layers"]
 Put = Callable[[torch.Tensor], torch.Tensor]
@@ -56,11 +59,13 @@ def decoded(model: Any, cache: Any, ids: torch.Tensor, put: Put, tokens: int = T
 
 
 @contextmanager
-def a_device(rows: int = 1, seed: int | None = None, **fields: Any) -> Iterator[tuple[Any, Any, Counts]]:
+def a_device(
+    rows: int = 1, seed: int | None = None, cls: type[Any] = DiskSwapCache, **fields: Any
+) -> Iterator[tuple[Any, Any, Counts]]:
     """A model, a cache with its records in pinned host memory, and the device's counts. `seed`: of its streams."""
     with on_the_device(llama(), seed) as (model, counts):
         sizes = {"max_context": TOKENS + 128, "max_batch": rows, "num_selected": 128, "engine": "memory"}
-        with DiskSwapCache(model, **{**sizes, **fields}) as cache:
+        with cls(model, **{**sizes, **fields}) as cache:
             cache.storage.pinned = True
             yield model, cache, counts
 
@@ -146,6 +151,42 @@ def test_queries_of_a_fit_are_asked_on_the_device_as_on_the_host(rows: int) -> N
         assert not counts.syncs
     torch.testing.assert_close(found, wanted)
     assert found[0].shape == (4 * rows, 6, coding.rank) and found[1].shape == (4 * rows, 6, 1)
+
+
+SPEC_WAYS: list[tuple[dict[str, Any], bool]] = [
+    ({}, False), ({"bits": 1, "num_sinks": 0}, True), ({"speculative": False}, False), ({"top_up": "always"}, True),
+    ({"num_selected": 0}, False), ({"engine": "direct", "group_size": 4}, True),
+]  # fmt: skip
+"""Fields, and whether a row is padded."""
+
+
+@pytest.mark.parametrize(("way", "padded", "seed"), [(*way, index) for index, way in enumerate(SPEC_WAYS)], ids=str)
+def test_kernels_attend_and_choose_as_mixed_attention_does(
+    way: dict[str, Any], padded: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of `SpecCache`, in any order of the device's streams, within its plan. One of the steps seals a group."""
+    tokens, rows, count, small = 253, 2, 5, {"num_recent": 32, "quant_group": 32, "num_selected": 20}
+    fields = {"max_context": tokens + 32, **small, **way}
+    ids, mask = prompt(llama(), rows, tokens + count), torch.ones(rows, tokens + count, dtype=torch.int64)
+    mask[-1, : 100 * padded] = 0
+    found = []
+    for fused in (True, False):
+        with a_device(rows, seed if fused else None, SpecCache, **fields) as (model, cache, _):
+            if not fused:
+                monkeypatch.setattr(FusedAttention, "fits", lambda *_: False)
+            fed(model, cache, ids[:, :tokens], Fake, attention_mask=Fake(mask[:, :tokens]), logits_to_keep=1)
+            steps = []
+            for at in range(tokens, tokens + count):
+                seen = Fake(mask[:, : at + 1])
+                steps.append(fed(model, cache, ids[:, at : at + 1], Fake, attention_mask=seen))
+                if at == tokens:
+                    cache.storage.account.reset_peaks()
+            account, report = cache.storage.account, cache.report()
+            planned = cache.plan(Geometry.of(model), cache.config, tokens + 32, rows).decode
+            assert account.peak <= sum(nbytes for owner, nbytes in planned.items() if owner not in account.host)
+            found.append((torch.cat(steps, 1), report.hit_rate, report.selected_fraction, report.bytes_read))
+    torch.testing.assert_close(*(logits for logits, *_ in found), rtol=1e-4, atol=1e-5)
+    assert found[0][1:] == found[1][1:] and (found[0][3] > 0) == bool(fields["num_selected"])
 
 
 def test_ids_leave_a_device_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +294,54 @@ def test_slots_are_made_again_after_a_crop_and_for_other_rows() -> None:
     assert wrong < 1.3 * expected
 
 
+def beams(model: Any, cache: Any, ids: torch.Tensor, put: Put) -> torch.Tensor:
+    """Tokens of a beam search."""
+    options = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "use_cache": True}
+    return values_of(model.generate(put(ids), past_key_values=cache, **options))
+
+
+@pytest.mark.parametrize(("way", "seed"), [("8 bits", 4), ("heads apart", 5)])
+def test_slots_follow_the_rows_of_a_beam_search(way: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps choose, read and compute as if slots were dropped at each change, and find more of them."""
+    ids, own, changes = prompt(llama(), 1, TOKENS), device_slots.DeviceSlots.select_rows, []
+    sizes = {"max_batch": 3, **WAYS[way]}
+
+    def counted(slots: Any, rows: torch.Tensor) -> None:
+        before = counts.syncs.total() + counts.blocking.total()
+        own(slots, rows)
+        changes.append((counts.syncs.total() + counts.blocking.total() - before, slots.closed, rows.tolist()))
+
+    monkeypatch.setattr(device_slots.DeviceSlots, "select_rows", counted)
+    with a_device(seed=seed, **sizes) as (model, cache, counts):
+        ours, kept = beams(model, cache, ids, Fake), cache.report().hit_rate
+        assert not cache.storage.account.by_owner["moving rows"]
+    moved = [rows for _, _, rows in changes if len(set(rows)) < len(rows)]
+    assert len(changes) > LAYERS and moved and not any(waits or closed for waits, closed, _ in changes)
+    monkeypatch.setattr(device_slots.DeviceSlots, "select_rows", lambda slots, rows: slots._free())
+    with a_device(seed=seed, **sizes) as (model, cache, counts):
+        expected, dropped = beams(model, cache, ids, Fake), cache.report().hit_rate
+    assert torch.equal(ours, expected) and kept is not None and dropped is not None and kept > dropped + 0.1
+
+
+def test_a_beam_search_on_a_device_chooses_the_tokens_of_one_on_the_host() -> None:
+    """All tokens are selected, so both are those of full attention. The memory of its changes of rows is planned."""
+    ids = prompt(llama(), 1, 500)
+    expected = beams(llama(), DynamicCache(config=llama().config), ids, host)
+    sizes = {"max_context": 520, "max_batch": 3, "engine": "memory", "num_selected": 520, "reuse_capacity": 520}
+    plain = llama()
+    with DiskSwapCache(plain, **sizes) as cache:
+        assert torch.equal(beams(plain, cache, ids, host), expected)
+    planned = DiskSwapCache.plan(replace(Geometry.of(llama()), device="cuda"), DiskSwapConfig(**sizes), 520, 3)
+    with a_device(seed=1, **sizes, memory=planned.peak_bytes) as (model, cache, _):
+        assert torch.equal(beams(model, cache, ids, Fake), expected)
+        assert all(of_slots(cache)) and cache.storage.account.peak <= planned.peak_bytes
+        slots, account = of_slots(cache)[0], cache.storage.account
+        account.limit = account.current - account.host_bytes  # no room for a change of rows: they are read again
+        for _ in range(2):
+            slots.select_rows(torch.tensor([0, 0, 1]))
+        assert slots.closed and of_slots(cache)[1] is not None and not of_slots(cache)[1].closed
+
+
 def test_slots_are_booked_and_freed() -> None:
     ids = prompt(llama(), 1, TOKENS + 4)
     with a_device() as (model, cache, _):
@@ -305,33 +394,173 @@ def test_a_read_that_could_not_begin_leaves_no_slot_that_says_it_has_it(monkeypa
     torch.testing.assert_close(found, expected[:, -1:])
 
 
-def test_an_entry_that_could_not_be_read_is_not_resident() -> None:
+def test_an_entry_that_could_not_be_read_is_not_resident(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `SpecCache`, whose tokens are exchanged before their entries are read, too."""
-
-    def exchanged(tokens: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return tokens.copy_(wanted), wanted
 
     def refused(*_: Any) -> None:
         raise MemoryError("no room for a kernel")
 
+    monkeypatch.setattr(chosen_entries, "bring", refused)
     with fake_cuda():
         chosen = ChosenEntries(RecordFormat(2, 8, 2, 8, torch.float32, 4), 1, 4, CUDA, MemoryAccount())
+        wanted, addresses = Fake(torch.arange(8).view(1, 2, 4)), Fake(torch.zeros(1, 2, dtype=torch.int64))
         with pytest.raises(MemoryError):
-            chosen.exchange(Fake(torch.arange(8).view(1, 2, 4)), exchanged, refused, torch.cuda.Stream())
+            chosen.exchange(wanted, addresses, torch.cuda.Stream())
         assert chosen.empty and chosen.tokens.tolist() == [[[-1] * 4] * 2]
 
 
+def test_a_cache_that_only_its_finaliser_closes_waits_for_reads_of_a_later_step() -> None:
+    """Of `SpecCache`, which reads on a stream of its own: no kernel reads records that are freed."""
+    ids, left = prompt(llama(), 1, 203), list[int]()
+    close = MemoryStore.close
+
+    def closed(store: MemoryStore) -> None:
+        left.append(len(stream.queue))
+        close(store)
+
+    with on_the_device(llama(), 0) as (model, _), mock.patch.object(QUEUES.random, "random", return_value=1.0):
+        cache = SpecCache(model, engine="memory", num_selected=20, num_recent=32, quant_group=32)
+        storage = cache.storage
+        for part in ids[:, :202].split([201, 1], 1):
+            fed(model, cache, part, Fake)
+        stream = storage.reading_stream(CUDA)
+        stream.behind = 1000  # it runs what something waits for
+        with torch.no_grad():
+            model(Fake(ids[:, 202:]), past_key_values=cache)
+        assert stream.queue
+        with mock.patch.object(MemoryStore, "close", closed):
+            del cache
+            gc.collect()
+        assert storage.closed and left == [0] * LAYERS
+
+
 def test_slots_that_a_budget_has_hold_a_complete_choice_or_the_host_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit plans no slots for a choice of each layer beside those of `reuse_capacity`."""
+    """Within a limit slots are those of `reuse_capacity`; if these hold a choice, nothing is planned for the host."""
     monkeypatch.setattr(DiskSwapCache, "lend_slots", lambda *_: None)
     ids = prompt(llama(), 1, TOKENS + 2)
     for reuse, there in ((160, True), (16, False)):
         with a_device(memory="64MiB", max_batch=1, reuse_capacity=reuse) as (model, cache, _):
             decoded(model, cache, ids, Fake)
             assert all((slots is not None) == there for slots in of_slots(cache))
+            layer = cache.selective[0]
+            plan = type(layer).plan(layer.kind(LAYERS), layer.config, TOKENS + 128)
+            assert (plan.over_host is not None) == plan.alone == there
+            assert ("staging" in plan.shared.decode) != there and plan.own.decode["reuse slots"] > 0
             if there:
-                planned = type(cache).plan(Geometry.of(model), cache.config, TOKENS + 128, 1).decode["reuse slots"]
+                assert plan.over_host.shared.decode["staging"] and not plan.over_host.own.decode["reuse slots"]
+                planned = LAYERS * plan.own.decode["reuse slots"]
                 assert cache.storage.account.by_owner["reuse slots"] == planned
+
+
+SMOL = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+
+
+@pytest.mark.parametrize("context", [4096, 8192])
+def test_a_thirteenth_of_the_full_kv_suffices_for_steps_on_a_device(
+    context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer's, of every step of a plain decoding, with SmolLM2's heads and layers: none waits. Slots are those of
+    the longest context, as nothing is lent."""
+    fields = {**COMMON, **SMOL, "num_hidden_layers": 30, "max_position_embeddings": context}
+    model = LlamaForCausalLM(LlamaConfig(**fields)).to(torch.bfloat16).eval().requires_grad_(False)
+    tokens, steps, done = 704, 3, list[bool]()
+    ids = prompt(model, 1, tokens + steps + 1)
+    monkeypatch.setattr(DiskSwapCache, "lend_slots", lambda *_: None)
+
+    def counted(layer: Any, call: Any) -> Any:
+        output = own(layer, call)
+        done.append(output is not None)
+        return output
+
+    own = device_step.attend_on_device
+    monkeypatch.setattr(device_step, "attend_on_device", counted)
+    with on_the_device(model) as (there, counts):
+        made_of = {"max_context": context, "engine": "memory"}
+        with DiskSwapCache.for_budget(there, memory="1/13", **made_of) as cache:
+            decoded(there, cache, ids[:, : tokens + 1], Fake, tokens)
+            cache.storage.prefetcher.flush()
+            counts.clear()
+            for part in ids[:, tokens + 1 :].split(1, 1):
+                fed(there, cache, part, Fake)
+            assert done == [True] * ((steps + 1) * 30) and not counts.syncs and not counts.blocking
+            account, planned = cache.storage.account, type(cache).plan(Geometry.of(there), cache.config, context, 1)
+            assert account.peak <= account.limit and account.pressed == 0
+            assert planned.decode["reuse slots"] == account.by_owner["reuse slots"]
+            assert "selection" not in planned.decode and not account.by_owner["selection"]
+            selected, layer = cache.config.num_selected, cache.selective[0]
+            assert selected <= cache.config.reuse_capacity and layer.history.records > layer.budget
+
+
+@pytest.mark.parametrize("layers", [1, 12])
+def test_what_goes_over_the_host_keeps_within_a_budget_for_steps_on_a_device(layers: int) -> None:
+    """Candidates and rows with padding take the memory of slots, and give it back. With one layer, buffers are more
+    than slots, and with twelve less. All tokens are selected, so the logits are those of full attention."""
+    fields = {**COMMON, "num_hidden_layers": layers, "max_position_embeddings": 8192}
+    model, tokens = build(LlamaForCausalLM, LlamaConfig(**fields)), 600
+    ids, mask = prompt(model, 2, tokens + 24), torch.ones(2, tokens + 24, dtype=torch.long)
+    exact = decoded(model, DynamicCache(config=model.config), ids, host, tokens)
+    geometry = replace(Geometry.of(model), device="cuda")
+    own = {"num_selected": 640, "reuse_capacity": 640, "max_context": tokens + 24, "max_batch": 2, "engine": "memory"}
+    own |= {"look_ahead": False, "remainder": False}
+    config = DiskSwapConfig(**own, memory="1GiB")
+    plan = DiskSwapCache.plan(geometry, config, tokens + 24, 2)
+    assert ("staging" in plan.decode) == (layers == 1)
+
+    def hold_within(cache: Any) -> None:
+        """From now on, what is planned for steps is all that there is."""
+        cache.storage.release_stream_buffers()
+        cache.storage.account.limit = plan.decode_bytes
+        cache.storage.reset_counters()
+
+    with on_the_device(model) as (there, _), DiskSwapCache(there, **own, memory=plan.peak_bytes) as cache:
+        account, layer = cache.storage.account, cache.selective[0]
+        found, at = [], 0
+
+        def step(width: int, alone: bool, **given: Any) -> None:
+            nonlocal at
+            found.append(fed(there, cache, ids[:, at : at + width], Fake, **given))
+            at += width
+            assert [slots is not None and not slots.closed for slots in of_slots(cache)] == [alone] * layers
+            assert account.peak <= account.limit
+            for owner in ("staging", "selection"):
+                assert (account.by_owner[owner] > 0) != alone or at <= tokens
+
+        step(tokens, False)
+        hold_within(cache)
+        cache.activate_past_recording()  # as assisted decoding does
+        for _ in range(2):
+            step(1, True)
+            step(3, False)
+            step(1, True)
+        cache.selecting.watch = lambda *_: None  # as replays do
+        step(1, False)
+        step(1, False)
+        slots, usual = cache.selecting.over_host, cache.selecting.slots(layer.config, 16, layer.history.records)
+        assert layer._fetcher is not None and layer._fetcher.tiers[0].capacity == 2 * min(slots, usual)
+        assert (slots > 0) == (layers > 1) and slots < usual
+        cache.selecting.watch = None
+        step(1, True)
+    torch.testing.assert_close(torch.cat(found[1:], 1), exact[:, : at - tokens], rtol=1e-3, atol=1e-3)
+    mask[0, :40] = 0
+    parts = list(itertools.pairwise((0, tokens, tokens + 1, tokens + 2, tokens + 3)))
+
+    def padded(model: Any, cache: Any, put: Put) -> torch.Tensor:
+        """Logits of each step after the prompt, and of the prompt's last token."""
+        masks = [put(mask[:, :last]) for _, last in parts]
+        found = []
+        for part, own in zip(parts, masks, strict=True):
+            found.append(fed(model, cache, ids[:, slice(*part)], put, attention_mask=own)[:, -1:])
+            if put is Fake and len(found) == 1:
+                hold_within(cache)
+        return torch.cat(found, 1)
+
+    exact = padded(build(LlamaForCausalLM, LlamaConfig(**fields)), DynamicCache(config=model.config), host)
+    model = build(LlamaForCausalLM, LlamaConfig(**fields))
+    with on_the_device(model) as (there, _), DiskSwapCache(there, **own, memory=plan.peak_bytes) as cache:
+        ours = padded(there, cache, Fake)
+        account = cache.storage.account
+        assert of_slots(cache) == [None] * layers and 0 < account.peak <= account.limit == plan.decode_bytes
+    torch.testing.assert_close(ours, exact, rtol=1e-3, atol=1e-3)
 
 
 def test_memory_that_is_not_pinned_goes_over_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

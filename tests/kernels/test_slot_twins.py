@@ -141,3 +141,19 @@ def test_entries_that_a_choice_does_not_keep_do_not_count_whatever_they_are(esti
         )  # fmt: skip
         torch.testing.assert_close(output[row], expected[0][0])
         torch.testing.assert_close(logarithm[row], expected[1][0])
+
+
+def test_latest_entries_that_are_not_seen_do_not_count() -> None:
+    """Attention equals that to the others alone."""
+    random = torch.Generator().manual_seed(0)
+    form = RecordFormat(2, 24, 2, 40, torch.float32, 5)
+    query = torch.randn(2, 6, 24, generator=random)
+    data, slots = torch.randn(2, 7, form.payload_width, generator=random), torch.tensor([[3, 0], [2, -1]]).int()
+    recent = torch.randn(2, 8, form.entry_width, generator=random)
+    seen = torch.tensor([[1, 0, 0, 1, 1, 1, 1, 1], [0, 1, 0, 1, 1, 1, 1, 1]]).bool()
+    output, logarithm = attend(query, data, slots, recent, form, 0.2, None, None, None, seen)
+    for row in range(2):
+        some = slice(row, row + 1)
+        expected = attend(query[some], data[some], slots[some], recent[some, seen[row]], form, 0.2, None, None)
+        torch.testing.assert_close(output[some], expected[0])
+        torch.testing.assert_close(logarithm[some], expected[1])

@@ -159,7 +159,7 @@ def test_what_is_not_kept_is_not_attended_to(
     device: str, shape: str, dtype: torch.dtype, bits: int | None, apart: bool, selected: int, recent: int,
     programs: int, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Parts of tokens and complete parts, and slots of -1; what lies there may be NaN."""
+    """Parts of tokens and complete parts, and slots of -1; what lies there may be NaN. And some of the latest ones."""
     kernel = kernels("slots_triton", device, monkeypatch)
     monkeypatch.setattr(kernels("ranking_triton", device, monkeypatch), "PROGRAMS", programs)
     monkeypatch.setattr(kernel, "_TILE", 512)  # parts are merged one after the other
@@ -176,14 +176,19 @@ def test_what_is_not_kept_is_not_attended_to(
     value = torch.randn(*query.shape[:2], form.value_dim, generator=made)
     weight = torch.randn(query.shape[:2], generator=made)
     given = query, data, places, latest
+    wider = torch.rand(rows, recent + 2, generator=made) < 0.5
+    seen = [None, wider[:, :-2]]
     rests = ((None, None), (value, weight))
-    expected = [slots.attend(*given, form, form.key_dim**-0.5, *rest, keep) for rest in rests]
+    expected = [
+        slots.attend(*given, form, form.key_dim**-0.5, *rest, keep, one) for rest, one in zip(rests, seen, strict=True)
+    ]
     fill_what_is_empty(monkeypatch)
     moved = [move(one, device) for one in given]
     rtol, atol = TOLERANCES[dtype]
-    for rest, (output, logarithm) in zip(rests, expected, strict=True):
-        there = [None if one is None else one.to(device) for one in rest]
-        found = kernel.attend(*moved, form, form.key_dim**-0.5, *there, keep.to(device))
+    for rest, one, (output, logarithm) in zip(rests, seen, expected, strict=True):
+        there = [None if part is None else part.to(device) for part in rest]
+        masks = keep.to(device), None if one is None else wider.to(device)[:, :-2]
+        found = kernel.attend(*moved, form, form.key_dim**-0.5, *there, *masks)
         assert output.isfinite().all()
         torch.testing.assert_close(found[0].cpu(), output, rtol=rtol, atol=atol)
         torch.testing.assert_close(found[1].cpu(), logarithm, rtol=min(rtol, 1e-3), atol=atol)
@@ -203,7 +208,7 @@ def test_latest_entries_that_do_not_exist_do_not_count(
     given[3][:, count:] = torch.nan
     counted = torch.tensor(count).to(device)
     fill_what_is_empty(monkeypatch)
-    found = kernel.attend(*[move(one, device) for one in given], form, 0.2, None, None, None, counted)
+    found = kernel.attend(*[move(one, device) for one in given], form, 0.2, None, None, count=counted)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)
 

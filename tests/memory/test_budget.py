@@ -447,6 +447,34 @@ def test_blocks_on_a_device_get_what_a_budget_leaves() -> None:
     assert OffloadCache.fit(SMOL, full // 2, context, 1, {}).block_tokens == 1024
 
 
+def test_slots_of_a_budget_for_a_device_hold_a_choice_of_each_layer() -> None:
+    """Then steps need no buffers of the host's way. A goal, a given field or the disk may want that way, and so does a
+    budget that is too small for slots."""
+    gpu, context, cls = dataclasses.replace(SMOL, device="cuda"), 8192, DiskSwapCache
+    memory, own = SMOL.full_kv_bytes(context, 1) // 13, {"engine": "memory"}
+
+    def fitted(nbytes: int, goal: str | None = None, **fields: Any) -> tuple[DiskSwapConfig, bool]:
+        config = cls.fit(gpu, nbytes, context, 1, {**own, **fields}, goal)
+        plan = cls.plan(gpu, config, context, 1)
+        assert plan.peak_bytes <= nbytes and ("staging" in plan.decode) == ("selection" in plan.decode)
+        assert "staging, host" in plan.host_decode  # for steps that need the host in spite of the plan
+        return config, "staging" not in plan.decode  # type: ignore[return-value]
+
+    for goal, count, on_device in ((None, 560, True), ("speed", 400, True), ("fidelity", 800, False)):
+        config, alone = fitted(memory, goal)
+        assert (config.num_selected, alone, config.reuse_capacity >= count) == (count, on_device, on_device)
+    assert not fitted(memory, reuse_capacity=100)[1] and not fitted(memory, engine="direct")[1]
+    assert fitted(memory, "speed", num_selected=250)[0].num_selected == 250
+    with pytest.raises(BudgetError) as refused:
+        cls.fit(gpu, 1, context, 1, own)
+    assert refused.value.needed is not None and not fitted(refused.value.needed)[1]
+    config = dataclasses.replace(fitted(memory)[0], memory=None)
+    extra, plain = (cls.plan(gpu, dataclasses.replace(config, reuse_capacity=count), context, 1) for count in (590, 0))
+    record = 3960  # of 10 tokens in 8 bits; without a limit, slots lie besides those of a choice
+    assert extra.decode["reuse slots"] - plain.decode["reuse slots"] == 30 * 60 * record
+    assert plain.decode["reuse slots"] == 30 * 57 * record
+
+
 def test_a_short_context_keeps_16_bits() -> None:
     """A step selects most of it, so that tokens may be those of the full KV. Whoever asks for speed gets 8 bits."""
     memory = 2 * SMOL.full_kv_bytes(600, 1)

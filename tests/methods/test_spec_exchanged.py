@@ -24,12 +24,15 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many entries came, of each exchange."""
     came = list[int]()
 
-    def exchange(self: PinnedEntries, history: Any, chosen: ChosenEntries, wanted: torch.Tensor) -> torch.Tensor:
+    def exchange(
+        self: PinnedEntries, history: Any, chosen: ChosenEntries, wanted: torch.Tensor, *, complete: bool
+    ) -> torch.Tensor:
+        assert not complete or bool((wanted >= 0).all())
         absent = chosen.want(wanted).cpu().numpy()
         most = int((absent >= 0).sum(2).max(initial=0))
         chosen.take([EntryReads._parts(self.reads, history, absent[:, :, :most])] if most else [])
         came.append(int((absent >= 0).sum()))
-        return torch.tensor([int((wanted >= 0).sum()), came[-1]])
+        return torch.tensor(came[-1])
 
     monkeypatch.setattr(PinnedEntries, "exchange", exchange)
     init = EntryReads.__init__

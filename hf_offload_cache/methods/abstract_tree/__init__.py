@@ -1,8 +1,9 @@
 """`AbstractTreeCache`: LeoAM. Abstracts of chunks select what is read, one layer after another.
 
 A decoding step in reading order: `predictor.py` ranks chunks and selects tokens in them, and `layer.py` fetches them
-through its tiers. `history.py` and `replicas.py` store chunks, abstracts and 4-bit replicas. `cache.py` coordinates the
-layers and fits a budget.
+through its tiers. On a GPU that reads records by itself, `DevicePredictor` does so with `kernels/bounds.py`.
+`history.py` and `replicas.py` store chunks, abstracts and 4-bit replicas. `cache.py` coordinates the layers and fits a
+budget.
 
 Where to find the paper:
 
@@ -32,6 +33,7 @@ from .history import ChunkHistory as ChunkHistory
 from .history import page_size as page_size
 from .layer import AbstractTreeLayer as AbstractTreeLayer
 from .predictor import AbstractTreePredictor as AbstractTreePredictor
+from .predictor import DevicePredictor as DevicePredictor
 from .predictor import StoredAbstractsPredictor as StoredAbstractsPredictor
 from .predictor import best_tokens as best_tokens
 from .predictor import bounds as bounds

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core import device_step
 from ...core.plan import LayerKind
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
@@ -22,7 +23,7 @@ from ...memory.dry_run import DryRun
 from ...stores.base import FreezableStore
 from .config import AbstractTreeConfig
 from .history import ChunkHistory
-from .predictor import AbstractTreePredictor, StoredAbstractsPredictor
+from .predictor import AbstractTreePredictor, DevicePredictor, StoredAbstractsPredictor
 
 _FEW = 16
 """Chunks a row that a resident layer reads at a time, after its first complete read."""
@@ -61,10 +62,15 @@ class AbstractTreeLayer(SelectiveLayer):
         config, history, account = self.config, self.history, self.shared.storage.account
         if isinstance(history, ChunkHistory) and history.pages is not None:
             return StoredAbstractsPredictor(history.form, history.rows, config, account, history.pages)
-        return AbstractTreePredictor(history.form, history.rows, config, account)
+        made = AbstractTreePredictor if config.keeps_replicas else DevicePredictor  # a device reads no replicas
+        return made(history.form, history.rows, config, account)
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         super().rehearse(run, kind, context)
+        on_device = run.device_type == "cuda" and self.config.engine in ("auto", "memory")
+        if on_device and isinstance(self.predictor, DevicePredictor) and self.selecting is not None:
+            wanted = self.selecting.units(self.config, kind.form.group_size, context)
+            device_step.rehearse_beside(self, run, kind, wanted * (1 + self.widens(context)))
         pages = self.history.pages if isinstance(self.history, ChunkHistory) else None
         if pages is not None:  # which are read one layer early
             area = self.history.rows * pages.table.num_groups * kind.form.record_bytes
@@ -84,8 +90,9 @@ class AbstractTreeLayer(SelectiveLayer):
 
     def keep_all(self) -> None:
         """Read all stored chunks of a resident layer into its slots, before its step selects some. If this fails, the
-        step reads the chunks that it selects."""
-        history = self.history if self.config.keeps_all and self._sparse() else None
+        step reads the chunks that it selects. On a device that reads records by itself they stay when a step has read
+        them."""
+        history = self.history if self.config.keeps_all and not self.on_device and self._sparse() else None
         if history is None or not self.can_choose() or history.units <= self.budget:
             return
         with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from ...config import SelectiveConfig
-from ...fetch.choice import Choice, Extents, kept_entries
+from ...fetch.choice import Choice, DeviceChoice, DeviceDecision, Extents, InSlots, kept_entries
 from ...history.base import Sealed, in_units
 from ...history.records import RecordFormat, sealed_groups
+from ...kernels import bounds as kernels
+from ...kernels.ranking import MOST_UNITS
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
 from ...predictors.base import Decision, Query
@@ -314,6 +316,52 @@ def _judge_bytes(form: RecordFormat, rows: int, heads: int, chunks: int, places:
 def _look_bytes(form: RecordFormat, rows: int, heads: int, tokens: int) -> int:
     """Bytes of a copy of the examined keys, and of their scores in 32 bits, three times."""
     return rows * tokens * (form.key_width * form.dtype.itemsize + 12 * heads)
+
+
+# The predictor of records that a CUDA device reads by itself
+
+class DevicePredictor(AbstractTreePredictor):
+    """An `AbstractTreePredictor` that also chooses on a CUDA device, without the host.
+
+    There it chooses what `select` does, with scores in single precision, and of equal chunks and tokens the first. That
+    includes the unusual steps in which some chunks count with all their tokens, so that rows may take fewer chunks than
+    others. Rows with padding, and candidates, go over the host.
+    """
+
+    @property
+    def chooses_on_device(self) -> bool:
+        """Whether kernels have these bounds, and the registers for as many tokens as a step examines."""
+        most = self._most(self.config, self.form, self.units) * self.form.group_size
+        return self.judges_by in (likely, bounds) and most <= MOST_UNITS
+
+    def choose_on_device(self, query: Query, budget: int, looks: bool) -> DeviceDecision:
+        """As `select`, on the device of the abstracts. The lost mass is not known."""
+        assert self._held is not None
+        group, config, rows = self.form.group_size, self.config, self.rows
+        tokens, places = self.units * group, min(budget, self.units)
+        attended, sinks = config.attended(tokens), config.num_sinks
+        heads, abstracts = query.states.shape[0] * query.states.shape[1] // rows, self._held[:, : self.units]
+        with self._account.holding("scores", kernels.chunk_bytes(rows, heads, self.units)):
+            high, low = kernels.limits(query.states, abstracts, query.scaling, self.judges_by is likely)
+            standings = kernels.stand(high, low, places, -(-sinks // group))
+            units = kernels.front(*standings, group, attended + sinks, budget)
+        self.evaluations += rows * self.units
+        self.judged += rows * tokens
+        if config.tokens_fetched(tokens) <= attended:  # complete chunks are attended to
+            return DeviceChoice(units)
+        return self._look_on_device(query, units, heads, attended + sinks)
+
+    def _look_on_device(
+        self, query: Query, units: torch.Tensor, heads: int, wanted: int
+    ) -> Generator[DeviceChoice, InSlots, DeviceChoice]:
+        """As `look_into`. Chunks that a row does not have count as evaluated, because the host does not know them."""
+        data, slots = yield DeviceChoice(units)
+        form, recent, sinks, tokens = self.form, query.recent(), self.config.num_sinks, units.shape[1]
+        tokens *= form.group_size
+        with self._account.holding("judging", kernels.look_bytes(self.rows, heads, tokens, recent.shape[2])):
+            keep = kernels.look(query.states, data, slots, recent, form, query.scaling, wanted, sinks)
+        self.evaluations += units.numel() * form.group_size // 2
+        return DeviceChoice(units, keep, min(wanted, tokens))
 
 
 # The predictor with abstracts on disk (LeoAM, section 4.3)

@@ -18,11 +18,11 @@ from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
 from ...errors import ConfigError
-from ...fetch.choice import Choice, Fetched
+from ...fetch.choice import Choice, DeviceChoice, Fetched
 from ...fetch.policy import MostUsed, Policy
 from ...history.base import History
 from ...history.records import RecordFormat
-from ...kernels.on_a_device import to_device
+from ...kernels.on_a_device import to_device, to_host
 from ...memory.fit import LOST_BY, Search
 from ...model.attention_call import AttentionCall
 from ...model.geometry import Geometry
@@ -200,6 +200,20 @@ class ClusterLayer(SelectiveLayer):
         if turn // batch > (turn - call.query.shape[2]) // batch:
             self.settle(choice, fetched)
         return output
+
+    def attended_on_device(self, choice: DeviceChoice) -> None:
+        """As `combine` does, settle clusters each time that tokens leave the tail. The host waits for the choice
+        then, and reads the clusters' pages."""
+        history, clustered, turn = self.history, self.history.clustered, self.length + self.layer_idx
+        if turn // history.together == (turn - 1) // history.together or not clustered.waiting.any():
+            return
+        assert self.predictor is not None
+        retrieved = clustered.waiting > 0
+        if history.records > self.budget:
+            assert self.predictor.kept is not None
+            retrieved &= to_host(self.predictor.kept)[0].numpy() > 0
+        others = fullest(np.where(retrieved, 0, clustered.waiting), clustered.buffer.most)
+        clustered.settle(clustered.read, *map(np.concatenate, zip(retrieved.nonzero(), others, strict=True)))
 
     def settle(self, choice: Choice, fetched: Fetched) -> None:
         """Algorithm 1 after attention: settle the clusters that the step retrieved, and, over the buffer budget, the

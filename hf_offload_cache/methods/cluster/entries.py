@@ -3,6 +3,7 @@ sections 4.2 and 5)."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -201,6 +202,32 @@ class StoredCounts:
         return self.sizes
 
 
+class Changes:
+    """Counts changes, and remembers which clusters the latest ones changed, if copies on a device follow them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.number = 0
+        self._latest: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=4 if device.type == "cuda" else 0)
+
+    def note(self, rows: np.ndarray, clusters: np.ndarray) -> None:
+        """These clusters of rows (n,) have changed."""
+        self.number += 1
+        self._latest.append((rows, clusters))
+
+    def note_all(self) -> None:
+        """Any cluster may have changed."""
+        self.number += 1
+        self._latest.clear()
+
+    def since(self, number: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Rows and clusters, (n,) each, that changed after so many changes; None: maybe all."""
+        missed = self.number - number
+        if number < 0 or missed > len(self._latest):
+            return None
+        rows, clusters = zip(*list(self._latest)[len(self._latest) - missed :], strict=True)
+        return np.concatenate(rows), np.concatenate(clusters)
+
+
 class ClusteredEntries:
     """The tokens 0 to `sealed` - 1 of each row, each a member of one cluster of `partition` (DynaKV, algorithm 1).
 
@@ -229,6 +256,8 @@ class ClusteredEntries:
         self.sealed = 0
         self._labels = np.zeros((partition.rows, 0), dtype=np.uint16)
         self._unplaced: NewClusters | None = None
+        self.changes, self.rewritten = Changes(buffer.entries.device), Changes(buffer.entries.device)
+        """Of counts, centroids or labels; and of pages."""
         self._count_stored()
         self._storage, self._readers = storage, readers
 
@@ -251,8 +280,11 @@ class ClusteredEntries:
         """(rows, clusters): buffered members of each cluster."""
         return self.partition.counts - self._counts.entries
 
-    def _count_stored(self) -> None:
-        """Recount the entries in pages, after a change of partition or buffer."""
+    def _count_stored(self, changed: tuple[np.ndarray, np.ndarray] | None = None, *, joined: bool = False) -> None:
+        """Recount the entries in pages, after a change of partition or buffer. `changed`: rows and clusters, (n,) each,
+        that have changed; None: maybe all. Their pages have, too, unless keys only `joined` them."""
+        for changes in (self.changes,) if joined else (self.changes, self.rewritten):
+            changes.note_all() if changed is None else changes.note(*changed)
         self._counts = StoredCounts(self.partition.counts, self._labels, self.buffer.places, self.form.group_size)
 
     def sizes(self, records: np.ndarray) -> np.ndarray:
@@ -328,7 +360,9 @@ class ClusteredEntries:
         self._widen_labels()
         first, self.sealed = self.sealed, self.sealed + labels.shape[1]
         self._labels[:, first : self.sealed] = labels
-        self._count_stored()
+        few = labels.shape[1] <= self.buffer.joining
+        changed = np.repeat(np.arange(len(labels)), labels.shape[1]), labels.reshape(-1)
+        self._count_stored(changed if few else None, joined=few and bool(joins.all()))
 
     def _label(self, tokens: int) -> None:
         """Make room for the labels of so many tokens."""
@@ -440,7 +474,7 @@ class ClusteredEntries:
         try:
             self.buffer.free(*waits)
         finally:
-            self._count_stored()
+            self._count_stored((batch.rows[of], numbers[at]))
             self._readers.renewed(*written, before[~np.isin(before, written[0])])
 
     def _parts(self, batch: Settling, keys: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...config import OffloadConfig
-from ...fetch.choice import Extents
+from ...fetch.choice import DeviceChoice, Extents, Numbered
 from ...fetch.storage import Storage
 from ...history.base import Block, Sealed, equal_parts, frozen, joined
 from ...history.position_history import check_captured
@@ -150,6 +150,7 @@ class ClusterHistory:
         self.holds_back = False
         """If True, the clusters of a long `append` are written by `place`, which runs before the given tensors may
         change."""
+        self._seen: tuple[int, int, torch.Tensor | None] = -1, 0, None  # see `unsealed`; and the change it is of
         self._before: tuple[torch.Tensor, int] | None = None  # tail and length before the clusters that are held back
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         sizes = clusters.size, clusters.places(form.group_size), clusters.threshold
@@ -186,6 +187,7 @@ class ClusterHistory:
     units: int = property(attrgetter("clustered.partition.clusters"))  # type: ignore[assignment]
     records: int = property(attrgetter("clustered.most_pages"))  # type: ignore[assignment]
     recent: torch.Tensor = property(attrgetter("tail.entries"))  # type: ignore[assignment]
+    version: int = property(attrgetter("clustered.rewritten.number"))  # type: ignore[assignment]
 
     @property
     def extra_entries(self) -> tuple[torch.Tensor, np.ndarray]:
@@ -194,7 +196,8 @@ class ClusterHistory:
 
     @property
     def tables_nbytes(self) -> int:
-        return self.clustered.tables_nbytes + self.store.tables_bytes
+        seen = self._seen[2]
+        return self.clustered.tables_nbytes + self.store.tables_bytes + (0 if seen is None else seen.nbytes)
 
     # --- writes ------------------------------------------------------------------------------------------------
 
@@ -265,6 +268,44 @@ class ClusterHistory:
         count[rows, at] = np.minimum(group, self.clustered.stored[rows, clusters] - page * group)
         unit[rows, at] = column
         return Extents(records, None, count, unit)
+
+    @property
+    def numbers(self) -> int:
+        """As `Source.numbers`: page p of cluster c has the number c * largest + p, if clusters have at most so many."""
+        return self.units * self.clustered.pages.largest
+
+    def numbered(self, version: int) -> Numbered:
+        """As `Source.numbered`: all places of pages of the clusters that have changed."""
+        clustered, largest = self.clustered, self.clustered.pages.largest
+        changed = clustered.rewritten.since(version)
+        rows, clusters = clustered.page_counts.nonzero() if changed is None else changed
+        row, cluster, page = np.repeat(rows, largest), np.repeat(clusters, largest), np.tile(range(largest), len(rows))
+        records = clustered.pages.records(row, cluster, page)
+        return Numbered(row, cluster.astype(np.int64) * largest + page, records, True)
+
+    def all_on_device(self) -> DeviceChoice:
+        clustered, group = self.clustered, self.form.group_size
+        rows, clusters, page = in_order(clustered.page_counts)
+        place = places_within(np.bincount(rows, minlength=self.rows))
+        units = np.full((self.rows, self.records), -1, dtype=np.int32)
+        units[rows, place] = clusters * clustered.pages.largest + page
+        keep = np.zeros((*units.shape, group), dtype=bool)
+        keep[rows, place] = page[:, None] * group + np.arange(group) < clustered.stored[rows, clusters][:, None]
+        return DeviceChoice(to_device(units, self.device), to_device(keep, self.device))
+
+    def unsealed(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        buffer, tail, number = self.clustered.buffer, self.tail, self.clustered.changes.number
+        if self._seen[0] != number:
+            used, mask = int((buffer.places >= 0).nonzero()[1].max(initial=-1)) + 1, None
+            if used:
+                seen = np.pad(buffer.places[:, :used] >= 0, ((0, 0), (0, tail.capacity)), constant_values=True)
+                mask = to_device(seen, self.device)
+            self._seen = number, used, mask
+        _, used, mask = self._seen
+        if mask is None:
+            return tail.entries, None
+        entries = torch.cat([buffer.entries[:, :used], tail.entries], 1)
+        return entries, mask[:, : entries.shape[1]]
 
     def positions(self, units: np.ndarray) -> np.ndarray:
         rows, page, column, at, width = self._laid_out(units)

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from ...errors import not_whole
-from ...fetch.choice import Choice, Estimates, kept_entries
+from ...fetch.choice import Choice, DeviceChoice, Estimates, kept_entries
 from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...history.state import Number, State
+from ...kernels.centroids import MOST_CLUSTERS, centroids_bytes, choose, rest, score
 from ...kernels.on_a_device import to_host
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
@@ -22,6 +23,7 @@ from ...predictors.sinks import largest
 from ...predictors.value_maps import LEAST_TOKENS, ValueMaps
 from .config import ClusterConfig, ClusterForm
 from .entries import ClusteredEntries
+from .on_device import DeviceClusters
 from .partition import MOST_ROOM
 from .remainder import estimates, fit_bytes, fit_maps, rehearse_maps
 
@@ -49,12 +51,18 @@ class ClusterPredictor(Predictor):
         """Factor of the scores, from the prompt; 0: unknown yet."""
         self.fitted_at = 0
         """Tokens of the history at the latest fit; 0 before the first."""
+        self.on_device = DeviceClusters(clustered, config.num_sinks, account)
+        self.kept: torch.Tensor | None = None
+        """Entries of each cluster that `choose_on_device` chose last, (rows, clusters) int32, on the device."""
 
     def rehearse(self, run: DryRun, context: int, heads: int, wanted: int) -> None:
         """As `Predictor.rehearse`."""
         clustered = self.clustered
         most = self._clusters.most_clusters(context, clustered.form.group_size)
         run.passes("scores", decode=_score_bytes(clustered.form, clustered.partition.rows, most, heads, self._clusters))
+        if run.device_type == "cuda" and clustered.store.in_memory and not self._clusters.mapped:
+            sizes = clustered.partition.rows, most, clustered.pages.largest, clustered.form.key_width
+            DeviceClusters.rehearse(run, *sizes)
         if self.config.remainder and context >= LEAST_TOKENS:
             rehearse_maps(run, clustered.form, clustered.partition.rows, heads, most)
 
@@ -103,6 +111,34 @@ class ClusterPredictor(Predictor):
             return self._choice(query, budget, self.maps is not None and not guess)
         finally:
             self._account.release("scores", nbytes)
+
+    @property
+    def chooses_on_device(self) -> bool:
+        """Whether centroids are in memory, and not too many for `choose_on_device`."""
+        return not self._clusters.mapped and self.clustered.partition.clusters <= MOST_CLUSTERS
+
+    def choose_on_device(self, query: Query, budget: int, looks: bool) -> DeviceChoice:
+        """As `select`, on the history's device; units are the numbers of pages. `looks`: with the lost mass."""
+        clustered, form, maps, (batch, heads, _) = self.clustered, self.clustered.form, self.maps, query.states.shape
+        centroids, tables = self.on_device.latest
+        rows, count, dim = centroids.shape
+        if maps is not None and maps.ratio.shape[1] != batch * heads // rows:
+            maps = None
+        most = self.most_pages(budget, self.config.num_sinks, self._clusters, form.group_size)
+        listed, recent, value, weight, lost = min(most, clustered.most_pages), query.recent()[:, 0], None, None, None
+        sizes = count, dim, form.value_dim, recent.shape[1], listed * form.group_size
+        with self._account.holding("scores", centroids_bytes(rows, batch * heads // rows, *sizes)):
+            scored = score(query.states, centroids, tables, recent, query.scaling)
+            limits = budget * form.group_size, most, listed, clustered.pages.largest, form.group_size
+            units, keep, self.kept, shares = choose(*scored, tables, *limits)
+            if maps is not None:
+                value, weight = rest(scored[0], centroids, tables, self.kept, *maps.on(centroids.device), batch)
+        if looks:
+            left = tables[1] - self.kept
+            if maps is not None:
+                left = left * (self.kept > 0)
+            lost = ((shares * left).sum().nan_to_num() * (1e6 / (batch * heads))).long()
+        return DeviceChoice(units, keep, budget * form.group_size, value, weight, lost)
 
     def estimate(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
         """As `Predictor.estimate`."""
@@ -202,17 +238,20 @@ class ClusterPredictor(Predictor):
     # --- changes -----------------------------------------------------------------------------------------------
 
     def truncate(self, units: int) -> None:
+        self.kept = None
         if not units:
             self.close()
 
     def select_rows(self, rows: torch.Tensor) -> None:
+        self.kept = None
         if self.maps is not None:
             self.maps.select_rows(rows)
 
     def close(self) -> None:
         if self.maps is not None:
             self.maps.close()
-        self.maps, self.fitted_at = None, 0
+        self.on_device.close()
+        self.maps, self.fitted_at, self.kept = None, 0, None
 
     # --- contexts ----------------------------------------------------------------------------------------------
 

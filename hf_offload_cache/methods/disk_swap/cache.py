@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -11,7 +13,7 @@ import torch
 from ...config import OffloadConfig, parse_size
 from ...core.budget import Goals
 from ...core.layer import OffloadLayer
-from ...core.plan import LayerKind, stream_bytes, streamed
+from ...core.plan import LayerKind, layer_kinds, stream_bytes, streamed
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
@@ -102,6 +104,15 @@ class DiskSwapLayer(SelectiveLayer):
             self.adapter = self.predictor.fitted.adapter
 
 
+def runs_alone(geometry: Geometry, context: int, batch: int, fields: Mapping[str, Any]) -> bool:
+    """`Goals.alone`: all layers' steps run on a device, if their slots hold a complete choice."""
+    if geometry.device != "cuda" or "reuse_capacity" in fields:
+        return False
+    config = replace(DiskSwapConfig.load(None, dict(fields)), memory=None)  # then slots do
+    kinds = dict.fromkeys(layer_kinds(geometry, config, batch))
+    return bool(kinds) and all(DiskSwapLayer.plan(*kind, context).alone for kind in kinds)
+
+
 class DiskSwapCache(SelectiveCache):
     """KVSwap: keeps the KV cache on disk and reads back the groups that each step needs.
 
@@ -112,7 +123,7 @@ class DiskSwapCache(SelectiveCache):
 
     config_class: ClassVar[type[OffloadConfig]] = DiskSwapConfig
     layer_class: ClassVar[type[OffloadLayer]] = DiskSwapLayer
-    goals = Goals(faithful, QUICK, needles_lost, quickest)
+    goals = Goals(faithful, QUICK, needles_lost, quickest, partial(needles_lost, alone=True), runs_alone)
     solver = "hf_offload_cache.methods.disk_swap.tuning:tune_by_solver"
     config: DiskSwapConfig
 
@@ -138,7 +149,7 @@ class DiskSwapCache(SelectiveCache):
         settings = search.config({**search.streams(10), "look_ahead": False})
         shapes, context = dict.fromkeys(geometry.layers), search.max_context
         kinds = [LayerKind.of(shape, geometry, settings, search.max_batch) for shape in shapes]
-        plans = (DiskSwapLayer.plan(kind, settings, context) for kind in kinds)
+        plans = [DiskSwapLayer.plan(replace(kind, over_host=True), settings, context) for kind in kinds]
         forms: list[RecordFormat] = list(dict.fromkeys(kind.form.joined(kind.rows // kind.batch) for kind in kinds))
         return fit_disk_swap(search, forms, max((plan.shared.decode["staging"] for plan in plans), default=0))
 

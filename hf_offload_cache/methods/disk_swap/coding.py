@@ -256,17 +256,21 @@ class Coding:
         return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
 
     @property
-    def asking_bytes(self) -> int:
-        """Bytes on a device of what makes scores there."""
-        return self.queries.nbytes + 2 * self.query_scale.nbytes
+    def host_bytes(self) -> int:
+        """Bytes of those that are on the host. Of these, and of `offsets`, there are copies where a device scores."""
+        return self.queries.nbytes + self.query_scale.nbytes
 
     @staticmethod
     def most_own_bytes(width: int, nbytes: int, device_type: str) -> int:
-        """Upper bound of `own_bytes` for keys of `width` elements in codes of `nbytes` bytes, on a device together with
-        `asking_bytes`."""
+        """Upper bound of `own_bytes` for keys of `width` elements in codes of `nbytes` bytes; on a device, of those
+        there and of copies."""
         rank = most_components(width, nbytes)
-        asking = width * rank + 8 * rank if device_type == "cuda" else 0
-        return 2 * width * rank + 4 * (width + 2 * rank) + asking
+        return 2 * width * rank + 4 * (width + 2 * rank) + (4 * rank if device_type == "cuda" else 0)
+
+    @staticmethod
+    def most_host_bytes(width: int, nbytes: int) -> int:
+        """As `most_own_bytes`, of `host_bytes`."""
+        return (width + 4) * most_components(width, nbytes)
 
     @property
     def offsets(self) -> np.ndarray:

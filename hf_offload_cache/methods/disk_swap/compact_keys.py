@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from ...history.state import Array, State
 from ...kernels.on_a_device import has_step, to_device, to_host
 from ...kernels.ranking import Asks, encode
-from ...memory.account import MemoryAccount, Workspace
+from ...memory.account import ADAPTERS, MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
 from .coding import PART, Coding, most_bytes, most_components, parts
 from .integer_product import multiplied, rounded
@@ -324,8 +325,13 @@ class CodedKeys(CompactKeys):
         self._queries, self._scale = coding.queries.numpy(), coding.query_scale.numpy()
         self._mean = coding.mean.numpy() if self.device.type == "cpu" else None
         self._asks: Asks | None = None
-        self._coding_bytes = coding.own_bytes + (coding.asking_bytes if self.device.type == "cuda" else 0)
-        account.hold("adapters", self._coding_bytes)
+        self._booked = {ADAPTERS: coding.own_bytes}
+        if self.device.type == "cuda":
+            own = Counter({ADAPTERS: coding.own_bytes + self._offsets.nbytes})
+            own[account.of_host(ADAPTERS)] += coding.host_bytes
+            self._booked = dict(own)
+        for owner, held in self._booked.items():
+            account.hold(owner, held)
 
     @classmethod
     def rehearse(
@@ -339,7 +345,9 @@ class CodedKeys(CompactKeys):
         made_of = torch.uint8, cpu, run, unit_size, _ALIGNED.get(run.device_type, 1)
         codes = TokenRows((rows, nbytes * unit_size, 0), 2, *made_of)
         codes.rehearse(run, tokens)
-        run.keeps("adapters", Coding.most_own_bytes(width, nbytes, run.device_type))
+        run.keeps(ADAPTERS, Coding.most_own_bytes(width, nbytes, run.device_type))
+        if run.device_type == "cuda":
+            run.keeps(run.of_host(ADAPTERS), Coding.most_host_bytes(width, nbytes))
         most = max(scored_at_once(tokens), wanted * unit_size)
         scores = most * (most_components(width, nbytes) + 4 * heads) + 4 * heads * -(-tokens // unit_size)
         run.passes("scores", decode=scores)
@@ -363,8 +371,9 @@ class CodedKeys(CompactKeys):
 
     def close(self) -> None:
         super().close()
-        self._account.release("adapters", self._coding_bytes)
-        self._coding_bytes = 0
+        for owner, held in self._booked.items():
+            self._account.release(owner, held)
+        self._booked = {}
 
     # --- scores ------------------------------------------------------------------------------------------------
 

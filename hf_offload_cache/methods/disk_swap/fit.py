@@ -80,21 +80,22 @@ def worth(summary_bytes: int, key_width: int, slots: float, selected: float) -> 
     return _SPEED * on_curve(slots / max(1, selected), HITS) - on_curve(summary_bytes / key_width, LOST)
 
 
-def _reach(selected: float) -> float:
+def _reach(selected: float, alone: bool = False) -> float:
     """Factor by which codes may be shorter than in steps that select 400 tokens: a step that selects more also finds a
     token that a shorter code ranks lower. Of 11 needles in 7K tokens, 800 tokens with 12 bytes found 8, and 400 with 20
-    found 7 (SmolLM2-135M). More than 800 tokens count as 800, because no more were measured."""
-    return min(2.0, max(1.0, selected / 400)) ** 0.5
+    found 7 (SmolLM2-135M). More than 800 tokens count as 800, because no more were measured. Fewer than 400 count as
+    400, but for a device that runs steps `alone` the same root is assumed: it weighs tokens against codes."""
+    return min(2.0, max(0.0 if alone else 1.0, selected / 400)) ** 0.5
 
 
-def needles_lost(config: DiskSwapConfig, geometry: Geometry) -> float:
+def needles_lost(config: DiskSwapConfig, geometry: Geometry, alone: bool = False) -> float:
     """The share of needles that coded keys of this size lose, by `LOST`. For truncated keys 0, or 1 if they are short:
-    their share was not measured."""
+    their share was not measured. `alone`: see `_reach`."""
     width = max((form.key_width for form in geometry.forms(config.group_size)), default=0)
     if config.summaries != "coded" or not width:
         return float(bool(width and shortfalls(config, width, ())))
     nbytes = config.summary_bytes or default_summary_bytes(width)
-    return on_curve(nbytes * _reach(config.num_selected) / width, LOST)
+    return on_curve(nbytes * _reach(config.num_selected, alone) / width, LOST)
 
 
 def shortfalls(config: DiskSwapConfig, key_width: int, given: Iterable[str]) -> list[str]:
@@ -138,6 +139,7 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
        for `num_selected` tokens, the default rank, slots for twice `num_selected`, a rank of half the key width, and
        slots for all tokens. A prefill has no slots, so its room goes to blocks of up to 2048 tokens and a third of the
        context.
+       For a device that runs steps alone, slots hold a complete choice from the first on.
     3. If step 1 does not fit, the longest compact keys that fit are used, down to 1/32 of the keys' bytes (sigma's
        limit). Slots get the rest. Below that, `num_recent` shrinks (16, then 8). If codes still do not fit (a
        short context of a small model), keys are truncated. `num_selected` shrinks last (to 64).
@@ -153,20 +155,24 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
     for name in ("rank", "summary_bytes"):
         if search.fields.get(name, 0) is None:
             del search.fields[name]
-    look_ahead = 2 * area_bytes <= search.memory // 10
+    look_ahead = 2 * area_bytes <= search.memory // 10 and not search.alone
     kinds: list[_Coded | _Truncated] = [_Truncated(search, forms)]
-    if search.config({}).summaries == "coded":
+    if search.alone:
+        kinds = [_Coded(search, forms)]
+    elif search.config({}).summaries == "coded":
         kinds.insert(0, _Coded(search, forms))
         if search.fields.get("summary_dtype") == "coded" or "summary_bytes" in search.fields:
             kinds.pop()
-    frugal, levels = list(_frugal(search, forms)), list(_levels(search, look_ahead))
+    frugal, levels, slots = list(_frugal(search, forms)), list(_levels(search, look_ahead)), 0
     complete = [level for level in frugal if level["num_selected"] == _selected(search)]
+    if search.alone:
+        frugal, slots = complete, _selected(search)
     tried = [
-        (keys, {**level, **keys.of(amount), "reuse_capacity": 0})
+        (keys, {**level, **keys.of(amount), "reuse_capacity": slots})
         for keys in kinds
         for amount, some in ((keys.wanted, levels), (keys.least, [*reversed(levels), *complete]))
         for level in some
-    ] + [(keys, {**level, **keys.of(keys.least), "reuse_capacity": 0}) for level in frugal for keys in kinds]
+    ] + [(keys, {**level, **keys.of(keys.least), "reuse_capacity": slots}) for level in frugal for keys in kinds]
     for keys, chosen in tried:
         if search.fits(chosen):
             return search.config(search.wider_streams(keys.filled(chosen)))
@@ -228,8 +234,8 @@ class _Coded:
         ]
 
         def value(halved: int, amount: int, slots: int) -> tuple[float, int, int]:
-            loses = on_curve(amount * _reach(selected) / width, LOST) > FEW_LOST
-            return worth(amount, width, slots, selected) - halved * QUEUE_HALVED - loses, halved, amount
+            lost = on_curve(amount * _reach(selected, search.alone) / width, LOST)
+            return worth(amount, width, slots, selected) - halved * QUEUE_HALVED - (lost > FEW_LOST), halved, amount
 
         def most(choice: tuple[int, int, int]) -> tuple[float, int, int]:
             return value(choice[0], choice[1], search.max_context)

@@ -120,7 +120,7 @@ class FittedKeys:
         """As `Learner.rehearse`."""
         form, rules, rows = self.form, self.rules, self.rows
         estimates = rules.remainder and context >= LEAST_TOKENS
-        units, before = context // form.group_size, sum(run.by_owner.values())
+        units, before = context // form.group_size, run.on_device
         most = most_kept(wanted, units, self._at_once(heads) if estimates else 0, self.heads)
         width, sizes = form.key_width, (context, rows, heads, form.group_size, most)
         part = PART if rules.memory is not None else part_sizes(run.device_type)[0]  # a budget may have room for more
@@ -141,7 +141,7 @@ class FittedKeys:
             last = max(last, fit_bytes(form, *sizes_of_maps, context, part))
         if rules.num_sinks:
             SinkKeys(form, rows, rules.num_sinks, torch.device("cpu"), run, np.zeros(rows, dtype=np.int64))
-        waiting, replaced = 0, sum(run.by_owner.values()) - before
+        waiting, replaced = 0, run.on_device - before
         if context >= self._least or self.adapter is not None:
             self._most_waiting, waiting = PromptQueries.planned(form, rows, heads, context, replaced)
             run.waits("compact keys", max(0, waiting - replaced))
@@ -402,6 +402,16 @@ class FittedKeys:
         assert isinstance(keys, CodedKeys)
         first = [] if sinks is None else [sinks.keys, sinks.units.shape[1]]
         return [keys.memory, *keys.asks, keys.coding.counts, *first, *([] if maps is None else maps.on(keys.device))]
+
+    def device_bytes(self, context: int, heads: int, wanted: int, recent: int) -> int | None:
+        """As `LowRankPredictor.device_bytes`, for `heads` query heads a sequence."""
+        form, rules, units = self.form, self.rules, context // self.form.group_size
+        if rules.dtype is not None:
+            return None
+        most = min(CANDIDATES * wanted, units) if rules.remainder and context >= LEAST_TOKENS else wanted
+        near, rank = rules.num_sinks + recent, most_components(form.key_width, self._code_bytes)
+        others = (most - wanted) * form.group_size
+        return ranking_bytes(self.rows, heads, self.rows * self.heads, units, rank, near, most, others, form.value_dim)
 
     def choose_on_device(self, query: Query, wanted: int, looks: bool) -> DeviceChoice:
         """The `wanted` best units of each row for a query, by all components, and an estimate of those that follow, on

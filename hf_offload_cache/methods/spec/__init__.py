@@ -39,6 +39,7 @@ from .copy import LOYALTY as LOYALTY
 from .copy import LowBitCopy as LowBitCopy
 from .copy import LowBitForm as LowBitForm
 from .copy import LowBitPredictor as LowBitPredictor
+from .copy import Scores as Scores
 from .layer import TRIED as TRIED
 from .layer import SpecLayer as SpecLayer
 from .layer import TopUp as TopUp

@@ -7,86 +7,56 @@ from collections.abc import Sequence
 import torch
 
 from ...history.records import RecordFormat
-from ...kernels.on_a_device import has_kernels
+from ...kernels.mixed_attention import attend
+from ...kernels.on_a_device import has_step
 from .chosen_entries import Entries
-from .copy import LowBitCopy
+from .copy import LowBitCopy, Scores
 
-# `MixedAttention` in a few GPU kernels
+# `MixedAttention` in one GPU kernel
 
 class FusedAttention:
-    """`MixedAttention` in GPU kernels, for calls that `fits`. `latest` may have several parts.
+    """`MixedAttention` in one GPU kernel. `latest` has one or two parts. Nothing is kept between two calls.
 
-    Products with the copy are in half precision, with sums in float32. Products with full-precision entries are in
-    TF32, which is exact for 16-bit entries, or in float32 for 32-bit entries. Nothing is kept between two calls.
+    Products are in single precision, those with 16-bit entries by tensor cores.
     """
 
     def __init__(
         self, copy: LowBitCopy, query: torch.Tensor, scaling: float,
-        latest: Sequence[tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor | None,
+        latest: Sequence[tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor | None, softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        heads = copy.form.entry.num_key_heads
-        self._copy, self._scaling, self._latest, self._mask = copy, scaling, latest, mask
-        self._count = query.shape[2]
-        self._queries = query.unflatten(1, (heads, -1)).flatten(2, 3).contiguous()
+        self._copy, self._query, self._latest, self._mask = copy, query, latest, mask
+        self._scaling, self._softcap, self._s_aux = scaling, softcap, s_aux
 
     @staticmethod
-    def fits(
-        copy: LowBitCopy, query: torch.Tensor, mask: torch.Tensor | None, softcap: float | None,
-        s_aux: torch.Tensor | None,
-    ) -> bool:  # fmt: skip
-        """True if the kernels support this call. For the copy's tokens they read only the last row of a boolean mask,
-        because all queries see the same ones."""
-        entry = copy.form.entry
-        if softcap is not None or s_aux is not None or not has_kernels(query.device, entry.key_dim, entry.value_dim):
-            return False
-        from ...kernels.mixed_attention_triton import MOST_QUERIES
-
-        queries = query.shape[1] // entry.num_key_heads * query.shape[2]
-        return queries <= MOST_QUERIES and (mask is None or mask.dtype == torch.bool)
+    def fits(form: RecordFormat, device: torch.device) -> bool:
+        """True if the kernel runs on `device`, with entries of `form`."""
+        return has_step(device, form.key_dim, form.value_dim) and form.dtype.itemsize <= 4
 
     def attend(
         self, replaced: Sequence[Entries], asked: Sequence[int] = (), *, last: bool = True
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """As `MixedAttention.attend`. `asked` are adjacent queries, and more calls may follow the `last`."""
-        with torch.cuda.device_of(self._queries):  # kernels start on the current device
-            return self._attend(replaced, asked)
-
-    def _attend(
-        self, replaced: Sequence[Entries], asked: Sequence[int]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        from ...kernels.mixed_attention_triton import Parts
-
-        tokens, form, mask = self._copy.tokens, self._copy.form, self._mask
-        rows, heads = self._queries.shape[:2]
-        hidden = torch.empty(rows, heads, tokens + 1, dtype=torch.uint8, device=self._queries.device)
-        seen = None
-        if mask is None:
-            hidden.zero_()
+    ) -> tuple[torch.Tensor, list[Scores]]:
+        """As `MixedAttention.attend`, with the output in the query's type, and with the scores of all queries of
+        `asked`, which are adjacent, instead of their shares. More calls may follow the `last`."""
+        copy, form = self._copy, self._copy.form.entry
+        if len(replaced) == 1:
+            tokens, keys, values = replaced[0].tokens, replaced[0].keys, replaced[0].values
+        elif replaced:
+            parts = zip(*((entries.tokens, entries.keys, entries.values) for entries in replaced), strict=True)
+            tokens, keys, values = (torch.cat(part, 2) for part in parts)
         else:
-            hidden[:, :, :tokens] = ~mask[:, :1, -1, :tokens]
-            hidden[:, :, tokens] = 1
-            seen = mask[:, 0, -1, tokens:].byte().expand(rows, -1).contiguous()
-            replaced = [self._seen(entries, hidden) for entries in replaced]
-        for entries in replaced:  # the last column is for empty places (-1)
-            hidden.scatter_(2, entries.tokens.masked_fill(entries.tokens < 0, tokens), 1)
-        given = self._queries, self._scaling, self._count, form.entry.value_dim, hidden
-        parts = Parts(*given, len(replaced) + len(self._latest), form.group)
-        parts.copy(self._copy.keys, self._copy.values, form.bits)
-        for entries in replaced:
-            parts.stored(entries.keys, entries.values, entries.tokens)
-        after, first = sum(keys.shape[2] for keys, _ in self._latest), 0
-        for keys, values in self._latest:
-            stop = first + keys.shape[2]
-            parts.latest(keys, values, None if seen is None else seen[:, first:stop].contiguous(), after - stop)
-            first = stop
-        output = parts.merged()
-        return output, list(parts.shares(asked[0], len(asked))) if asked else []
-
-    @staticmethod
-    def _seen(entries: Entries, hidden: torch.Tensor) -> Entries:
-        """The entries with -1 as the token of each hidden one. `hidden` (rows, heads, tokens + 1) uint8."""
-        places = entries.tokens.masked_fill(entries.tokens < 0, hidden.shape[2] - 1)
-        return Entries(entries.tokens.masked_fill(hidden.gather(2, places) != 0, -1), entries.keys, entries.values)
+            shape = *self._query.shape[:1], form.num_key_heads, 0
+            tokens = self._query.new_empty(shape, dtype=torch.int64)
+            keys, values = (self._query.new_empty(*shape, dim) for dim in (form.key_dim, form.value_dim))
+        (latest_keys, latest_values), *more = self._latest
+        guess_keys, guess_values = more[0] if more else (None, None)
+        output, scores, logarithm = attend(
+            self._query, copy.keys, copy.values, copy.form.bits, tokens, keys, values, latest_keys, latest_values,
+            guess_keys, guess_values, self._mask, self._s_aux, self._scaling, self._softcap, bool(asked),
+        )  # fmt: skip
+        if scores is None:
+            return output, []
+        return output, [Scores(scores, logarithm, self._query.shape[2], asked[0], asked[-1] + 1)]
 
 
 class MixedAttention:

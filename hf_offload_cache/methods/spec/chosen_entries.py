@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,8 @@ from ...fetch.fetcher import Fetcher
 from ...fetch.storage import Storage
 from ...history.records import places_within
 from ...history.state import Array, State
-from ...kernels.on_a_device import has_kernels
+from ...kernels.host_entries import MOST_EXCHANGED, bring, exchange
+from ...kernels.on_a_device import has_step
 from ...memory.account import MemoryAccount, lasting_empty
 
 
@@ -30,6 +31,8 @@ class Entries:
     tokens: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
+    count: int | None = None
+    """Tokens of each head, if none of these places is empty; None: unknown to the host."""
 
 
 def records_of(tokens: np.ndarray, group_size: int, most: int) -> list[Choice]:
@@ -95,6 +98,7 @@ class ChosenEntries:
         """True if no entry is resident."""
         self.keys = lasting_empty(*shape, form.key_dim, dtype=form.dtype, device=device).zero_()
         self.values = lasting_empty(*shape, form.value_dim, dtype=form.dtype, device=device).zero_()
+        self._resident: int | None = None  # tokens of each head, if the host knows it
         self._under_way: torch.cuda.Event | None = None
 
     @staticmethod
@@ -111,7 +115,7 @@ class ChosenEntries:
         """All resident entries: views, valid until the next change."""
         if self._under_way is not None:
             self._wait()
-        return Entries(self.tokens, self.keys, self.values)
+        return Entries(self.tokens, self.keys, self.values, self._resident)
 
     def absent_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """The `tokens` (rows, heads, m), -1: none, that are not resident, padded with -1 to the same shape."""
@@ -141,38 +145,36 @@ class ChosenEntries:
                 place = slot[..., None].expand(fetched.shape)
                 resident.scatter_(2, place, torch.where(valid[..., None], fetched, resident.gather(2, place)))
         self.empty = self.empty and not self.wanted.shape[2]
-        self.wanted = self.absent = None
+        self.wanted = self.absent = self._resident = None
 
     def exchange(
-        self,
-        wanted: torch.Tensor,
-        exchanged: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-        gather: Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], None],
-        stream: torch.cuda.Stream,
+        self, wanted: torch.Tensor, addresses: torch.Tensor, stream: torch.cuda.Stream, *, complete: bool = False
     ) -> torch.Tensor:
         """`want` and `take` in one, on the GPU. Does not block; later work of the current stream sees the result.
 
         Args:
-            exchanged: takes (tokens, wanted), updates tokens, and returns the token to fetch for each place and counts.
-            gather: reads those entries into keys and values, on `stream`.
+            wanted: (rows, heads, at most `count`) of integers, -1: none; `complete`: there are none of these.
+            addresses: of each unit's record in pinned host memory, (rows, units) int64: see `kernels.host_entries`.
+            stream: reads those entries.
 
-        Returns the numbers of wanted and of fetched entries: (2,) int64.
+        Returns the numbers of fetched entries: (rows, heads) int64.
         """
         self._wait()
-        self.wanted = self.absent = None
+        self.wanted = self.absent = self._resident = None
         try:
-            fetched, counts = exchanged(self.tokens, wanted)
-            for used in (fetched, self.keys, self.values):
+            fetched, counts = exchange(self.tokens, wanted)
+            for used in (fetched, self.keys, self.values, addresses):
                 used.record_stream(stream)
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
-                gather(fetched, (self.keys, self.values))
+                bring(addresses, fetched, self.form, self.keys, self.values)
                 self._under_way = stream.record_event()
         except BaseException:  # tokens may name entries that were not read
             self.tokens.fill_(-1)
             self.empty = True
             raise
         self.empty = self.empty and not wanted.shape[2]
+        self._resident = wanted.shape[2] if complete else None
         return counts
 
     def _wait(self) -> None:
@@ -195,7 +197,7 @@ class ChosenEntries:
             self.wanted = self.wanted.masked_fill(self.wanted >= tokens, -1)
             absent = self.absent.masked_fill(self.absent >= tokens, -1)
             self.absent = absent.sort(2, descending=True).values
-        self.empty = not bool((self.tokens >= 0).any())
+        self.empty, self._resident = not bool((self.tokens >= 0).any()), None
 
     def grow(self, count: int) -> None:
         """Make room for `count` entries, more than before. Raises `BudgetError` and changes nothing then."""
@@ -238,7 +240,6 @@ class PinnedEntries:
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._addresses = storage, Addresses(storage)
-        self._stream: torch.cuda.Stream | None = None
         self._gathered: torch.cuda.Event | None = None
         """Recorded after the last `gather`."""
 
@@ -253,50 +254,44 @@ class PinnedEntries:
         self._gathered = None
         self._addresses.forget()
 
-    def exchange(self, history: Source, chosen: ChosenEntries, wanted: torch.Tensor) -> torch.Tensor | None:
+    def exchange(
+        self, history: Source, chosen: ChosenEntries, wanted: torch.Tensor, *, complete: bool = False
+    ) -> torch.Tensor | None:
         """Make the `wanted` tokens (rows, heads, m) resident in `chosen`, by reads on a separate stream: Pre-fetch of
-        SpeCache's algorithm 3.
+        SpeCache's algorithm 3. `complete`: none of them is -1.
 
-        Returns the numbers of wanted and of fetched entries, (2,) int64. None if the device cannot read the records, or
-        if there are too many entries for the kernel.
+        Returns the numbers of fetched entries, (rows, heads) int64. None if the device cannot read the records, or if
+        there are too many entries for the kernel.
         """
-        if history.device.type != "cuda" or (addresses := self._where(history)) is None:
+        if history.device.type != "cuda" or max(chosen.count, wanted.shape[2]) > MOST_EXCHANGED:
             return None
-        from ...kernels import host_entries_triton as kernel
-
-        if max(chosen.count, wanted.shape[2]) > kernel.MOST_EXCHANGED:
+        if (addresses := self._where(history)) is None:
             return None
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(history.device)
-
-        def gather(tokens: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor]) -> None:
-            addresses.record_stream(torch.cuda.current_stream(history.device))
-            kernel.gather_into(addresses, tokens, history.form, into, keeps=True)
-
-        counts = chosen.exchange(wanted, kernel.exchange, gather, self._stream)
-        self._count(history, counts[1])
-        return counts
+        stream = self._storage.reading_stream(history.device)
+        return chosen.exchange(wanted, addresses, stream, complete=complete)
 
     def gather(self, history: Source, tokens: torch.Tensor) -> Entries | None:
         """Entries of tokens (rows, heads, m), -1: none, on the current stream. None if the device cannot read there."""
         if (addresses := self._where(history)) is None:
             return None
-        from ...kernels import host_entries_triton as kernel
-
-        entries = Entries(tokens, *kernel.gather(addresses, tokens, history.form))
+        form, tokens = history.form, tokens.contiguous()
+        options = {"dtype": form.dtype, "device": tokens.device}
+        keys, values = (torch.zeros(*tokens.shape, dim, **options) for dim in (form.key_dim, form.value_dim))
+        bring(addresses, tokens, form, keys, values)
         self._gathered = torch.cuda.current_stream(history.device).record_event()
-        self._count(history, (tokens >= 0).sum())
-        return entries
+        counters = self._storage.counters
+        counters.tell_later(lambda read: self.count(history, read), (tokens >= 0).sum())
+        return Entries(tokens, keys, values)
 
-    def _count(self, history: Source, entries: torch.Tensor) -> None:
-        """Count `entries` read entries of single heads, () int64."""
-        form, store = history.form, history.store
-        entry = (form.key_dim + form.value_dim) * form.dtype.itemsize
-        self._storage.counters.tell_later(lambda read: store.count_read(read, read * entry), entries)
+    @staticmethod
+    def count(history: Source, read: int) -> None:
+        """Count `read` entries of single heads."""
+        entry = (history.form.key_dim + history.form.value_dim) * history.form.dtype.itemsize
+        history.store.count_read(read, read * entry)
 
     def _where(self, history: Source) -> torch.Tensor | None:
         """Addresses of all units. None if some are in memory that is not pinned."""
-        return self._addresses.of(history) if has_kernels(history.device) else None
+        return self._addresses.of(history) if has_step(history.device) else None
 
 
 # Single entries of each key head, from complete records that are read or from parts of records in host memory
@@ -355,4 +350,5 @@ class EntryReads:
                 first += tokens.size * dim * item
         finally:
             self.areas.give_back(area)
-        return Entries(torch.from_numpy(tokens).to(history.device), *parts)
+        keys, values = parts
+        return Entries(torch.from_numpy(tokens).to(history.device), keys, values)

@@ -16,7 +16,8 @@ from ...history.records import RecordFormat
 from ...history.state import Array, State
 from ...kernels import low_bit
 from ...kernels.low_bit import BLOCK, packed, row_bytes
-from ...kernels.on_a_device import has_kernels
+from ...kernels.mixed_attention import share
+from ...kernels.ranking import MOST_UNITS, pick
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
 from ...predictors.base import Learner
@@ -170,22 +171,14 @@ class LowBitCopy:
 
     # --- attend ------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _kernels(self) -> Any:
-        if not has_kernels(self.device, self.form.entry.key_dim, self.form.value_dim):
-            return low_bit
-        from ...kernels import low_bit_triton
-
-        return low_bit_triton
-
     def scores(self, queries: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Products of queries (rows, Hk, n, Dk) float32 with the keys, in `out` (rows, Hk, n, tokens) float32."""
-        self._kernels.scores(queries, self.keys, self.form.bits, out)
+        low_bit.scores(queries, self.keys, self.form.bits, out)
         return out
 
     def weighted(self, shares: torch.Tensor) -> torch.Tensor:
         """Sums of the values by `shares` (rows, Hv, n, tokens) float32: (rows, Hv, n, Dv) float32."""
-        total: torch.Tensor = self._kernels.weighted(shares, self.values, self.form.bits, self.form.group)
+        total = low_bit.weighted(shares, self.values, self.form.bits, self.form.group)
         return total[..., : self.form.entry.value_dim]
 
     # --- changes and contexts ----------------------------------------------------------------------------------
@@ -250,6 +243,25 @@ LOYALTY = 4
 little which are in full precision."""
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Scores of a call on a device, by which the next tokens are selected: see `kernels.mixed_attention.share`."""
+
+    scores: torch.Tensor
+    """(B, Hk, n, tokens) float32, of the copy's tokens."""
+    logarithm: torch.Tensor
+    """(B, Hk, n) float32."""
+    queries: int
+    """Queries a sequence; those that are asked about are `first` to `stop`, the guess last."""
+    first: int
+    stop: int
+
+    def importance(self, held: torch.Tensor | None, sinks: int, begin: torch.Tensor | None) -> torch.Tensor:
+        """As `kernels.mixed_attention.share`."""
+        asked = self.queries, self.first, self.stop
+        return share(self.scores, self.logarithm, *asked, held, LOYALTY, sinks, begin)
+
+
 class LowBitPredictor(Learner):
     """Owner of the copy. It selects the tokens with most attention (ArgTopK of algorithms 2 and 3). See `Learner`.
 
@@ -287,17 +299,20 @@ class LowBitPredictor(Learner):
         self.copy.append(sealed.parts, sealed.tokens)
 
     def most(
-        self, shares: torch.Tensor, visible: torch.Tensor | None, count: int, held: torch.Tensor | None = None
+        self, shares: torch.Tensor | Scores, visible: torch.Tensor | None, count: int, held: torch.Tensor | None = None
     ) -> torch.Tensor:
         """ArgTopK of SpeCache: the at most `count` tokens (rows, heads, m) int64 with the largest shares of attention.
 
         The sinks are always among them. A token that is not `visible` becomes -1.
 
         Args:
-            shares: (rows, heads, tokens) float32; changed in place.
+            shares: (rows, heads, tokens) float32; changed in place. Scores on a device, for which nothing waits: then
+                the tokens are ascending, and may be int32.
             visible: (B or 1, T) bool, excludes padding.
             held: resident tokens (rows, heads, n), -1: none; their shares count `LOYALTY` times.
         """
+        if isinstance(shares, Scores):
+            return self._most_on_device(shares, visible, count, held)
         sinks, count = min(self._num_sinks, shares.shape[2]), min(count, shares.shape[2])
         if not count:
             return shares.new_zeros(*shares.shape[:2], 0, dtype=torch.int64)
@@ -311,11 +326,23 @@ class LowBitPredictor(Learner):
             first = (begin[:, None] + torch.arange(sinks, device=shares.device)).clamp(max=shares.shape[2] - 1)
             shares.scatter_(2, first[:, None].expand(len(shares), shares.shape[1], -1), torch.inf)
         best = shares.topk(count, 2, sorted=False).indices
-        if visible is None:
-            return best
-        seen = visible[:, : shares.shape[2]].to(shares.device)  # padding becomes -1, even if few tokens remain
-        of_row = torch.arange(len(shares), device=shares.device)[:, None, None] % len(seen)
-        return torch.where(seen[of_row, best], best, -1)
+        return best if visible is None else _seen(best, visible)
+
+    def _most_on_device(
+        self, scores: Scores, visible: torch.Tensor | None, count: int, held: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows, heads, _, tokens = scores.scores.shape
+        sinks, count = min(self._num_sinks, tokens), min(count, tokens)
+        if not count:
+            return scores.scores.new_zeros(rows, heads, 0, dtype=torch.int64)
+        begin = None if visible is None else visible[:, :tokens].int().argmax(1)
+        importance = scores.importance(held, sinks, begin)
+        if tokens > MOST_UNITS:
+            best = importance.topk(count, 1, sorted=False).indices
+        else:
+            best, _ = pick(importance, count, count)
+        best = best.view(rows, heads, count)
+        return best if visible is None else _seen(best.long(), visible)
 
     def truncate(self, units: int) -> None:
         self.copy.truncate(units * self.copy.form.entry.group_size)
@@ -334,3 +361,10 @@ class LowBitPredictor(Learner):
 
     def close(self) -> None:
         self.copy.close()
+
+
+def _seen(tokens: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """`tokens` (rows, heads, m) int64, with padding as -1, even if few tokens remain. `visible`: as of `most`."""
+    seen = visible.to(tokens.device)
+    of_row = torch.arange(len(tokens), device=tokens.device)[:, None, None] % len(seen)
+    return torch.where(seen[of_row, tokens], tokens, -1)

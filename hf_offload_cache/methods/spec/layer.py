@@ -29,8 +29,18 @@ from ...stores.base import FreezableStore
 from .attention import FusedAttention, MixedAttention
 from .chosen_entries import ChosenEntries, Entries, EntryReads
 from .config import SpecConfig
-from .copy import LowBitForm, LowBitPredictor
-from .plan import TOGETHER, UNDER_WAY, keeps_scores, picked_bytes, read_together, scores_of, stored_bytes
+from .copy import LowBitForm, LowBitPredictor, Scores
+from .plan import (
+    TOGETHER,
+    UNDER_WAY,
+    fused_bytes,
+    joined_bytes,
+    keeps_scores,
+    picked_bytes,
+    read_together,
+    scores_of,
+    stored_bytes,
+)  # fmt: skip
 
 # Fetching within a step the entries that a guess missed; beyond the paper
 
@@ -145,7 +155,13 @@ class SpecLayer(SelectiveLayer):
         tokens = max(0, context - config.num_recent) // config.quant_group * config.quant_group
         asked = kind.num_heads, TOGETHER, scores_of(config, TOGETHER)  # candidates need no more
         predictor.rehearse(run, tokens, kind.num_heads, 0)
-        scored = predictor.scored_bytes(predictor.copy.form, tokens, rows, *asked)
+        latest = latest_tokens(form, config)
+        if kind.device == "cuda" and torch.cuda.is_available() and FusedAttention.fits(form, torch.device("cuda")):
+            scored = fused_bytes(form, rows, kind.num_heads, TOGETHER, config, tokens, latest)
+            stored = joined_bytes(form, rows, config)
+        else:
+            scored = predictor.scored_bytes(predictor.copy.form, tokens, rows, *asked)
+            stored = stored_bytes(form, rows, kind.num_heads, TOGETHER, config, latest)
         run.passes("scores", decode=max(0, scored - run.passing("fitting")[1]))  # never at the same time
         if config.records_apart and kind.device == "cuda":
             run.keeps("tables", 8 * rows * self.history.units)  # records' addresses
@@ -162,7 +178,6 @@ class SpecLayer(SelectiveLayer):
             wanted = read_together(form, config)
             self.rehearse_gather(run, kind, context, wanted, wanted)
         run.passes("picked entries", decode=picked_bytes(form, rows, config))
-        stored = stored_bytes(form, rows, kind.num_heads, TOGETHER, config, latest_tokens(form, config))
         run.passes("stored entries", decode=stored)
 
     def make_predictor(self) -> LowBitPredictor:
@@ -178,7 +193,7 @@ class SpecLayer(SelectiveLayer):
         if step.selects:
             keys, values = (torch.cat(parts, 2) for parts in zip(*sealed.parts, strict=True))
             tokens = torch.arange(sealed.tokens - sealed.fresh, sealed.tokens, device=keys.device)
-            self._leaving = Entries(tokens.expand(keys.shape[:3]), keys, values)
+            self._leaving = Entries(tokens.expand(keys.shape[:3]), keys, values, sealed.fresh)
         if predictor.copy.tokens + sealed.fresh == sealed.tokens:
             super().learn(sealed, call, step)
         else:  # some units were sealed while another attention ran
@@ -231,22 +246,31 @@ class SpecLayer(SelectiveLayer):
         """Entries of the `absent` tokens, prefetched or read now. Raises as `Fetcher.gather`."""
         return self._reads.bring(self.fetcher, self.history, absent)
 
-    def wanted_of(self, shares: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    def wanted_of(self, shares: torch.Tensor | Scores, visible: torch.Tensor | None) -> torch.Tensor:
         """The top-k tokens by `shares` (ArgTopK); resident ones are weighted x4. See `LowBitPredictor.most`."""
         assert self.predictor is not None
         return self.predictor.most(shares, visible, self.config.chosen, self._held().entries.tokens)
 
-    def _fetch(self, wanted: torch.Tensor, *, at_once: bool) -> None:
-        """Prefetch the `wanted` tokens for the next step (algorithm 3, Pre-fetch). `at_once`: others may be evicted."""
-        counters, counts = self.shared.storage.counters, None
+    def _fetch(self, wanted: torch.Tensor, *, at_once: bool, complete: bool) -> None:
+        """Prefetch the `wanted` tokens for the next step (algorithm 3, Pre-fetch). `at_once`: others may be evicted;
+        `complete`: none is -1."""
+        counters, history, fetched = self.shared.storage.counters, self.history, None
         reads = self._reads
         if at_once:
-            counts = reads.pinned.exchange(self.history, self._held(), wanted)
-        if counts is None:
-            reads.ahead(self.fetcher, self.history, self._want(wanted))
+            fetched = reads.pinned.exchange(history, self._held(), wanted, complete=complete)
+        if fetched is None:
+            reads.ahead(self.fetcher, history, self._want(wanted.long()))
+            return
+
+        def told(read: int) -> None:
+            counters.units_resident -= read
+            reads.pinned.count(history, read)
+
+        counters.tell_later(told, fetched)
+        if complete:
+            counters.count_ready(wanted.numel())
         else:
-            selected, fetched = counts.unbind()
-            counters.later(units_selected=selected, units_resident=selected - fetched, units_ready=selected)
+            counters.tell_later(counters.count_ready, (wanted >= 0).sum())
 
     def _want(self, wanted: torch.Tensor) -> torch.Tensor:
         """Let the next `collect` make the `wanted` tokens resident. Returns the absent ones."""
@@ -314,10 +338,15 @@ class SpecLayer(SelectiveLayer):
                     self.collects.collect_soon()
                 self.collect()
         together = min(queries, TOGETHER)
-        asked = heads, together, scores_of(self.config, together)
-        scored = LowBitPredictor.scored_bytes(copy.form, copy.tokens, copy.rows, *asked)
         latest = self.history.recent.shape[1] + self.guessed
-        stored = stored_bytes(self.history.form, copy.rows, heads, together, self.config, latest)
+        if call.query.is_cuda and FusedAttention.fits(copy.form.entry, call.query.device):
+            form, joins = copy.form.entry, self._leaving is not None or self.top_up.on
+            scored = fused_bytes(form, copy.rows, heads, together, self.config, copy.tokens, latest)
+            stored = joined_bytes(form, copy.rows, self.config) if joins else 0
+        else:
+            asked = heads, together, scores_of(self.config, together)
+            scored = LowBitPredictor.scored_bytes(copy.form, copy.tokens, copy.rows, *asked)
+            stored = stored_bytes(self.history.form, copy.rows, heads, together, self.config, latest)
         with timeline.span("attend", layer_idx) if timeline.on else NOTHING, contextlib.ExitStack() as booked:
             for owner, nbytes in (("scores", scored), ("stored entries", stored)):
                 account.hold(owner, nbytes)
@@ -327,8 +356,8 @@ class SpecLayer(SelectiveLayer):
             for start in range(0, begin, together):
                 before.append(self._over(call, start, min(start + together, begin)).attend(replaced)[0])
             if wanted is not None:  # last, because entries evicted for the next step must not be needed in this one
-                self._fetch(wanted, at_once=not self._shared_keys)
-        return torch.cat([*before, output], 1).to(call.query.dtype)
+                self._fetch(wanted, at_once=not self._shared_keys, complete=visible is None)
+        return (torch.cat([*before, output], 1) if before else output).to(call.query.dtype)
 
     def _over(self, call: AttentionCall, start: int, stop: int) -> MixedAttention | FusedAttention:
         """Attention for the queries `start` to `stop` of a call, over all tokens up to the last of them."""
@@ -336,12 +365,15 @@ class SpecLayer(SelectiveLayer):
         later, query, copy = call.query.shape[2] - stop, call.query[:, :, start:stop], self.predictor.copy
         mask = None if call.mask is None else call.mask[:, :, start:stop, : call.mask.shape[3] - later]
         latest, softcap, s_aux = self._latest(call), call.softcap, call.s_aux
-        if not later and query.is_cuda and FusedAttention.fits(copy, query, mask, softcap, s_aux):
-            return FusedAttention(copy, query, self.scaling, latest, mask)
+        fused = query.is_cuda and FusedAttention.fits(copy.form.entry, query.device)
+        if fused and not later:
+            return FusedAttention(copy, query, self.scaling, latest, mask, softcap, s_aux)
         keys, values = latest[0]
         if len(latest) > 1:
             keys, values = torch.cat([keys, latest[1][0]], 2), torch.cat([values, latest[1][1]], 2)
         keys, values = keys[:, :, : keys.shape[2] - later], values[:, :, : values.shape[2] - later]
+        if fused:
+            return FusedAttention(copy, query, self.scaling, [(keys, values)], mask, softcap, s_aux)
         return MixedAttention(copy, query, self.scaling, (keys, values), mask, softcap, s_aux)
 
     def _last(
@@ -371,11 +403,11 @@ class SpecLayer(SelectiveLayer):
                 mixed = self._over(call, begin, queries)
             if ahead and not chosen.empty:
                 wanted = self.predictor.most(shares, visible, config.chosen)
-                first = shares.shape[2] - (0 if self._leaving is None else self._leaving.tokens.shape[2])
+                first = self.predictor.copy.tokens - (0 if self._leaving is None else self._leaving.tokens.shape[2])
                 with self.top_up.reading(self.history.device):
-                    replaced += self._bring(chosen.absent_of(wanted.masked_fill(wanted >= first, -1)))
+                    replaced += self._bring(chosen.absent_of(wanted.masked_fill(wanted >= first, -1).long()))
             else:  # tokens in `_leaving` are selected or read from the copy, for layers sharing these keys too
-                self._want(self.wanted_of(shares, visible))
+                self._want(self.wanted_of(shares, visible).long())
                 self.collect()
                 replaced, self._leaving = [], None
         replaced = [chosen.entries, *replaced]
@@ -385,12 +417,12 @@ class SpecLayer(SelectiveLayer):
             return output, replaced, self.wanted_of(self.shares_of(shares_ahead), visible)
         return output, replaced, None
 
-    def shares_of(self, shares: list[torch.Tensor]) -> torch.Tensor:
+    def shares_of(self, shares: list[Any]) -> Any:
         """Scores by which the next step's tokens are selected (rows, heads, tokens).
 
         They sum the guess's attention, the token's, and the token's shifted by one, because some heads attend to the
         successors of what they attended to. The paper uses only the guess. `shares`: attention of each query of a call,
-        the guess last; changed in place.
+        the guess last; changed in place. On a device a call's `Scores`, which stay as they are.
         """
         *before, guess = shares
         for each in before:
@@ -404,7 +436,9 @@ class SpecLayer(SelectiveLayer):
         queries = call.query.shape[0] * (call.query.shape[2] - self.guessed)
         counters.attend(queries, self.history.length, self.history.recent.shape[1])
         for entries in stored:
-            if entries.tokens.numel():
+            if entries.count is not None:
+                counters.tokens_attended += queries * entries.count
+            elif entries.tokens.numel():
                 counters.later(tokens_attended=queries * (entries.tokens >= 0).sum(2).amax())
 
     # --- changes -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...history.records import RecordFormat
+from ...kernels.mixed_attention import attention_bytes
 from ...memory.fit import LEAST_RECENT, SHORT_TAIL, Search
 from .attention import MixedAttention
 from .config import SpecConfig
@@ -69,3 +70,19 @@ def stored_bytes(form: RecordFormat, rows: int, heads: int, queries: int, config
     this step, those that were added to the copy in it, and the `latest` ones."""
     entries = config.chosen * (2 if config.top_up else 1) + config.quant_group + latest
     return MixedAttention.stored_bytes(form, rows, heads, queries, entries)
+
+
+def fused_bytes(
+    form: RecordFormat, rows: int, heads: int, queries: int, config: SpecConfig, tokens: int, latest: int
+) -> int:
+    """Bytes in use on a device while `queries` queries of `heads` heads attend to `tokens` of the copy, to the entries
+    instead of some, and to the `latest` ones, and select."""
+    entries = config.chosen * (2 if config.top_up else 1) + config.quant_group
+    return attention_bytes(rows, heads, form.num_key_heads, queries, tokens, entries, latest, form.value_dim)
+
+
+def joined_bytes(form: RecordFormat, rows: int, config: SpecConfig) -> int:
+    """Bytes of all entries instead of the copy's in one tensor, with their tokens, in a step of a device that has some
+    besides the chosen ones."""
+    entries = config.chosen * (2 if config.top_up else 1) + config.quant_group
+    return rows * entries * (form.entry_bytes + 8 * form.num_key_heads)

@@ -1,0 +1,130 @@
+"""Which clusters of keys a step attends to, and an estimate of the others, by their centroids: without the host.
+
+It is what `ClusterPredictor` computes on a processor, in single precision (DynaKV, section 4.1).
+
+Shapes: B sequences, H query heads, D channels of a key; R rows, the key heads of all sequences, of h query heads each;
+C clusters a row, each in at most L pages of G entries. Page p of cluster c is unit c L + p.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .on_a_device import with_kernel
+from .ranking import BLOCK, HIDDEN, PROGRAMS
+
+MOST_CLUSTERS = 1 << 14
+"""Most clusters of a row; for more, a program of `choose` would not have the registers."""
+
+
+def centroids_bytes(rows: int, heads: int, clusters: int, dim: int, value_dim: int, near: int, listed: int) -> int:
+    """Upper bound on the device memory of a step's choice among `clusters` and of an estimate, for `heads` query heads
+    a row, `near` keys with exact scores, and lists of `listed` entries in pages a row."""
+    together, parts = max(16, 1 << (heads - 1).bit_length()), max(1, PROGRAMS // rows)
+    sums = parts * together * ((1 << (dim - 1).bit_length()) + 2)
+    scores = heads * (clusters + 2 * ((clusters + near) // BLOCK + 2) + value_dim + 1)
+    return 4 * rows * (sums + scores + 3 * clusters) + 5 * rows * listed
+
+
+@with_kernel()
+def score(
+    states: torch.Tensor, centroids: torch.Tensor, tables: torch.Tensor, recent: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores of centroids, and what the softmax over all keys needs, as if each were its cluster's centroid; the latest
+    keys have their own scores.
+
+    Args:
+        states: (B, H, D), of any type; contiguous in the last dimension.
+        centroids: (R, C, D) float16, contiguous in the last two dimensions.
+        tables: (3, R, C) int32, contiguous in the last dimension: each cluster's number of keys, of keys in its pages,
+            and of the row's first tokens.
+        recent: (R, t, D), the latest keys, contiguous in the last dimension.
+        scaling: factor of all scores.
+
+    Returns `scores` (R, h, C) float32; and of each `BLOCK` clusters, and then of each `BLOCK` latest keys, their
+    largest score `tops` (R, h, n) float32, the logarithm of the cluster's number of keys included, `HIDDEN` if there
+    is none, and `sums`, of the same shape, of exp(score - top). All are new.
+    """
+    rows, clusters = centroids.shape[:2]
+    asked = states.float().reshape(rows, -1, states.shape[2])
+    scores = (asked @ centroids.float().transpose(1, 2)) * scaling
+    near = (asked @ recent.float().transpose(1, 2)) * scaling
+    counted = (scores + tables[0].float().log()[:, None]).clamp_(min=HIDDEN)
+    parts = [torch.nn.functional.pad(part, (0, -part.shape[2] % BLOCK), value=HIDDEN) for part in (counted, near)]
+    padded = torch.cat(parts, 2).unflatten(2, (-1, BLOCK))
+    tops = padded.amax(3)
+    weights = (padded - tops[..., None]).exp_().masked_fill_(padded <= HIDDEN, 0)
+    return scores, tops, weights.sum(3)
+
+
+@with_kernel()
+def choose(
+    scores: torch.Tensor, tops: torch.Tensor, sums: torch.Tensor, tables: torch.Tensor, wanted: int, most: int,
+    listed: int, largest: int, group: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The clusters with the largest shares of attention, in the order of these, until there are the wanted entries, or
+    no room for another one. The last cluster gives its latest entries. A row's first tokens are chosen from any
+    cluster. Of equal clusters the first come first.
+
+    Args:
+        scores, tops, sums, tables: of `score`.
+        wanted: entries a row, those included that are among the first tokens, or in no page.
+        most: pages that the chosen clusters have together, those of the first tokens included.
+        listed: pages a row that are returned: as many as are chosen, or more.
+        largest, group: L and G.
+
+    Returns `units` (R, listed) int32, the pages with chosen entries, ascending, behind them -1; `keep` (R, listed, G)
+    bool, these entries; `kept` (R, C) int32, the number of each cluster's; and `shares` (R, C) float32, the share of
+    attention that each key of a cluster gets, summed over the row's query heads, 0 if none is in a page. All are new.
+    """
+    members, stored, sinks = tables
+    top = tops.amax(2, keepdim=True)
+    total = (sums * (tops - top).exp()).sum(2, keepdim=True)
+    shares = (scores - (top + total.log())).exp_().sum(1).masked_fill_(stored == 0, 0)
+    first = (sinks > 0) & (stored > 0)
+    pages = (stored + group - 1) // group
+    wants = (wanted - (members - stored).sum(1) - sinks.sum(1)).clamp_(min=0)[:, None]
+    room = most - (pages * first).sum(1)[:, None]
+    order = shares.masked_fill(stored == 0, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    counts, others = stored.gather(1, order), (pages * ~first).gather(1, order)
+    before = counts.cumsum(1) - counts
+    chosen = (before < wants) & (others.cumsum(1) <= room)
+    cut = torch.zeros_like(before).scatter_(1, order, torch.where(chosen, torch.minimum(counts, wants - before), 0))
+    entry = torch.arange(largest * group, device=stored.device)
+    last = stored[..., None]
+    keep = (entry >= last - cut[..., None]) | ((entry < sinks[..., None]) & first[..., None])
+    keep = (keep & (entry < last)).view(len(stored), -1, group)
+    there = keep.any(2)
+    units = (~there).byte().sort(dim=1, stable=True).indices[:, :listed]
+    units = torch.nn.functional.pad(units, (0, listed - units.shape[1]))
+    held = torch.arange(listed, device=stored.device) < there.sum(1, keepdim=True)
+    keep_of = keep.gather(1, units[..., None].expand(-1, -1, group)) & held[..., None]
+    kept = keep.view(*stored.shape, -1).sum(2, dtype=torch.int32)
+    return torch.where(held, units, -1).int(), keep_of, kept, shares
+
+
+@with_kernel()
+def rest(
+    scores: torch.Tensor, centroids: torch.Tensor, tables: torch.Tensor, kept: torch.Tensor, maps: torch.Tensor,
+    scale: torch.Tensor, log_ratio: torch.Tensor, batch: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What attention to the clusters of which no entry is chosen would add, estimated: for each query head its mean
+    value, and the logarithm of its weight.
+
+    Args:
+        scores, centroids, tables: of `score`.
+        kept: of `choose`.
+        maps: (R, D + 1, 1, Dv) int8, from a key and a constant to a value, times `scale` (R, D + 1) float32.
+        log_ratio: (R, h) float32, added to the logarithms.
+        batch: B.
+
+    Returns `value` (B, H, Dv) float32 and `weight` (B, H) float32, -inf if there is no such cluster. Both are new.
+    """
+    (rows, heads, _), dim, stored = scores.shape, centroids.shape[2], tables[1]
+    mass = (scores + stored.float().log()[:, None]).masked_fill(((kept > 0) | (stored == 0))[:, None], -torch.inf)
+    logarithm = mass.logsumexp(2)
+    weights = (mass - logarithm.clamp(min=HIDDEN)[..., None]).exp_()
+    mean = weights @ centroids.float()
+    wide = maps[:, :, 0].float() * scale[..., None]
+    value = mean @ wide[:, :dim] + wide[:, dim:]
+    return value.view(batch, rows // batch * heads, -1), (logarithm + log_ratio).view(batch, -1)

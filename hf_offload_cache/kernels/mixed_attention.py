@@ -1,0 +1,136 @@
+"""Attention over a low-bit copy, some entries of which are replaced by stored ones, and each token's share of it
+(SpeCache, section 3.3), without the host.
+
+Shapes: B sequences, H query heads, K key heads, q queries a sequence, n = H / K q queries a key head, head by head; D
+channels of a key and Dv of a value; T tokens of the copy, m stored entries a key head, t latest tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .low_bit import SIDES, unpacked
+from .on_a_device import with_kernel
+
+PROGRAMS = 528
+"""Most programs that share a call's sums over tokens, if the key heads are fewer."""
+PART = 64
+"""Least tokens of a program's sum."""
+
+
+def attention_bytes(
+    batch: int, heads: int, key_heads: int, queries: int, tokens: int, entries: int, latest: int, value_dim: int
+) -> int:
+    """Upper bound on the device memory of `attend`, of `share` and of a choice: with `tokens` of a copy, `entries`
+    instead of some a key head, and so many `latest` ones."""
+    programs = batch * key_heads
+    parts = max(1, min(PROGRAMS // programs, tokens // (2 * PART))) + entries // PART + latest // PART + 2
+    sums = parts * batch * heads * queries * (value_dim + 2) * 4
+    chosen = programs * min(entries, tokens) * 20  # in the order of tokens, and those that are read
+    results = batch * heads * queries * (tokens + value_dim + 1) * 4
+    return sums + results + programs * tokens * 5 + chosen
+
+
+@with_kernel()
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bits: int, tokens: torch.Tensor,
+    entry_keys: torch.Tensor, entry_values: torch.Tensor, latest_keys: torch.Tensor, latest_values: torch.Tensor,
+    guess_keys: torch.Tensor | None, guess_values: torch.Tensor | None, mask: torch.Tensor | None,
+    sink: torch.Tensor | None, scaling: float, softcap: float | None, scored: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
+    """Attention of `query` (B, H, q, D) over a copy, stored entries instead of some of it, and the latest tokens, in
+    one softmax in single precision (SpeCache, equation 1).
+
+    Args:
+        keys: (B, K, T / group, D, row bytes) uint8, the copy's, rows of `low_bit`, of a group of tokens each.
+        values: (B, K, parts, T, row bytes) uint8, likewise, of a part of the channels each; at least Dv in all.
+        bits: of an element of the copy.
+        tokens: (B, K, m) int64, distinct tokens of the copy that are replaced, -1: an empty place.
+        entry_keys, entry_values: their keys (B, K, m, D) and values (B, K, m, Dv), contiguous.
+        latest_keys, latest_values: (B, K, t, D) and (B, K, t, Dv), contiguous in the last dimension.
+        guess_keys, guess_values: the same of tokens that follow; None: there are none.
+        mask: (1 or B, 1, q, T + all later tokens), boolean (True: visible) or additive; None: causal, aligned at the
+            lower right.
+        sink: (H,): a logit of each head that joins the denominator only; None: there is none.
+        scaling, softcap: factor of the scores, and then their bound by tanh; None: no bound.
+        scored: return the scores, too.
+
+    Returns the output (B, q, H, Dv) in the query's type, the scores (B, K, n, T) float32 of the copy's tokens or of the
+    entries instead of them, -inf: hidden, None unless `scored`, and the logarithm (B, K, n) float32 of each softmax's
+    sum. A query that sees nothing has an output and a logarithm of 0. All are new.
+    """
+    (batch, heads, count, dim), key_heads, copied = query.shape, keys.shape[1], values.shape[3]
+    states = query.float().reshape(batch, key_heads, -1, dim) * scaling
+    if guess_keys is not None and guess_values is not None:
+        latest_keys = torch.cat([latest_keys, guess_keys.to(latest_keys.dtype)], 2)
+        latest_values = torch.cat([latest_values, guess_values.to(latest_values.dtype)], 2)
+    value_dim, later = latest_values.shape[3], latest_keys.shape[2]
+    of_copy = unpacked(keys, bits).transpose(2, 3).flatten(3) if copied else states.new_empty(batch, key_heads, dim, 0)
+    low, full = states @ of_copy, states @ entry_keys.float().transpose(2, 3)
+    late = states @ latest_keys.float().transpose(2, 3)
+    if softcap is not None:
+        low, full, late = (torch.tanh(part / softcap) * softcap for part in (low, full, late))
+    places = tokens.masked_fill(tokens < 0, copied)
+    if mask is None:
+        own = torch.ones(count, later, dtype=torch.bool, device=query.device).tril(later - count)
+        late = late.masked_fill(~own.repeat(heads // key_heads, 1), -torch.inf)
+    else:
+        every = mask.expand(batch, key_heads, -1, -1).repeat(1, 1, heads // key_heads, 1)
+        at = places.clamp(max=every.shape[3] - 1)[:, :, None].expand(-1, -1, every.shape[2], -1)
+        of_each = every[..., :copied], every.gather(3, at), every[..., copied:]
+        if mask.dtype == torch.bool:
+            hidden = zip((low, full, late), of_each, strict=True)
+            low, full, late = (part.masked_fill(~seen, -torch.inf) for part, seen in hidden)
+        else:
+            low, full, late = (part + bias.float() for part, bias in zip((low, full, late), of_each, strict=True))
+    full = full.masked_fill((tokens < 0)[:, :, None], -torch.inf)
+    at = places[:, :, None].expand(-1, -1, low.shape[2], -1)
+    low = torch.nn.functional.pad(low, (0, 1)).scatter(3, at, -torch.inf)[..., :copied]
+    joined = torch.cat([low, full, late], 3)
+    total = joined
+    if sink is not None:
+        logits = sink.float().view(key_heads, -1).repeat_interleave(count, 1)
+        total = torch.cat([joined, logits[None, :, :, None].expand(batch, -1, -1, -1)], 3)
+    logarithm = total.logsumexp(3)
+    logarithm = logarithm.masked_fill(logarithm == -torch.inf, 0)
+    weights = (joined - logarithm[..., None]).exp_()
+    exact = torch.cat([entry_values.float(), latest_values.float()], 2)
+    output = weights[..., copied:] @ exact
+    if copied:
+        stored = unpacked(values, bits).transpose(2, 3).flatten(3)[..., :value_dim]
+        output = output + weights[..., :copied] @ stored
+    output = output.view(batch, heads, count, value_dim).transpose(1, 2).contiguous().to(query.dtype)
+    scores = torch.nn.functional.pad(low, (0, 1)).scatter(3, at, full)[..., :copied].contiguous() if scored else None
+    return output, scores, logarithm
+
+
+@with_kernel()
+def share(
+    scores: torch.Tensor, logarithm: torch.Tensor, queries: int, first: int, stop: int, held: torch.Tensor | None,
+    loyalty: float, sinks: int, begin: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Importance (B K, T) float32 of the copy's tokens, new: their shares of attention in the queries `first` to `stop`
+    of each head, summed. Those of queries before the last one count for the next token, too.
+
+    Args:
+        scores, logarithm: of `attend`, with so many `queries` a sequence.
+        held: (B, K, m) int64, distinct tokens whose importance counts `loyalty` times, -1: none; None: there are none.
+        sinks: number of first tokens, whose importance is infinite. They follow `begin` (1 or B,) int64, None: 0.
+    """
+    batch, key_heads, _, tokens = scores.shape
+    shares = (scores - logarithm[..., None]).exp_().unflatten(2, (-1, queries)).sum(2)[:, :, first:stop]
+    before, found = shares[:, :, :-1].sum(2), shares[:, :, -1] + shares[:, :, :-1].sum(2)
+    found[..., 1:] += before[..., :-1]
+    if held is not None:
+        times = scores.new_ones(batch, key_heads, tokens + 1)
+        times.scatter_(2, held.masked_fill(held < 0, tokens), loyalty)
+        found *= times[..., :tokens]
+    start = torch.zeros(1, dtype=torch.int64, device=scores.device) if begin is None else begin
+    at = (start[:, None] + torch.arange(min(sinks, tokens), device=scores.device)).clamp(max=tokens - 1)
+    found.scatter_(2, at[:, None].expand(batch, key_heads, -1), torch.inf)
+    return found.flatten(0, 1)
+
+
+def group_of(keys: torch.Tensor, bits: int) -> int:
+    """Elements of a row of `low_bit`."""
+    return (keys.shape[-1] - SIDES) * 8 // bits

@@ -1,0 +1,174 @@
+"""Steps of `ClusterCache` on a device that reads records by itself: kernels' twins, on a device that only counts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_device import Counts, Fake, on_the_device, values_of
+from harness import COMMON, build, prompt
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hf_offload_cache import ClusterCache
+from hf_offload_cache.methods.cluster import arrivals
+from hf_offload_cache.model import Geometry
+
+TOKENS, STEPS, LAYERS = 500, 21, COMMON["num_hidden_layers"]
+FIELDS: dict[str, Any] = {
+    "max_context": 1200, "max_batch": 2, "num_selected": 64, "engine": "memory", "num_recent": 8,
+    "join_every": 8, "append_buffer": 8,
+}  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "dropped": {},
+    "estimated": {"remainder": True},
+    "8 bits": {"entry_bits": 8, "cluster_size": 30},
+    "no slots, no sinks": {"reuse_capacity": 0, "num_sinks": 0, "append_buffer": 30},
+}
+
+
+def llama() -> Any:
+    return build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "max_position_embeddings": 2048}))
+
+
+def host(given: torch.Tensor) -> torch.Tensor:
+    return given
+
+
+def fed(model: Any, cache: Any, ids: torch.Tensor, put: Any, **given: Any) -> torch.Tensor:
+    """Logits (B, t, vocabulary) of all `ids` (B, t) in one forward."""
+    with torch.no_grad():
+        return values_of(model(put(ids), past_key_values=cache, **given).logits)
+
+
+def of_slots(cache: Any) -> list[Any]:
+    return [layer.device_slots for layer in cache.selective]
+
+
+@pytest.fixture(autouse=True)
+def clusters_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's clusters differ from a processor's, so that steps could not be compared."""
+    monkeypatch.setattr(arrivals, "MOST_CHANNELS", 0)
+
+
+@contextmanager
+def a_device(seed: int | None = None, **fields: Any) -> Iterator[tuple[Any, Any, Counts]]:
+    """A model, a cache with its records in pinned host memory, and the device's counts. `seed`: of its streams."""
+    with on_the_device(llama(), seed) as (model, counts), ClusterCache(model, **{**FIELDS, **fields}) as cache:
+        cache.storage.pinned = True
+        yield model, cache, counts
+
+
+def decoded(model: Any, cache: Any, ids: torch.Tensor, put: Any, tokens: int = TOKENS) -> torch.Tensor:
+    """Logits of each step after a prompt of `tokens` tokens."""
+    fed(model, cache, ids[:, :tokens], put, logits_to_keep=1)
+    return torch.cat([fed(model, cache, part, put) for part in ids[:, tokens:].split(1, 1)], 1)
+
+
+@pytest.mark.parametrize(("way", "rows", "seed"), [(way, 1 + index % 2, index) for index, way in enumerate(WAYS)])
+def test_steps_on_a_device_compute_what_those_on_the_host_do(way: str, rows: int, seed: int) -> None:
+    """Also while clusters grow and are split. Only then the host waits, once every `join_every` tokens, and nothing is
+    copied to or from memory that is not pinned."""
+    fields, plain = WAYS[way], llama()
+    tokens = 1060 if "remainder" in fields else TOKENS
+    ids = prompt(plain, rows, tokens + STEPS)
+    with ClusterCache(plain, **{**FIELDS, **fields}) as cache:
+        on_host = decoded(plain, cache, ids, host, tokens)
+        expected, clusters = cache.report(), [layer.history.clustered for layer in cache.selective]
+        labels = [(own.labels.copy(), own.stored.copy()) for own in clusters]
+    with a_device(seed, **fields) as (model, cache, counts):
+        fed(model, cache, ids[:, :tokens], Fake, logits_to_keep=1)
+        together, steps, waits = cache.selective[0].history.together, [], []
+        for part in ids[:, tokens:].split(1, 1):
+            steps.append(fed(model, cache, part, Fake))
+            waits.append(counts.syncs.total())
+            assert not counts.blocking or len(steps) == 1
+            counts.clear()
+        assert sum(count > 0 for count in waits[1:]) <= (LAYERS + 1) * -(-STEPS // together) and 0 in waits[1:]
+        assert all(slots is not None for slots in of_slots(cache))
+        for layer, (of_tokens, stored) in zip(cache.selective, labels, strict=True):
+            own = layer.history.clustered
+            assert np.array_equal(own.labels, of_tokens) and np.array_equal(own.stored, stored)
+        report = cache.report()
+    torch.testing.assert_close(torch.cat(steps, 1), on_host, rtol=1e-4, atol=1e-4)
+    assert report.selected_fraction == pytest.approx(expected.selected_fraction, rel=0.03)
+    for name in ("estimated_mass", "lost_mass"):
+        ours, theirs = getattr(report, name), getattr(expected, name)
+        assert ours == theirs if theirs is None else ours == pytest.approx(theirs, rel=1e-3)
+    assert (report.estimated_mass is not None) == fields.get("remainder", False)
+    assert report.hit_rate is not None and report.hit_rate > (0 if "no slots" in way else 0.3)
+
+
+def test_everything_is_selected_where_it_fits() -> None:
+    """A step that selects all pages equals attention to all, buffered entries included."""
+    ids = prompt(llama(), 2, 300 + STEPS)
+    exact = decoded(llama(), DynamicCache(config=llama().config), ids, host, 300)
+    with a_device(num_selected=512, reuse_capacity=700) as (model, cache, _):
+        fed(model, cache, ids[:, :300], Fake, logits_to_keep=1)
+        steps, waited = [], False
+        for part in ids[:, 300:].split(1, 1):
+            steps.append(fed(model, cache, part, Fake))
+            waited |= any(layer.history.clustered.waiting.any() for layer in cache.selective)
+        assert all(of_slots(cache)) and waited
+        found = torch.cat(steps, 1)
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
+
+
+def test_what_a_device_cannot_do_goes_over_the_host_and_back() -> None:
+    """Candidates, rows with padding, and a crop, after which clusters have other numbers."""
+    ids, plain = prompt(llama(), 2, TOKENS + STEPS), llama()
+    found = []
+    for there in (False, True):
+        put = Fake if there else host
+        with a_device() if there else ClusterCache(plain, **FIELDS) as made:
+            model, cache = made[:2] if there else (plain, made)
+            steps = [decoded(model, cache, ids[:, : TOKENS + 9], put)]
+            steps.append(fed(model, cache, ids[:, TOKENS + 9 : TOKENS + 12], put))
+            assert all(slots is None for slots in of_slots(cache))
+            cache.crop(TOKENS // 2)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            steps += [fed(model, cache, part, put) for part in ids[:, TOKENS // 2 : TOKENS // 2 + 12].split(1, 1)]
+            assert all(slots is not None for slots in of_slots(cache)) == there
+            found.append(torch.cat(steps, 1))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    with a_device() as (model, cache, _):
+        for piece in itertools.pairwise((0, TOKENS, TOKENS + 1)):
+            fed(model, cache, ids[:, slice(*piece)], Fake, attention_mask=Fake(mask[:, : piece[1]]), logits_to_keep=1)
+        assert of_slots(cache) == [None] * LAYERS
+
+
+def test_copies_of_centroids_are_booked_planned_and_freed() -> None:
+    ids = prompt(llama(), 1, TOKENS + 12)
+    with a_device() as (model, cache, _):
+        account = cache.storage.account
+        decoded(model, cache, ids, Fake)
+        booked = 0
+        for layer in cache.selective:
+            rows, count, dim = layer.history.clustered.partition.centroids.shape
+            room = layer.predictor.on_device._centroids.shape[1]
+            booked += rows * (2 * room * dim + 4 * 3 * count)
+            centroids, tables = layer.predictor.on_device.latest
+            own = layer.history.clustered
+            assert np.array_equal(centroids.inner.numpy(), own.partition.centroids)
+            assert np.array_equal(tables.inner[:2].numpy(), np.stack([own.partition.counts, own.stored]))
+            assert tables.inner[2].sum(1).tolist() == [cache.config.num_sinks] * rows
+        assert account.by_owner["centroids"] == booked > 0
+        planned = ClusterCache.plan(Geometry.of(model), cache.config, 1200, 1)
+        assert planned.decode["centroids"] >= booked
+        cache.selective[0].predictor.close()
+        assert account.by_owner["centroids"] < booked
+    assert not account.by_owner.get("centroids") and account.current == 0
+    assert "centroids" not in ClusterCache.plan(Geometry.of(llama()), cache.config, TOKENS, 1).decode  # on a CPU
+
+
+def test_centroids_on_disk_go_over_the_host() -> None:
+    ids = prompt(llama(), 1, TOKENS + 2)
+    with a_device(centroids="disk") as (model, cache, _):
+        decoded(model, cache, ids, Fake)
+        assert of_slots(cache) == [None] * LAYERS and not cache.storage.account.by_owner.get("centroids")
