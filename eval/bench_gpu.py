@@ -14,7 +14,8 @@ capped: the largest batch of all 32 layers, on a device that gives torch so much
 complete: as "shape", with all 32 layers, if device and host have the memory.
 
 Our caches keep their records in host memory. On the device they get 1/13 of the full KV, and `SpecCache` its copy in 2
-bits.
+bits. `DiskSwapCache` is measured twice in "shape", "capped" and "complete": with steps that the host launches, and with
+steps that are a CUDA graph, whose times are means of 16 steps, because one in each group of tokens is not replayed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +42,7 @@ from hf_offload_cache.config import parse_memory
 from hf_offload_cache.console import load_default_model
 from hf_offload_cache.core import OffloadCache
 from hf_offload_cache.errors import BudgetError
+from hf_offload_cache.interop.graphed_step import GraphedStep, graphed_step
 from hf_offload_cache.memory import free_memory
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
@@ -65,13 +68,17 @@ QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("fp8", {}),
 }
 """transformers' quantised caches: backend and its options."""
-OURS = {cache_class(name).__name__: name for name in CACHES}
+GRAPHED = "DiskSwapCache, graphed"
+"""Its steps are replays of a CUDA graph, except those that seal."""
+OURS = {cache_class(name).__name__: name for name in CACHES} | {GRAPHED: "disk-swap"}
 NAMES = (DYNAMIC, STATIC, OFFLOADED, *QUANTISED, *OURS)
 ROOM = 256
 """Tokens to come that caches are made for."""
 SETTLES, MOST_SECONDS = 24, 30.0
 """Steps before those that count: our caches measure in them whether to look ahead. Slower steps are fewer, so that all
 take about as many seconds."""
+SEALED = 16
+"""Graphed steps are measured by so many together, of which at least one seals: a group has no more tokens."""
 PIECE = 65536
 """Tokens of all rows that a layer of ours gets at a time when it is filled."""
 SHAPE: Shape = LLAMA_8B
@@ -213,10 +220,11 @@ def memory_in_use() -> dict[str, int]:
     return {"peak_bytes": torch.cuda.max_memory_allocated(), "used_bytes": total - free}
 
 
-def timed_steps(step: Callable[[int], Any], steps: int) -> dict[str, float]:
-    """Times of steps that follow `SETTLES` others; of fewer, at least three, where they are slow."""
+def timed_steps(step: Callable[[int], Any], steps: int, together: int = 1) -> dict[str, float]:
+    """Times of steps that follow `SETTLES` others; of fewer, at least three, where they are slow. `together`: so many
+    steps count as one, by their mean."""
     seconds: list[float] = []
-    begun = time.monotonic()
+    begun, steps = time.monotonic(), steps if together == 1 else max(steps, 4 * together)
     while len(seconds) < SETTLES + steps:
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -225,7 +233,17 @@ def timed_steps(step: Callable[[int], Any], steps: int) -> dict[str, float]:
         seconds.append(time.perf_counter() - start)
         if time.monotonic() - begun > MOST_SECONDS and len(seconds) > 3:
             break
-    return times(seconds[SETTLES:] if len(seconds) > SETTLES + 2 else seconds[-3:])
+    settled = seconds[SETTLES:] if len(seconds) > SETTLES + 2 else seconds[-3:]
+    parts = [settled[first : first + together] for first in range(0, len(settled) - together + 1, together)]
+    return times([statistics.mean(part) for part in parts] if len(parts) > 2 else settled)
+
+
+def stepping(name: str, model: Any, cache: Cache) -> Callable[[torch.Tensor], Any]:
+    """A step for ids (B, 1) of one of `NAMES`."""
+    if name == GRAPHED:
+        assert isinstance(cache, OffloadCache)
+        return graphed_step(model, cache)
+    return lambda ids: model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 def of_cache(cache: Cache) -> dict[str, Any]:
@@ -280,6 +298,7 @@ def measure_text(model: Any, ids: torch.Tensor, name: str, arguments: argparse.N
 def text_part(call: Call, names: list[str], device: torch.device, loaded: Any) -> None:
     arguments = call.arguments
     key: dict[str, Any] = {"part": "text", "model": "SmolLM2-135M", "tokens": arguments.text_tokens, "batch": 1}
+    names = [name for name in names if name != GRAPHED]
     if not any(call.wants(name=name, **key) for name in names):
         return
     model, tokenizer = text_model(loaded, device)
@@ -304,7 +323,7 @@ def measure_quality(model: Any, ids: torch.Tensor, name: str, arguments: argpars
 
 def quality_part(call: Call, names: list[str], device: torch.device, loaded: Any) -> None:
     arguments, tokens = call.arguments, call.arguments.quality_tokens
-    names = [name for name in names if name in OURS or name in QUANTISED]
+    names = [name for name in names if name != GRAPHED and (name in OURS or name in QUANTISED)]
     ours = [name for name in names if name in OURS]
     texts, documents = range(arguments.samples), range(arguments.documents)
     key: dict[str, Any] = {"part": "quality", "tokens": tokens}
@@ -398,11 +417,15 @@ def measure_shape(
             row |= {f"filled_{key}": value for key, value in memory_in_use().items()}
             torch.cuda.reset_peak_memory_stats()
 
-            def step(number: int) -> None:
-                model(input_ids=ids[number % len(ids)], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            one, together = stepping(name, model, cache), SEALED if name == GRAPHED else 1
 
-            row |= timed_steps(step, arguments.steps) | memory_in_use() | of_cache(cache)
-            del step
+            def step(number: int, one: Callable[[torch.Tensor], Any] = one) -> None:
+                one(ids[number % len(ids)])
+
+            row |= timed_steps(step, arguments.steps, together) | memory_in_use() | of_cache(cache)
+            if isinstance(one, GraphedStep):
+                row |= {"replays": one.replays, "captures": one.captures, "not_replayed": one.reason}
+            del step, one
         row |= {"weight_bytes": weights, "full_kv_bytes": full, "fields": fields}
         row["device_share"] = (row["peak_bytes"] - weights) / full
     return row | {"tokens_per_second": batch / row["median_seconds"]}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .contexts.verify import verify as verify
     from .core.cache import OffloadCache as OffloadCache
     from .interop.chosen_cache import offload_cache as offload_cache
+    from .interop.graphed_step import graphed_step as graphed_step
     from .interop.offload import offload as offload
     from .interop.offload import offload_all as offload_all
     from .methods.abstract_tree.cache import AbstractTreeCache as AbstractTreeCache
@@ -50,6 +51,7 @@ _HOME = {
     "calibrate": "methods.disk_swap.tuning.calibrate",
     "calibrate_chunks": "methods.abstract_tree.calibrate_chunks",
     "detach": "model.attach",
+    "graphed_step": "interop.graphed_step",
     "measure_caches": "tuning.measure_caches",
     "offload": "interop.offload",
     "offload_all": "interop.offload",

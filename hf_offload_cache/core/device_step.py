@@ -3,7 +3,7 @@ host waits for nothing."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from ..kernels.slots import attend, slots_bytes
 from ..memory.account import SLOTS
 from ..memory.dry_run import DryRun
 from ..model.attention_call import AttentionCall
+from ..predictors.base import DeviceSizes, Query
 from .plan import LayerKind
 
 Layer = Any
@@ -80,8 +81,7 @@ def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, N
 
     The output (B, 1, H, Dv) is new. Raises `BudgetError` with nothing changed.
     """
-    plain = call.mask is None and call.query.shape[2] == 1 and call.autocast is None and not call.args
-    if not plain or call.softcap is not None or call.s_aux is not None or call.wants_weights:
+    if call.mask is not None or not is_plain(call):
         return None
     history, selecting = layer.history, layer.selecting
     predictor: Any = layer.predictor
@@ -106,7 +106,7 @@ def _attend_in(
     """As `attend_on_device`, with these slots; `chooses`: not all units are attended to."""
     history, storage, predictor = layer.history, layer.shared.storage, layer.predictor
     counters, query = storage.counters, layer.query_of(call.query[:, :, 0], None)
-    looks = (counters.decode_steps + layer.layer_idx) % LOOKED_AT == 0
+    looks = layer.shared.graphed or (counters.decode_steps + layer.layer_idx) % LOOKED_AT == 0
     decision: DeviceDecision = predictor.choose_on_device(query, layer.budget, looks) if chooses else (
         history.all_on_device()
     )
@@ -140,6 +140,80 @@ def _attend_in(
         counters.later(estimated_millionths=((choice.weight - logarithm).exp().nan_to_num().mean() * 1e6).long())
     layer.attended_on_device(choice)
     return output[:, None], None
+
+
+def is_plain(call: AttentionCall) -> bool:
+    """Whether a call is a softmax of one query a sequence, and nothing else, apart from its mask."""
+    plain = call.query.shape[2] == 1 and call.autocast is None and not call.args
+    return plain and call.softcap is None and call.s_aux is None and not call.wants_weights
+
+
+# A step in a CUDA graph: it has fixed shapes, and reads from the device how much of its tensors exists. For a method
+# that takes part, `choose_on_device` of its predictor follows `Query.sizes`, and the predictor has `graph_parts` and
+# `room`; its history has a `tail`, `room` and `advance`
+
+class GraphStep(NamedTuple):
+    """What a layer's step in a graph has computed."""
+
+    output: torch.Tensor
+    """(B, 1, H, Dv)."""
+    counts: torch.Tensor
+    """(2, rows) int64: units that were read, and those that were in slots."""
+    attended: int
+    """Entries of units that a row attends to, at most."""
+    nbytes: int
+    """Upper bound on the device memory that it needs for itself."""
+
+
+def why_no_graph(layer: Layer) -> str | None:
+    """Why the next step of a layer cannot be in a graph; None: it can. Does not wait."""
+    slots, selecting, predictor = layer.device_slots, layer.selecting, layer.predictor
+    if not layer.on_device or layer.state != "tagged" or selecting is None or not selecting.worthwhile:
+        return f"{layer.name} does not step on a CUDA device with records in pinned host memory"
+    history = layer.history
+    if not hasattr(predictor, "graph_parts") or not hasattr(history, "advance"):
+        return f"{type(predictor).__name__} has no step with fixed shapes"
+    if history.records <= layer.budget or not predictor.chooses_on_device or not predictor.ready(history.units):
+        return "the context is so short that a step attends to all of it"
+    if history.room < 1:
+        return "the step seals a group of tokens"
+    if selecting.watch is not None:
+        return "something watches the choices"
+    made_for = selecting.version, history.records
+    if slots is None or slots.closed or slots.made_for != made_for or not slots.is_ready(history):
+        return "slots are made"
+    if history.units > graph_room(layer):
+        return "the context is too long for a kernel"
+    return None
+
+
+def graph_room(layer: Layer) -> int:
+    """Units a row that the tensors of a step in a graph have room for."""
+    return min(layer.device_slots.room, layer.predictor.room, MOST_UNITS)
+
+
+def graph_parts(layer: Layer) -> list[Any]:
+    """The tensors and numbers that a step in a graph keeps; other ones need another graph."""
+    history, room = layer.history, graph_room(layer)
+    fixed = history.rows, layer.budget, room, layer.scaling
+    return [history.tail.memory, *layer.device_slots.memory, *fixed, *layer.predictor.graph_parts()]
+
+
+def attend_in_graph(layer: Layer, call: AttentionCall, sizes: DeviceSizes) -> GraphStep:
+    """As `attend_on_device`, in a graph: no tensor is replaced, nothing is counted on the host, and no mass is
+    estimated. The mask is not looked at: nothing is padded."""
+    history, slots, storage = layer.history, layer.device_slots, layer.shared.storage
+    form, memory = history.form, history.tail.memory
+    query = Query(call.query[:, :, 0], call.scaling, None, lambda: form.split(memory)[0], sizes)
+    choice = layer.predictor.choose_on_device(query, layer.budget, False)
+    where, counts = slots.exchanged(choice.units)
+    shape = *call.query.shape[:2], history.rows, where.shape[1], slots.count, memory.shape[1]
+    nbytes = slots_bytes(form, *shape)
+    with storage.account.holding("scores", nbytes):
+        made_of = query.states, slots.data, where, memory, form, call.scaling
+        output, _ = attend(*made_of, choice.value, choice.weight, choice.keep, count=sizes.recent)
+    attended = where.shape[1] * form.group_size if choice.attended is None else choice.attended
+    return GraphStep(output[:, None], counts, attended, nbytes + choice.nbytes)
 
 
 def planned_slots(layer: Layer) -> int:

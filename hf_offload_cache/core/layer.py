@@ -171,7 +171,7 @@ class OffloadLayer(CacheLayerMixin):
             self.lazy_initialization(keys, values)
         held = self.history.length
         try:
-            sealed = self.history.append(*self._kept(keys, values))
+            sealed = self.history.append(*self.kept(keys, values))
             self.shared.books_changed = True
             self._sealed = sealed if sealed.parts else None
             self.learn_alone()
@@ -179,7 +179,7 @@ class OffloadLayer(CacheLayerMixin):
             self.shared.storage.torn |= self.history.length != held
             raise
 
-    def _kept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def kept(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in the history's type and rows."""
         dtype = self.history.form.dtype
         if keys.requires_grad or values.requires_grad:
@@ -398,7 +398,7 @@ class OffloadLayer(CacheLayerMixin):
     def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         history, step = self.history, self.shared.step
         guessed = 0 if step is None else step.guessed
-        keys, values = self._kept(key_states, value_states)
+        keys, values = self.kept(key_states, value_states)
         if guessed:
             keys, values = keys[:, :, :-guessed], values[:, :, :-guessed]
         length = history.length

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..config import OffloadConfig, SelectiveConfig
-from ..errors import not_whole
+from ..errors import BudgetError, not_whole
 from ..memory.account import RECORDS, SLOTS
 from ..memory.fit import LOST_BY, Search, fit_selective
 from ..memory.plan import LayerPlan, Planned
@@ -107,6 +107,8 @@ class SelectiveCache(OffloadCache):
         self._in_prompt = False  # no step has selected since the latest prompt
         self._plain_masks = PlainMasks()
         self._selective: dict[int, SelectiveLayer] = {}  # by index; none if the cache is exact
+        self.graphed: Any = None
+        """The `GraphedStep` of this cache, which is closed with it; None: there is none."""
         super().__init__(model, path, config, **fields)
 
     def prepare(self, model: PreTrainedModel) -> None:
@@ -297,6 +299,23 @@ class SelectiveCache(OffloadCache):
         full = sum(layer.full_bytes for layer in self.offloaded)  # state that is not offloaded is on both sides
         return full - others - selecting + slots, slots
 
+    def room_for(self, owner: str, nbytes: int) -> bool:
+        """Book `nbytes` more of device memory for `owner`. Slots that were lent are freed for it, and the next step
+        makes fewer. False, with nothing booked: the budget has no room."""
+        account, selecting = self.storage.account, self.selecting
+        if account.limit is not None and selecting is not None and self._lent_for[0]:
+            geometry, room = Geometry.of(self.model), account.limit - nbytes
+            if self._with_slots(geometry, selecting.lent) > room:
+                if not selecting.lent or self._with_slots(geometry, 0) > room:
+                    return False
+                for layer in self.selective:
+                    layer.drop_fetcher()
+                self._lent_for = (0, 0)  # they are lent again, with what is booked here
+        with account.not_sparing(), contextlib.suppress(BudgetError):
+            account.hold(owner, nbytes)
+            return True
+        return False
+
     def wants_blocks(self) -> bool:
         """Also while the look-ahead runs: it has learned enough when the other way is tried."""
         first = self._selective.get(0)
@@ -387,6 +406,8 @@ class SelectiveCache(OffloadCache):
 
     def close(self) -> None:
         here = self.storage.process.is_here  # in a forked child, threads that only its parent has may hold locks
+        if here and self.graphed is not None:
+            self.graphed.close()
         if here and self.look_ahead is not None:
             self.look_ahead.end_step()  # for a step that did not end
         super().close()

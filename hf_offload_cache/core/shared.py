@@ -34,6 +34,7 @@ class Shared:
         ends_after: called with each layer that has added its tokens; returns whether the forward ends there; set by
             `Filling`.
         attend_prompt: replaces layers' attention in calls with several queries; set by `Filling`.
+        graphed: most steps are replays of a CUDA graph, which estimate no mass; set by `GraphedStep` for the others.
     """
 
     def __init__(self, config: OffloadConfig, storage: Storage) -> None:
@@ -45,6 +46,7 @@ class Shared:
         self.take_back: Callable[[], Callable[[], object] | None] = lambda: None
         self.ends_after: Callable[[int], bool] | None = None
         self.attend_prompt: Callable[[Any, Any], Any] | None = None
+        self.graphed = False
 
     @property
     def broken(self) -> bool:

@@ -106,6 +106,8 @@ class DeviceChoice:
     """(B, H) float32: that entry's score."""
     lost: torch.Tensor | None = None
     """() int64: millionths of the attention mass that is on neither, mean over rows and heads; None: not asked for."""
+    nbytes: int = 0
+    """Upper bound on the device memory that it took."""
 
 
 class InSlots(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -60,6 +62,10 @@ class Addresses:
         self._version = history.version
         return self._known
 
+    def is_latest(self, addresses: torch.Tensor, history: Source) -> bool:
+        """Whether `addresses`, of an earlier call of `of`, are what it would return now."""
+        return addresses is self._known and history.version == self._version
+
     def select_rows(self, rows: torch.Tensor) -> None:
         """Replace row i by the present row `rows[i]`, which its history did. `rows` (n,) int64 is on the device."""
         if self._known is not None:
@@ -90,6 +96,8 @@ class DeviceSlots:
         self._unit_in, self._order = (self._table(history, count) for _ in range(2))
         self._order.copy_(torch.arange(count, dtype=torch.int32, device=device))
         self._slot_of = self._table(history, 0)
+        self.addresses: torch.Tensor | None = None
+        """Of the latest `bring`, with room for units to come; None: there was none."""
         self.closed = self.at_work = False
         storage.account.spare(self)
 
@@ -115,19 +123,43 @@ class DeviceSlots:
         not read."""
         if (addresses := self._addresses.of(history)) is None:
             return None
+        self.addresses = addresses
         try:
             if self._slot_of.shape[1] < addresses.shape[1]:
                 before, self._slot_of = self._slot_of, self._table(history, addresses.shape[1])
                 self._slot_of[:, : before.shape[1]] = before
             if self._addresses.again is not None:
                 self._empty(*self._addresses.again)
-            slots, absent, counts = exchange(units, self._slot_of, self._unit_in, self._order)
-            bring(addresses, absent, slots, self.data)
+            slots, counts = self.exchanged(units)
         except BaseException:
             self._free()
             raise
-        self._count(history, counts)
+        self.count_later(history, counts)
         return slots
+
+    def exchanged(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `bring` with what it knew last, in a captured step; and the units that are read and those that were in
+        slots, (2, rows) int64, for `count_later`. If it raises, the owner closes this."""
+        assert self.addresses is not None
+        slots, absent, counts = exchange(units, self._slot_of, self._unit_in, self._order)
+        bring(self.addresses, absent, slots, self.data)
+        return slots, counts
+
+    def is_ready(self, history: Source) -> bool:
+        """Whether `exchanged` knows all records as they are now: none moved or was written again since `bring`."""
+        known = self._addresses
+        return self.addresses is not None and known.is_latest(self.addresses, history)
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The tensors that `exchanged` uses, after `bring`."""
+        assert self.addresses is not None
+        return [self.data, self._unit_in, self._order, self._slot_of, self.addresses]
+
+    @property
+    def room(self) -> int:
+        """Units a row that they have room for."""
+        return 0 if self.addresses is None else min(self._slot_of.shape[1], self.addresses.shape[1])
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Replace row i by the present row `rows[i]`, which the history did. Does not wait, unless `rows` (n,) int64
@@ -161,13 +193,16 @@ class DeviceSlots:
         there = self._slot_of.gather(1, self._unit_in.clamp(min=0).long()) == place
         self._unit_in.masked_fill_(~there, -1)
 
-    def _count(self, history: Source, counts: torch.Tensor) -> None:
-        """Count a step's units later: by row those that were read, and those that were in slots."""
+    def count_later(self, history: Source, counts: torch.Tensor, told: Callable[[], object] | None = None) -> None:
+        """Count units later, when numbers leave the device: `counts` (2, rows) int64, those that were read and those
+        that were in slots. `told` is called then."""
         counters, store, nbytes = self._storage.counters, history.store, self.data[0, 0].nbytes
 
         def were_read(units: int) -> None:
             counters.units_selected += units
             store.count_read(units, units * nbytes)
+            if told is not None:
+                told()
 
         def were_there(units: int) -> None:
             counters.units_selected += units
@@ -189,6 +224,7 @@ class DeviceSlots:
             self._account.free(SLOTS, self.data)
             self.data = self.data.new_empty(0)
             self._addresses.forget()
+            self.addresses = None
 
     def close(self) -> None:
         """Free the memory, after the reads in flight. Idempotent."""

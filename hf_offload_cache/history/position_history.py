@@ -251,6 +251,16 @@ class PositionHistory:
             raise
         return Sealed(self.units, self.units * self.form.group_size, sealed, self._stored)
 
+    @property
+    def room(self) -> int:
+        """Tokens that may be added one by one before groups leave the tail."""
+        return self._leaves_at - 1 - self.tail.length
+
+    def advance(self) -> None:
+        """Count a token whose entries a captured step has put behind the tail's. There is `room` for it."""
+        self.tail.length += 1
+        self.length += 1
+
     def _stored(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return ((block.keys, block.values) for block in self.blocks(self.units * self.form.group_size))
 

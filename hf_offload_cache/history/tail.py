@@ -172,6 +172,16 @@ class RollingTail:
         self._values[:, :, self.length : stop] = values
         self.length = stop
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """(B, capacity, entry_width): all memory. Only the first `length` entries are defined."""
+        return self._buffer
+
+    def put(self, keys: torch.Tensor, values: torch.Tensor, place: torch.Tensor) -> None:
+        """Copy a token's keys (B, Hk, 1, D) and values to a place, (1,) int64 on the tail's device. `length` stays."""
+        self._keys.index_copy_(2, place, keys)
+        self._values.index_copy_(2, place, values)
+
     def replace(self, entries: torch.Tensor) -> None:
         """Replace all entries by `entries` (B, t, entry_width), which may be a view of this tail."""
         self._buffer[:, : entries.shape[1]] = entries.clone()

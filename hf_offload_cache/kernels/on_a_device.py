@@ -108,6 +108,11 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return _pinned(tensor).to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def fill(tensor: torch.Tensor, array: np.ndarray) -> None:
+    """Copy `array` to a `tensor` of a CUDA device. Nothing waits; the copy follows the device's current stream."""
+    tensor.copy_(_pinned(torch.from_numpy(array)), non_blocking=True)
+
+
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     """A pinned copy of a small tensor in host memory; itself if the system pins no more, so that its copy waits."""
     try:

@@ -7,6 +7,9 @@ ranked with all components at every step.
 Shapes: B sequences, H query heads, K key heads, D channels of a key; U units of G tokens; codes of `counts` components
 of 8, 4 and 2 bits, r in all, in N bytes. A sequence has one row, or one for each key head if these choose apart: R rows
 of h query heads each.
+
+A step that is captured as a CUDA graph has fixed shapes. Its tensors have room for more keys or units than there are,
+and the functions read from the device, at each replay, how many there are: `count`, () int64. Without it all count.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ def ranking_bytes(
 @with_kernel()
 def project(
     states: torch.Tensor, queries: torch.Tensor, scale: torch.Tensor, mean: torch.Tensor, offsets: torch.Tensor,
-    sinks: torch.Tensor, recent: torch.Tensor, scaling: float,
+    sinks: torch.Tensor, recent: torch.Tensor, scaling: float, count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Low-rank queries (KVSwap, equation 1) of a step's `states` (B, H, D), and the exact scores of a few keys.
 
@@ -66,6 +69,7 @@ def project(
         offsets: (r,) float32: what a stored component stands for, less the component.
         sinks, recent: keys (B, K, n, D) and (B, K, t, D) that get exact scores; contiguous in the last dimension.
         scaling: factor of all scores.
+        count: number of the first `recent` keys that exist; the others get -inf.
 
     Returns `low` (B, H, r) bfloat16 and `constant` (B, H) float32, so that a token's score is the product of `low` with
     its stored components, plus `constant`; and the scores `near` (B, H, n + t) float32. All are new.
@@ -76,6 +80,9 @@ def project(
     constant = (grouped @ mean[:, :, None]).view(batch, heads) * scaling + low.float() @ offsets
     exact = torch.cat([sinks, recent], 2).float()
     near = (grouped @ exact.transpose(2, 3)).view(batch, heads, -1) * scaling
+    if count is not None:
+        missing = torch.arange(recent.shape[2], device=near.device) >= count
+        near[:, :, sinks.shape[2] :].masked_fill_(missing, -torch.inf)
     return low, constant, near
 
 
@@ -90,22 +97,26 @@ def components(codes: torch.Tensor, counts: Counts, group: int) -> torch.Tensor:
 
 @with_kernel()
 def score(
-    low: torch.Tensor, constant: torch.Tensor, codes: torch.Tensor, counts: Counts, group: int, apart: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    low: torch.Tensor, constant: torch.Tensor, codes: torch.Tensor, counts: Counts, group: int, apart: int,
+    count: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The largest score of each unit's tokens (KVSwap, section 3.3, ReduceMax), for each query head.
 
     Args:
         low, constant: of `project`.
         codes: (B, N G, U) uint8, see `components`; contiguous in the last dimension.
         apart: number of first units that must not count.
+        count: number of units that exist.
 
-    Returns `best` (B, H, U) float32, `HIDDEN` for the first units; and of each `BLOCK` units their largest score `tops`
-    (B, H, U / BLOCK, rounded up) float32 and `sums`, of the same shape, of exp(score - top).
+    Returns `best` (B, H, U) float32, `HIDDEN` for units that do not count; and of each `BLOCK` units their largest
+    score `tops` (B, H, U / BLOCK, rounded up) float32 and `sums`, of the same shape, of exp(score - top).
     """
     stored = components(codes, counts, group).flatten(2).to(torch.bfloat16)
     products = (low.float() @ stored.float()).unflatten(2, (group, -1))
     best = products.amax(2).add_(constant[..., None])
     best[..., :apart] = HIDDEN
+    if count is not None:
+        best.masked_fill_(torch.arange(best.shape[2], device=best.device) >= count, HIDDEN)
     padded = torch.nn.functional.pad(best, (0, -best.shape[2] % BLOCK), value=HIDDEN).unflatten(2, (-1, BLOCK))
     tops = padded.amax(3)
     weights = (padded - tops[..., None]).exp_().masked_fill_(padded <= HIDDEN, 0)
@@ -114,8 +125,9 @@ def score(
 
 @with_kernel()
 def share(
-    best: torch.Tensor, tops: torch.Tensor, sums: torch.Tensor, near: torch.Tensor, rows: int, apart: int
-) -> torch.Tensor:
+    best: torch.Tensor, tops: torch.Tensor, sums: torch.Tensor, near: torch.Tensor, rows: int, apart: int,
+    count: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Importance (R, U) float32 of each unit, new: the softmax weight of its best token, summed over the row's query
     heads. The softmax is over all units and the keys with exact scores. The `apart` first units have infinity.
 
@@ -123,6 +135,7 @@ def share(
         best, tops, sums: of `score`.
         near: (B, H, n) float32, of `project`.
         rows: R.
+        count: number of units that exist; the others have -inf, also among the first.
     """
     every = torch.cat([tops, near], 2)
     top = every.amax(2, keepdim=True)
@@ -130,6 +143,8 @@ def share(
     weights = (best - top).clamp_(min=LEAST).exp_() / total
     importance = weights.view(rows, -1, best.shape[2]).sum(1)
     importance[:, :apart] = torch.inf
+    if count is not None:
+        importance.masked_fill_(torch.arange(importance.shape[1], device=importance.device) >= count, -torch.inf)
     return importance
 
 
@@ -151,6 +166,7 @@ def pick(importance: torch.Tensor, wanted: int, among: int) -> tuple[torch.Tenso
 def rest(
     low: torch.Tensor, constant: torch.Tensor, codes: torch.Tensor, counts: Counts, group: int, others: torch.Tensor,
     maps: torch.Tensor, scale: torch.Tensor, log_ratio: torch.Tensor, offsets: torch.Tensor,
+    count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """What attention to the units `others` would add, estimated: for each query head its mean value, and the logarithm
     of its weight.
@@ -162,6 +178,7 @@ def rest(
             float32. Each value head serves as many query heads.
         log_ratio: (B, H) float32, added to the logarithms.
         offsets: (r,) float32, as for `project`.
+        count: number of units that exist. Others do not count; each row has at least one that does.
 
     Returns `value` (B, H, Dv) float32 and `weight` (B, H) float32: the logarithm of the sum of exp(score) over the
     units' tokens. Both are new.
@@ -173,8 +190,12 @@ def rest(
     chosen = stored.gather(3, at).flatten(2).to(torch.bfloat16).float()  # (R, r, G n)
     asked = low.float().view(rows, heads // each, -1)
     scores = asked @ chosen + constant.view(rows, -1, 1)
+    if count is not None:
+        scores.masked_fill_((others >= count).repeat(1, group)[:, None], -torch.inf)
     top = scores.amax(2, keepdim=True)
     weights = (scores - top).clamp_(min=LEAST).exp_()
+    if count is not None:
+        weights.masked_fill_(scores == -torch.inf, 0)
     total = weights.sum(2, keepdim=True)
     mean = (weights @ chosen[:, :inputs].transpose(1, 2)) / total + offsets[:inputs]
     wide = (maps.float() * scale[..., None, None]).transpose(1, 2)  # (B, Hv, m + 1, Dv)

@@ -113,12 +113,18 @@ def _type(low: torch.Tensor) -> Any:
 
 # Queries
 
-@triton.jit(do_not_specialize=["sink_count", "recent_count"])
+@triton.jit
+def _exist(count, room, COUNTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many of `room` exist: all, or as many as `count` says on the device."""
+    return tl.minimum(tl.load(count).to(tl.int32), room) if COUNTED else room
+
+
+@triton.jit(do_not_specialize=["sink_count", "recent_room"])
 def _project(  # type: ignore[no-untyped-def]
-    states, queries, scale, mean, offsets, sinks, recent, low, constant, near, scaling, rank, sink_count, recent_count,
-    heads, state_row, state_head, sink_row, sink_head, sink_token, recent_row, recent_head, recent_token,
+    states, queries, scale, mean, offsets, sinks, recent, count, low, constant, near, scaling, rank, sink_count,
+    recent_room, heads, state_row, state_head, sink_row, sink_head, sink_token, recent_row, recent_head, recent_token,
     EACH: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, RANKS: tl.constexpr,
-    TOKENS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    TOKENS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     row, own = head // heads, head % heads
@@ -146,7 +152,7 @@ def _project(  # type: ignore[no-untyped-def]
         tl.store(constant + to, total, mask=there)
     else:
         token = (tl.program_id(1) - 1) * TOKENS + tl.arange(0, TOKENS)
-        later = token - sink_count
+        later, recent_count = token - sink_count, _exist(count, recent_room, COUNTED)
         keys = tl.load(
             sinks + row * sink_row + own * sink_head + token[None, :] * sink_token + channel[:, None],
             mask=(later < 0)[None, :] & within[:, None], other=0.0,
@@ -156,13 +162,15 @@ def _project(  # type: ignore[no-untyped-def]
             mask=((later >= 0) & (later < recent_count))[None, :] & within[:, None], other=0.0,
         ).to(tl.float32)  # fmt: skip
         found = tl.dot(state, keys, input_precision=EXACT) * scaling
-        into = near + to[:, None] * (sink_count + recent_count) + token[None, :]
-        tl.store(into, found, mask=there[:, None] & (later < recent_count)[None, :])
+        if COUNTED:
+            found = tl.where((later < recent_count)[None, :], found, float("-inf"))
+        into = near + to[:, None] * (sink_count + recent_room) + token[None, :]
+        tl.store(into, found, mask=there[:, None] & (later < recent_room)[None, :])
 
 
 def project(
     states: torch.Tensor, queries: torch.Tensor, scale: torch.Tensor, mean: torch.Tensor, offsets: torch.Tensor,
-    sinks: torch.Tensor, recent: torch.Tensor, scaling: float,
+    sinks: torch.Tensor, recent: torch.Tensor, scaling: float, count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `ranking.project`. Contiguous: `queries` and `mean`, and `states` in the last dimension."""
     (batch, heads, dim), (key_heads, _, rank) = states.shape, queries.shape
@@ -174,10 +182,11 @@ def project(
     tile = _TILE // 2 // wide(dim)
     grid: Any = (batch * key_heads, 1 + triton.cdiv(near.shape[2], min(_TOKENS, tile)))
     _project[grid](
-        states, queries, scale, mean, offsets, sinks, recent, low, constant, near, scaling, rank, sinks.shape[2],
-        recent.shape[2], key_heads, *states.stride()[:2], *sinks.stride()[:3], *recent.stride()[:3],
-        heads // key_heads, dim, wide(dim), wide(heads // key_heads), min(128, tile), min(_TOKENS, tile),
-        *("ieee" if one else "tf32" for one in single), num_warps=4 if dim <= 128 else 8,
+        states, queries, scale, mean, offsets, sinks, recent, mean if count is None else count, low, constant, near,
+        scaling, rank, sinks.shape[2], recent.shape[2], key_heads, *states.stride()[:2], *sinks.stride()[:3],
+        *recent.stride()[:3], heads // key_heads, dim, wide(dim), wide(heads // key_heads), min(128, tile),
+        min(_TOKENS, tile),
+        *("ieee" if one else "tf32" for one in single), count is not None, num_warps=4 if dim <= 128 else 8,
     )  # fmt: skip
     return low, constant, near
 
@@ -226,16 +235,20 @@ def _products(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rank", "wide", "four", "two", "heads", "units", "apart"])
 def _score(  # type: ignore[no-untyped-def]
-    low, constant, codes, best, tops, sums, rank, wide, four, two, heads, units, apart, line, code_row,
+    low, constant, codes, count, best, tops, sums, rank, wide, four, two, heads, units, apart, line, code_row,
     GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr, ALIGNED: tl.constexpr,
-    TYPE: tl.constexpr,
+    TYPE: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     row, blocks = tl.program_id(1).to(tl.int64), tl.num_programs(0)
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
     unit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    of_head, there = head < heads, unit // ALIGNED * ALIGNED < units
+    exist = _exist(count, units, COUNTED)
+    of_head, there = head < heads, unit // ALIGNED * ALIGNED < exist
     found = tl.full((HEADS, BLOCK), float("-inf"), dtype=tl.float32)
-    for token in range(GROUP):
+    tokens = GROUP
+    if COUNTED:  # nothing is read for a block of no unit
+        tokens = tl.where(tl.program_id(0) * BLOCK < exist, GROUP, 0)
+    for token in range(tokens):
         own = _products(
             low + row * heads * rank, codes + row * code_row + token * line, unit, there, head, of_head, rank, wide,
             four, two, GROUP * line, HEADS, BLOCK, BYTES, TYPE,
@@ -243,7 +256,7 @@ def _score(  # type: ignore[no-untyped-def]
         found = tl.maximum(found, own)
     to = row * heads + head
     found += tl.load(constant + to, mask=of_head, other=0.0)[:, None]
-    found = tl.where(((unit >= apart) & (unit < units))[None, :], found, _HIDDEN)
+    found = tl.where(((unit >= apart) & (unit < exist))[None, :], found, _HIDDEN)
     tl.store(best + to[:, None] * units + unit[None, :], found, mask=of_head[:, None] & (unit < units)[None, :])
     top = tl.max(found, 1)
     weights = tl.where(found <= _HIDDEN, 0.0, tl.exp(found - top[:, None]))
@@ -252,8 +265,9 @@ def _score(  # type: ignore[no-untyped-def]
 
 
 def score(
-    low: torch.Tensor, constant: torch.Tensor, codes: torch.Tensor, counts: Counts, group: int, apart: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    low: torch.Tensor, constant: torch.Tensor, codes: torch.Tensor, counts: Counts, group: int, apart: int,
+    count: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `ranking.score`. Loads are of 16 bytes if lines of `codes` begin at multiples of 16."""
     (batch, heads, rank), units = low.shape, codes.shape[2]
     options: dict[str, Any] = {"dtype": torch.float32, "device": low.device}
@@ -262,9 +276,9 @@ def score(
     tops, sums = (torch.empty(batch, heads, grid[0], **options) for _ in range(2))
     aligned = (codes.stride(0) | codes.stride(1) | codes.data_ptr()) % 16 == 0
     _score[grid](
-        low, constant, codes, best, tops, sums, rank, *counts, heads, units, apart, codes.stride(1), codes.stride(0),
-        group, min(_HEADS, wide(heads)), BLOCK, _BYTES, 16 if aligned else 1, _type(low),
-        num_warps=4 if heads <= 16 else 8,
+        low, constant, codes, low if count is None else count, best, tops, sums, rank, *counts, heads, units, apart,
+        codes.stride(1), codes.stride(0), group, min(_HEADS, wide(heads)), BLOCK, _BYTES, 16 if aligned else 1,
+        _type(low), count is not None, num_warps=4 if heads <= 16 else 8,
     )  # fmt: skip
     return best, tops, sums
 
@@ -275,10 +289,10 @@ def _added(top, total, own, weights):  # type: ignore[no-untyped-def]
     return above, total * tl.exp(top - above) + weights * tl.exp(own - above)
 
 
-@triton.jit(do_not_specialize=["heads", "units", "blocks", "count", "apart"])
+@triton.jit(do_not_specialize=["heads", "units", "blocks", "keys", "apart"])
 def _share(  # type: ignore[no-untyped-def]
-    best, tops, sums, near, importance, heads, units, blocks, count, apart, HEADS: tl.constexpr, UNITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    best, tops, sums, near, count, importance, heads, units, blocks, keys, apart, HEADS: tl.constexpr,
+    UNITS: tl.constexpr, AT_ONCE: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     row, unit = tl.program_id(1).to(tl.int64), tl.program_id(0) * UNITS + tl.arange(0, UNITS)
     found = tl.zeros((UNITS,), dtype=tl.float32)
@@ -292,10 +306,10 @@ def _share(  # type: ignore[no-untyped-def]
             there, at = of_head[:, None] & (block < blocks)[None, :], head[:, None] * blocks + block[None, :]
             own = tl.load(tops + at, mask=there, other=_HIDDEN)
             most, total = _added(most, total, own, tl.load(sums + at, mask=there, other=0.0))
-        for begin in range(0, count, AT_ONCE):
+        for begin in range(0, keys, AT_ONCE):
             key = begin + tl.arange(0, AT_ONCE)
-            there = of_head[:, None] & (key < count)[None, :]
-            own = tl.load(near + head[:, None] * count + key[None, :], mask=there, other=float("-inf"))
+            there = of_head[:, None] & (key < keys)[None, :]
+            own = tl.load(near + head[:, None] * keys + key[None, :], mask=there, other=float("-inf"))
             most, total = _added(most, total, own, 1.0)
         top = tl.max(most, 1)
         shares = tl.sum(total * tl.exp(most - top[:, None]), 1)
@@ -304,19 +318,22 @@ def _share(  # type: ignore[no-untyped-def]
         own = tl.exp(tl.maximum(own - top[:, None], _LEAST)) / tl.where(of_head, shares, 1.0)[:, None]
         found += tl.sum(tl.where(of_head[:, None], own, 0.0), 0)
     found = tl.where(unit < apart, float("inf"), found)
+    if COUNTED:
+        found = tl.where(unit < _exist(count, units, COUNTED), found, float("-inf"))
     tl.store(importance + row * units + unit, found, mask=unit < units)
 
 
 def share(
-    best: torch.Tensor, tops: torch.Tensor, sums: torch.Tensor, near: torch.Tensor, rows: int, apart: int
-) -> torch.Tensor:
+    best: torch.Tensor, tops: torch.Tensor, sums: torch.Tensor, near: torch.Tensor, rows: int, apart: int,
+    count: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """As `ranking.share`, of contiguous tensors."""
     units, each = best.shape[2], best.shape[0] * best.shape[1] // rows
     importance = torch.empty(rows, units, dtype=torch.float32, device=best.device)
     grid: Any = (triton.cdiv(units, _UNITS), rows)
     _share[grid](
-        best, tops, sums, near, importance, each, units, tops.shape[2], near.shape[2], apart,
-        min(8, triton.next_power_of_2(each)), _UNITS, 128,
+        best, tops, sums, near, near if count is None else count, importance, each, units, tops.shape[2],
+        near.shape[2], apart, min(8, triton.next_power_of_2(each)), _UNITS, 128, count is not None,
     )  # fmt: skip
     return importance
 
@@ -374,13 +391,13 @@ def _leading(codes, byte, shift, bits, signed, at, there, inside):  # type: igno
 
 
 @triton.jit(do_not_specialize=[
-    "rank", "wide", "four", "two", "heads", "blocks", "count", "per_part", "inputs", "value_heads", "each", "per_value"
+    "rank", "wide", "four", "two", "heads", "blocks", "chosen", "per_part", "inputs", "value_heads", "each", "per_value"
 ])  # fmt: skip
 def _rest(  # type: ignore[no-untyped-def]
-    low, constant, codes, others, maps, scale, log_ratio, offsets, best, total, parted, done, value, weight, rank, wide,
-    four, two, heads, blocks, count, per_part, inputs, value_heads, each, per_value, line, code_row,
+    low, constant, codes, others, maps, scale, log_ratio, offsets, count, best, total, parted, done, value, weight,
+    rank, wide, four, two, heads, blocks, chosen, per_part, inputs, value_heads, each, per_value, line, code_row,
     GROUP: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BYTES: tl.constexpr, INPUTS: tl.constexpr,
-    VALUE: tl.constexpr, VALUES: tl.constexpr, PARTS: tl.constexpr, TYPE: tl.constexpr,
+    VALUE: tl.constexpr, VALUES: tl.constexpr, PARTS: tl.constexpr, TYPE: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     program, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row, begin = program // blocks, program % blocks * HEADS
@@ -400,17 +417,21 @@ def _rest(  # type: ignore[no-untyped-def]
     most = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
     shares = tl.zeros((HEADS,), dtype=tl.float32)
     found = tl.zeros((HEADS, INPUTS), dtype=tl.float32)
-    for first in range(part * per_part, min((part + 1) * per_part, count * GROUP), TOKENS):
+    for first in range(part * per_part, min((part + 1) * per_part, chosen * GROUP), TOKENS):
         token = first + tl.arange(0, TOKENS)
-        there = token < count * GROUP
-        unit = tl.load(others + row * count + token % count, mask=there, other=0)
-        at = token // count * line + unit
+        there = token < chosen * GROUP
+        unit = tl.load(others + row * chosen + token % chosen, mask=there, other=0)
+        if COUNTED:
+            there = there & (unit < tl.load(count).to(tl.int32))
+        at = token // chosen * line + unit
         own = _products(
             low + row * heads * rank, codes, at, there, head, of_head, rank, wide, four, two, GROUP * line, HEADS,
             TOKENS, BYTES, TYPE,
         )  # fmt: skip
         own = tl.where(there[None, :], own + adds[:, None], float("-inf"))
         above = tl.maximum(most, tl.max(own, 1))
+        if COUNTED:  # there may be none so far, and -inf less itself is no number
+            above = tl.maximum(above, _HIDDEN)
         own, before = tl.exp(own - above[:, None]), tl.exp(most - above)
         entries = _leading(codes, byte, shift, bits, signed, at, there, of_input)
         found = found * before[:, None] + _times(own, entries, "tf32")
@@ -450,25 +471,27 @@ def _rest(  # type: ignore[no-untyped-def]
 def rest(
     low: torch.Tensor, constant: torch.Tensor, codes: torch.Tensor, counts: Counts, group: int, others: torch.Tensor,
     maps: torch.Tensor, scale: torch.Tensor, log_ratio: torch.Tensor, offsets: torch.Tensor,
+    count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `ranking.rest`, of tensors that are contiguous except `codes`. The last program of a row's heads merges their
     parts and applies the maps."""
-    (batch, heads, rank), (rows, count), (_, inputs, value_heads, dim) = low.shape, others.shape, maps.shape
+    (batch, heads, rank), (rows, chosen), (_, inputs, value_heads, dim) = low.shape, others.shape, maps.shape
     options: dict[str, Any] = {"dtype": torch.float32, "device": low.device}
     value, weight = torch.empty(batch, heads, dim, **options), torch.empty(batch, heads, **options)
     own, inputs = batch * heads // rows, inputs - 1
     at_once, wide_inputs = min(32, wide(own)), wide(inputs)
     blocks = triton.cdiv(own, at_once)
-    parts, per_part = split(count * group, rows * blocks, _TOKENS, 2 * _TOKENS)
+    parts, per_part = split(chosen * group, rows * blocks, _TOKENS, 2 * _TOKENS)
     best, total = torch.empty(2, rows * blocks, parts, at_once, **options)
     parted = torch.empty(rows * blocks, parts, at_once, wide_inputs, **options)
     grid: Any = (rows * blocks, parts)
     _rest[grid](
-        low, constant, codes, others, maps, scale, log_ratio, offsets, best, total, parted,
-        counters(low.device, triton.next_power_of_2(rows * blocks)), value, weight, rank, *counts, own, blocks, count,
-        per_part, inputs, value_heads, rows // batch, heads // value_heads, codes.stride(1), codes.stride(0), group,
-        at_once, _TOKENS, _BYTES, wide_inputs, dim, min(wide(dim), max(16, _TILE // 2 // wide_inputs)),
-        max(1, _TILE // (at_once * wide_inputs)), _type(low), num_warps=8 if wide_inputs > 64 else 4,
+        low, constant, codes, others, maps, scale, log_ratio, offsets, low if count is None else count, best, total,
+        parted, counters(low.device, triton.next_power_of_2(rows * blocks)), value, weight, rank, *counts, own, blocks,
+        chosen, per_part, inputs, value_heads, rows // batch, heads // value_heads, codes.stride(1), codes.stride(0),
+        group, at_once, _TOKENS, _BYTES, wide_inputs, dim, min(wide(dim), max(16, _TILE // 2 // wide_inputs)),
+        max(1, _TILE // (at_once * wide_inputs)), _type(low), count is not None,
+        num_warps=8 if wide_inputs > 64 else 4,
     )  # fmt: skip
     return value, weight
 

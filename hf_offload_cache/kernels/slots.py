@@ -91,7 +91,7 @@ def bring(addresses: torch.Tensor, absent: torch.Tensor, slots: torch.Tensor, da
 def attend(
     query: torch.Tensor, data: torch.Tensor, slots: torch.Tensor, recent: torch.Tensor, form: Any, scaling: float,
     value: torch.Tensor | None, weight: torch.Tensor | None, keep: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None, count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of one query a sequence to the entries in slots, the latest ones, and an estimate of the rest, in one
     softmax in single precision. At least one of these counts in each row.
@@ -105,6 +105,7 @@ def attend(
         value, weight: (B, H, Dv) and (B, H) float32, of `ranking.rest`: a further entry of each query head, with this
             value and score; None: there is none.
         keep: (R, S, G) bool, contiguous: which entries in the slots count; None: all. The others may be anything.
+        count: () int64, on the device: number of the first `recent` entries that exist; None: all.
         seen: (R, t) bool, contiguous in the last dimension: which of the latest entries count; None: all. The others
             are finite.
 
@@ -116,10 +117,15 @@ def attend(
     entries = form.unpacked(data.gather(1, at).flatten(0, 1)).reshape(rows, -1, form.entry_width)
     counts = (slots >= 0)[..., None].expand(-1, -1, form.group_size)
     hidden = ~(counts if keep is None else counts & keep).flatten(1)
+    if count is not None:
+        missing = torch.arange(recent.shape[1], device=recent.device) >= count
+        recent = recent.masked_fill(missing[:, None], 0)  # there may be anything
     keys, values = form.split(torch.cat([entries.masked_fill(hidden[..., None], 0), recent], 1))
     grouped = query.float().view(rows, keys.shape[1], -1, dim)
     products = (grouped @ keys.float().transpose(2, 3)) * scaling
     products[..., : hidden.shape[1]].masked_fill_(hidden[:, None, None], -torch.inf)
+    if count is not None:
+        products[..., hidden.shape[1] :].masked_fill_(missing, -torch.inf)
     if seen is not None:
         products[..., hidden.shape[1] :].masked_fill_(~seen[:, None, None], -torch.inf)
     scores = products.view(batch, heads, -1)
@@ -127,9 +133,9 @@ def attend(
         scores = torch.cat([scores, weight[..., None]], 2)
     logarithm = scores.logsumexp(2)
     weights = (scores - logarithm[..., None]).exp_()
-    count = keys.shape[2]
-    output = weights[..., :count].view(rows, keys.shape[1], -1, count) @ values.float()
+    stored = keys.shape[2]
+    output = weights[..., :stored].view(rows, keys.shape[1], -1, stored) @ values.float()
     output = output.view(batch, heads, -1)
     if value is not None:
-        output = output + weights[..., count:] * value
+        output = output + weights[..., stored:] * value
     return output.to(query.dtype), logarithm

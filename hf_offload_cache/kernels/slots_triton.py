@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .low_bit_triton import wide
-from .ranking_triton import _LOWEST, _merged, _rounded, _times, counters, split
+from .ranking_triton import _LOWEST, _exist, _merged, _rounded, _times, counters, split
 
 _PROGRAMS = 64
 """Enough to keep a bus busy; more would keep the device from other work."""
@@ -154,16 +154,16 @@ def _added(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=[
-    "each", "selected", "stored_parts", "per_part", "recent_count", "slot_row", "seen_row"
+    "each", "selected", "stored_parts", "per_part", "recent_room", "slot_row", "seen_row"
 ])  # fmt: skip
 def _attend(  # type: ignore[no-untyped-def]
-    query, data, largest, slots, keep, recent, seen, value, weight, best, total, parted, done, output, logarithm,
-    scaling, each, heads, selected, stored_parts, per_part, recent_count, held, query_row, query_head, slot_row,
+    query, data, largest, slots, keep, recent, seen, value, weight, count, best, total, parted, done, output, logarithm,
+    scaling, each, heads, selected, stored_parts, per_part, recent_room, held, query_row, query_head, slot_row,
     recent_row, recent_token, seen_row, EACH: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     LARGEST: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, VALUES_AT: tl.constexpr, ENTRY: tl.constexpr,
     KEY_WIDE: tl.constexpr, VALUE_WIDE: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr,
     PARTS: tl.constexpr, PACKED: tl.constexpr, KIND: tl.constexpr, ESTIMATED: tl.constexpr, KEPT: tl.constexpr,
-    SEEN: tl.constexpr, PRECISION: tl.constexpr,
+    SEEN: tl.constexpr, COUNTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     program, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     row, head = program // heads, program % heads
@@ -198,7 +198,7 @@ def _attend(  # type: ignore[no-untyped-def]
             keys = _in_type(keys * _scale(largest, at, there, KIND)[None, :], KIND)
             values = _in_type(values * _scale(largest, at + heads, there, KIND)[:, None], KIND)
         most, shares, found = _added(state, keys, values, there, most, shares, found, scaling, PRECISION)
-    begin = (part - stored_parts) * per_part
+    begin, recent_count = (part - stored_parts) * per_part, _exist(count, recent_room, COUNTED)
     for first in range(max(begin, 0), min(begin + per_part, recent_count), TOKENS):
         token = first + tl.arange(0, TOKENS)
         there = token < recent_count
@@ -241,17 +241,17 @@ def _attend(  # type: ignore[no-untyped-def]
 def attend(
     query: torch.Tensor, data: torch.Tensor, slots: torch.Tensor, recent: torch.Tensor, form: Any, scaling: float,
     value: torch.Tensor | None, weight: torch.Tensor | None, keep: torch.Tensor | None = None,
-    seen: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None, count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `slots.attend`, of contiguous tensors; `query` and `slots` in the last dimension. As many heads of values as
     of keys, and entries of at most 32 bits. The last program of a key head merges its parts."""
-    (batch, count, _), (rows, selected), heads = query.shape, slots.shape, form.num_key_heads
+    (batch, query_heads, _), (rows, selected), heads = query.shape, slots.shape, form.num_key_heads
     assert heads == form.num_value_heads and form.dtype.itemsize <= 4, form
     (_, held, width), key, dim, packed = data.shape, form.key_dim, form.value_dim, form.bits is not None
     options: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    output = torch.empty(batch, count, dim, dtype=query.dtype, device=query.device)
-    logarithm = torch.empty(batch, count, **options)
-    each = batch * count // (rows * heads)
+    output = torch.empty(batch, query_heads, dim, dtype=query.dtype, device=query.device)
+    logarithm = torch.empty(batch, query_heads, **options)
+    each = batch * query_heads // (rows * heads)
     queries, value_wide, at_once = wide(each), wide(dim), _TOKENS if max(key, dim) <= 128 else _TOKENS // 2
     stored_parts, per_part = split(selected * form.group_size, rows * heads, at_once, 2 * _TOKENS)
     parts = stored_parts + triton.cdiv(recent.shape[1], per_part)
@@ -264,13 +264,13 @@ def attend(
         query, data.view(torch.int8) if packed else data, data.view(form.dtype) if packed else data, slots,
         slots if keep is None else keep.view(torch.uint8), recent,
         slots if seen is None else seen.view(torch.uint8), logarithm if value is None else value,
-        logarithm if weight is None else weight, best, total, parted,
+        logarithm if weight is None else weight, logarithm if count is None else count, best, total, parted,
         counters(query.device, triton.next_power_of_2(rows * heads)), output, logarithm, scaling, rows // batch, heads,
         selected, stored_parts, per_part, recent.shape[1], held, *query.stride()[:2], slots.stride(0),
         *recent.stride()[:2], 0 if seen is None else seen.stride(0), each, form.group_size, width,
         largest_at // form.dtype.itemsize, key, dim, form.key_width, form.entry_width, wide(key), value_wide, queries,
         at_once, max(1, _TILE // (queries * value_wide)), packed, str(form.dtype).removeprefix("torch."),
-        weight is not None, keep is not None, seen is not None, "ieee" if single else "tf32",
+        weight is not None, keep is not None, seen is not None, count is not None, "ieee" if single else "tf32",
         num_warps=4 if max(key, dim) <= 128 else 8,
     )  # fmt: skip
     return output, logarithm

@@ -84,6 +84,8 @@ HOST_SLOTS = "host slots"
 """Owner of entries in host memory besides the device's slots."""
 
 
+GRAPHS = "graphs"
+"""Owner of what a CUDA graph of a step keeps: its inputs, its results, and what a layer of it computes with."""
 ADAPTERS = "adapters"
 """Owner of what is fitted to keys; on CUDA of the part on the device."""
 

@@ -21,6 +21,18 @@ from them. For `Extents`, which are read only for the look, it is sent payloads 
 
 
 @dataclass(frozen=True)
+class DeviceSizes:
+    """Sizes that a step in a CUDA graph reads from its device at each replay. Its tensors have room for more."""
+
+    recent: torch.Tensor
+    """() int64: latest tokens a row, the step's own among them."""
+    units: torch.Tensor
+    """() int64: units a row."""
+    room: int
+    """Units a row that there is room for."""
+
+
+@dataclass(frozen=True)
 class Query:
     """One query of every sequence, and the tokens it sees. Valid during the call."""
 
@@ -31,6 +43,8 @@ class Query:
     """(B or 1, T) bool: which tokens are not padding; None: all."""
     recent: Callable[[], torch.Tensor]
     """Keys (rows, Hk, t, D) of the latest tokens, which every step attends to: a view."""
+    sizes: DeviceSizes | None = None
+    """In a step that is captured: how many of the latest tokens and of the units exist; None: all."""
 
 
 class Learner(Protocol):

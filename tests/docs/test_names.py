@@ -24,7 +24,7 @@ OF_OTHERS = {
     "ClientSession", "GenerationConfig", "HTTPS_PROXY", "HTTP_PROXY", "NAME.py", "NO_PROXY", "RAY_AUTH_TOKEN",
     "__del__", "chmod", "clone", "cookies", "custom_generate", "from_pretrained", "generate_batch",
     "kernel.io_uring_disabled", "load_in_4bit", "model.gradient_checkpointing_disable", "model.train",
-    "repartition", "rope_deltas", "set_attn_implementation", "spawn",
+    "repartition", "set_attn_implementation", "spawn",
 }  # fmt: skip
 """Names, as they stand on the pages, of transformers, Ray, Python and Linux, and what a reader fills in."""
 

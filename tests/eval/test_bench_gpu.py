@@ -29,7 +29,7 @@ from hf_offload_cache.registry import cache_class
 
 TINY = Shape(layers=3, heads=4, kv_heads=2, head_dim=64, hidden=48, intermediate=64, vocabulary=512)
 GIB = 2**30
-OURS = list(bench_gpu.OURS)
+OURS = [name for name in bench_gpu.OURS if name != bench_gpu.GRAPHED]
 
 
 class _Stream(Stream):
@@ -84,7 +84,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
 
 EXPECTED = {name for name in bench_gpu.NAMES if name not in bench_gpu.QUANTISED} | {"fp8"}
 FEW = ["DynamicCache", "DiskSwapCache", "SpecCache"]
-NAMES = {"text": [*FEW, "StaticCache"], "shape": FEW, "capped": FEW, "quality": [*OURS, "fp8"]}
+NAMES = {"text": [*FEW, "StaticCache"], "shape": [*FEW, bench_gpu.GRAPHED], "capped": FEW, "quality": [*OURS, "fp8"]}
 
 
 @pytest.mark.parametrize("part", ["text", "shape", "quality", "complete", "capped", "kernels"])
@@ -131,7 +131,10 @@ def _check_text(rows: list[dict[str, Any]]) -> None:
 
 def _check_shape(rows: list[dict[str, Any]]) -> None:
     measured = [row for row in rows if row["part"] == "shape"]
-    assert [(row["layers"], row["name"]) for row in measured] == [(layers, name) for layers in (1, 2) for name in FEW]
+    names = NAMES["shape"]
+    assert [(row["layers"], row["name"]) for row in measured] == [(layers, name) for layers in (1, 2) for name in names]
+    for row in (row for row in measured if row["name"] == bench_gpu.GRAPHED):
+        assert row["replays"] > 40 and row["captures"] >= 1 and row["repetitions"] == 4
     assert {row["said"] for row in measured} == {"1 of 3", "2 of 3"}
     of_all = {row["name"]: row for row in rows if row["part"] == gpu_summary.SCALED}
     assert all((row["said"], row["layers"]) == ("computed from 1 and 2 layers", 3) for row in of_all.values())

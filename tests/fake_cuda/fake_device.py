@@ -8,6 +8,7 @@ Attention counts as one kernel. Triton's kernels are absent, so that their torch
 launches its kernel takes (`with_kernel`) counts as so many; others count as what they launch themselves.
 
 With a seed, streams run late (`fake_streams`): an operation returns memory that it fills when its stream gets there.
+CUDA graphs record operations and run them again (`fake_graphs`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from fake_graphs import Graph, capturing, graph, refuse
 from fake_streams import COUNTS, CUDA, QUEUES, Counts, Event, Memory, Stream, current, leaves, on
 from torch.nn import functional
 from torch.utils._device import DeviceContext, _device_constructors
@@ -134,6 +136,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     on_device = from_device if device is None else torch.device(device).type in _ON_DEVICE
     kwargs = {**kwargs, **({"device": torch.device("cpu")} if device is not None and on_device else {})}
     if kwargs.get("pin_memory"):
+        refuse("allocation of pinned memory")
         kwargs["pin_memory"] = False
     if name == "aten._to_copy.default":
         return _converted(args[0], kwargs, device, on_device)
@@ -146,7 +149,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not (_is_view(func) or name.startswith(_FREE)):
             if _known_size(func, name, args):
                 return _queued(func, args, kwargs)
+            refuse(name)
             current().run()
+    elif on_device and capturing() is not None and not name.startswith("aten.empty"):
+        return tree_map_only(torch.Tensor, Fake, _launch(func, args, kwargs))
     inner_args, inner_kwargs = _inner((args, kwargs))
     out = func(*inner_args, **inner_kwargs)
     if name in _WAITING:
@@ -263,27 +269,42 @@ def _at_launch(tree: Any) -> Any:
     return _inner(tree_map_only(torch.Tensor, lambda one: one if isinstance(one, Fake) else one.clone(), tree))
 
 
+def _pinned(tensor: Any) -> Any:
+    refuse("allocation of pinned memory")
+    return _at_launch(tensor)
+
+
 def _launch(func: Any, args: Any, kwargs: dict[str, Any], made: Any = None) -> Any:
     """What `func` returns of the tensors within: memory that the current stream fills when it gets there. `made`: this
     memory, for a function that does not run on `meta` tensors. Without it, such a function runs at once, and so does
     one that returns its arguments."""
     inner_args, inner_kwargs = _at_launch((args, kwargs))
-    if QUEUES.random is not None and made is None:
+    deferred, views = QUEUES.random is not None or capturing() is not None, False
+    if deferred and made is None:
         with contextlib.suppress(Exception), _disable_current_modes(), torch.no_grad():
             shapes = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (inner_args, inner_kwargs))
             of_host = {"device": torch.device("meta")} if "device" in kwargs else {}
             shaped = func(*shapes[0], **{**shapes[1], **of_host})
             known = {one.untyped_storage()._cdata for one in leaves(shapes) if isinstance(one, torch.Tensor)}
             given = [one for one in leaves(shaped) if isinstance(one, torch.Tensor)]
+            views = bool(given) and all(one.untyped_storage()._cdata in known for one in given)
             if all(one.is_meta and one.untyped_storage()._cdata not in known for one in given):
                 made = tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device="cpu"), shaped)
-    if QUEUES.random is None or made is None:
-        current().run()
-        current().use(args, kwargs)
+    if capturing() is not None and made is None and not views:
+        if getattr(func, "__annotations__", {}).get("return") != "None":
+            refuse(f"{func}, whose results have no known sizes,")
+        current().give(functools.partial(func, *inner_args, **inner_kwargs), args, kwargs)
+        return None
+    if not deferred or made is None:
+        if capturing() is None:
+            current().run()
+            current().use(args, kwargs)
         return func(*inner_args, **inner_kwargs)
     outputs = [one for one in leaves(made) if isinstance(one, torch.Tensor)]
     for output in outputs:
         _undefine(output)
+    if (captured := capturing()) is not None:
+        captured.made += outputs
 
     def fill() -> None:
         results = func(*inner_args, **inner_kwargs)
@@ -407,10 +428,11 @@ def fake_cuda(seed: int | None = None) -> Iterator[Counts]:
         "default_stream": lambda device=None: QUEUES.default, "stream": on,
         "device_of": lambda tensor: contextlib.nullcontext(), "is_available": lambda: True,
         "synchronize": _synchronize, "current_device": lambda: 0, "device_count": lambda: 1,
+        "CUDAGraph": Graph, "graph": graph, "is_current_stream_capturing": lambda: capturing() is not None,
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **stubs))
-        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self, *_: _at_launch(self)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self, *_: _pinned(self)))
         stack.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda self, *_: True))
         recorded = mock.patch.object(torch.Tensor, "record_stream", lambda self, stream: self.memory.record(stream))
         stack.enter_context(recorded)

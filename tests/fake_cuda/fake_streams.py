@@ -58,7 +58,9 @@ class Counts:
             counter.clear()
 
     def add(self, kind: str, count: int = 1, nbytes: int = 0) -> None:
-        caller = _caller()
+        caller, captured = _caller(), QUEUES.capture
+        if kind == "syncs" and captured is not None and captured.thread is threading.current_thread():
+            raise RuntimeError(f"{caller} waits while a stream is captured")
         getattr(self, kind)[caller] += count
         if nbytes:
             getattr(self, f"{kind}_bytes")[caller] += nbytes
@@ -100,6 +102,7 @@ class Queues:
     def begin(self, seed: int | None) -> None:
         """Begin anew, in the order of a seed; None: each operation runs at once."""
         self.random = None if seed is None else random.Random(seed)
+        self.capture: Any = None
         self.streams: list[Stream] = []
         self.of_thread = threading.local()
         self.default = Stream(queues=self)
@@ -130,7 +133,11 @@ class Stream:
         self.queues.streams.append(self)
 
     def give(self, work: Callable[[], object] | Event, *tensors: Any) -> None:
-        """Append work that uses these tensors."""
+        """Append work that uses these tensors; a capture records it instead."""
+        captured = self.queues.capture
+        if captured is not None and captured.thread is threading.current_thread():
+            captured.record(self, work, tensors)
+            return
         with self.queues.lock:
             self.use(*tensors)
             self.queue.append(work)
@@ -184,11 +191,12 @@ class Event:
         """With whatever options."""
         self.stream: Stream | None = None
         self.place = 0
+        self.capture: Any = None
 
     def copy(self) -> Event:
         """The same place, also when this event is recorded again."""
         event = Event()
-        event.stream, event.place = self.stream, self.place
+        event.stream, event.place, event.capture = self.stream, self.place, self.capture
         return event
 
     def run(self) -> None:
@@ -197,7 +205,7 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         self.stream = stream or current()
-        self.place = self.stream.given
+        self.place, self.capture = self.stream.given, self.stream.queues.capture
 
     def wait(self, stream: Any = None) -> None:
         (stream or current()).wait_event(self)
@@ -221,7 +229,7 @@ class Memory:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
-        self._stream = current()
+        self._stream, self.capture = current(), QUEUES.capture
         self._others: set[Stream] = set()
         self._recorded: set[Stream] = set()
 

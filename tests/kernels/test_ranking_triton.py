@@ -211,6 +211,45 @@ def test_the_estimate_of_the_others(
             assert_near(found, one)
 
 
+@EACH_DEVICE
+@EACH_SHAPE
+@pytest.mark.parametrize("missing", [0, 1, 66])
+def test_what_does_not_exist_does_not_count(
+    device: str, shape: Shape, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for keys and units of which a number on the device exist."""
+    given, kernel = Inputs(shape), kernels("ranking_triton", device, monkeypatch)
+    monkeypatch.setattr(kernel, "_TILE", 512)
+    exist, recent, room = torch.tensor(max(1, shape.units - missing)), torch.tensor(max(0, 37 - missing)), shape.units
+    keys = given.normal(shape.batch, shape.key_heads, 41, shape.key)
+    keys[:, :, 4 + int(recent) :] = torch.nan
+    args = (
+        given.normal(shape.batch, shape.heads, shape.key),
+        given.integers(shape.key_heads, shape.key, shape.rank), given.normal(shape.rank).mul(1e-3),
+        given.normal(shape.key_heads, shape.key), given.offsets, keys[:, :, :4], keys[:, :, 4:], 0.2, recent,
+    )  # fmt: skip
+    of_codes = given.low, given.constant, given.codes(room + 13), shape.counts, shape.group
+    near = ranking.project(*args)[2]
+    scores = ranking.score(*of_codes, 1, exist)
+    importance = ranking.share(*scores, near, shape.batch, 1, exist)
+    order = torch.arange(room - 1, -1, -1).repeat(shape.batch, 1).int()  # missing ones first
+    maps = (
+        order, given.integers(shape.batch, 4, shape.key_heads, shape.value),
+        given.normal(shape.batch, 4).abs().mul(1e-4),
+        given.normal(shape.batch, shape.heads), given.offsets, exist,
+    )  # fmt: skip
+    estimate = ranking.rest(*of_codes, *maps)
+    fill_what_is_empty(monkeypatch)
+    assert_near(kernel.project(*on(device, *args))[2], near)
+    for found, one in zip(kernel.score(*on(device, *of_codes, 1, exist)), scores, strict=True):
+        assert_near(found, one)
+    found = kernel.share(*on(device, *scores, near, shape.batch, 1, exist)).cpu()
+    torch.testing.assert_close(found, importance, rtol=1e-5, atol=1e-8)
+    assert bool(found[:, int(exist) :].isneginf().all()) and bool((found[:, 1 : int(exist)] >= 0).all())
+    for found, one in zip(kernel.rest(*on(device, *of_codes, *maps)), estimate, strict=True):
+        assert_near(found, one)
+
+
 ENCODED = {
     "smol": (SHAPES["smol"], torch.bfloat16, 7, (1, 40, 9)),
     "llama": (SHAPES["llama"], torch.bfloat16, 3, (37,)),

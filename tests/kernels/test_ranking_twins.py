@@ -181,3 +181,34 @@ def test_codes_equal_those_that_compact_keys_store(
     assert torch.equal(found[..., tokens:], others[..., tokens:])
     for own, least, most in zip(found[..., first:tokens].split(counts, 1), (-128, 0, 0), (127, 15, 3), strict=True):
         assert not own.numel() or (own.min() == least and own.max() == most)
+
+
+@pytest.mark.parametrize(("missing", "rows"), [(0, 1), (1, 2), (BLOCK + 3, 1)])
+def test_units_and_keys_that_do_not_exist_do_not_count(missing: int, rows: int) -> None:
+    """Room with anything in it, and a number of the device of those that exist: as without the room."""
+    random = torch.Generator().manual_seed(missing)
+    heads, dim, group, counts, units, room = 4, 8, 3, (5, 4, 8), 70, 70 + missing
+    codes = torch.randint(256, (rows, 9 * group, room), dtype=torch.uint8, generator=random)
+    low = torch.randn(rows, heads, 17, generator=random).mul(0.01).bfloat16()
+    constant, exist = torch.randn(rows, heads, generator=random), torch.tensor(units)
+    keys = torch.randn(rows, 2, 7, dim, generator=random)
+    beyond = torch.cat([keys, torch.full((rows, 2, missing, dim), torch.nan)], 2)
+    made_of = torch.randn(rows, heads, dim, generator=random), torch.ones(2, dim, 17, dtype=torch.int8), torch.ones(17)
+    made_of = *made_of, torch.ones(2, dim), torch.ones(17)
+    near = project(*made_of, keys[:, :, :2], keys[:, :, 2:], SCALING)[2]
+    counted = project(*made_of, keys[:, :, :2], beyond[:, :, 2:], SCALING, torch.tensor(5))[2]
+    torch.testing.assert_close(counted[..., :7], near)
+    assert bool(counted[..., 7:].isneginf().all())
+    scores = score(low, constant, codes[..., :units], counts, group, 1)
+    in_room = score(low, constant, codes, counts, group, 1, exist)
+    assert torch.equal(in_room[0][..., :units], scores[0]) and bool((in_room[0][..., units:] == HIDDEN).all())
+    importance = share(*scores, near, rows, 1)
+    found = share(*in_room, counted, rows, 1, exist)
+    torch.testing.assert_close(found[:, :units], importance)
+    assert bool(found[:, units:].isneginf().all())
+    others = pick(importance, 9, units)[1]
+    maps = torch.ones(rows, 4, 2, dim, dtype=torch.int8), torch.ones(rows, 4), torch.zeros(rows, heads), torch.ones(17)
+    expected = rest(low, constant, codes[..., :units], counts, group, others, *maps)
+    more = torch.cat([others, torch.arange(units, room).int().expand(rows, -1)], 1)
+    for one, other in zip(rest(low, constant, codes, counts, group, more, *maps, exist), expected, strict=True):
+        torch.testing.assert_close(one, other)

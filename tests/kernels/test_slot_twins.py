@@ -89,6 +89,10 @@ def test_attention_is_one_softmax_over_slots_latest_entries_and_the_estimate(
     value, weight = torch.randn(2, heads, 40, generator=random), torch.randn(2, heads, generator=random)
     rest = (value, weight) if estimated else (None, None)
     output, logarithm = attend(query, data.view(rows, 7, -1), slots, recent, form, 0.2, *rest)
+    room = torch.cat([recent, torch.full((rows, 5, form.entry_width), torch.nan)], 1)
+    counted = attend(query, data.view(rows, 7, -1), slots, room, form, 0.2, *rest, count=torch.tensor(7))
+    for one, other in zip(counted, (output, logarithm), strict=True):
+        torch.testing.assert_close(one, other)
     for sequence in range(2):
         for head in range(heads):
             of_keys = head // (heads // key_heads)

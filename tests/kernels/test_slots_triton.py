@@ -195,6 +195,25 @@ def test_what_is_not_kept_is_not_attended_to(
 
 
 @EACH_DEVICE
+@pytest.mark.parametrize("count", [0, 1, 33, 70])
+@pytest.mark.parametrize("programs", [7, 264])
+def test_latest_entries_that_do_not_exist_do_not_count(
+    device: str, count: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = kernels("slots_triton", device, monkeypatch)
+    monkeypatch.setattr(kernels("ranking_triton", device, monkeypatch), "PROGRAMS", programs)
+    monkeypatch.setattr(kernel, "_TILE", 512)
+    *given, form = attention("odd", torch.float32, 8, False, 9, 70)
+    expected = slots.attend(*given[:3], given[3][:, :count], form, 0.2, None, None)
+    given[3][:, count:] = torch.nan
+    counted = torch.tensor(count).to(device)
+    fill_what_is_empty(monkeypatch)
+    found = kernel.attend(*[move(one, device) for one in given], form, 0.2, None, None, count=counted)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)
+
+
+@EACH_DEVICE
 def test_an_estimate_of_no_weight_adds_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = kernels("slots_triton", device, monkeypatch)
     *given, form = attention("odd", torch.float32, None, False, 4, 3)

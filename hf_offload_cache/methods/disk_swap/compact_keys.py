@@ -407,6 +407,11 @@ class CodedKeys(CompactKeys):
         return self._rows.data
 
     @property
+    def memory(self) -> torch.Tensor:
+        """All memory of `codes`, with room for units to come: the same tensor until it is too small."""
+        return self._rows.memory
+
+    @property
     def asks(self) -> Asks:
         """What makes scores of queries on the keys' device, kept there."""
         if self._asks is None:

@@ -391,6 +391,18 @@ class FittedKeys:
         """As `LowRankPredictor.chooses_on_device`."""
         return isinstance(self.keys, CodedKeys) and (self.sinks is not None or not self.rules.num_sinks)
 
+    @property
+    def room(self) -> int:
+        """As `LowRankPredictor.room`."""
+        return self.keys.memory.shape[2] if isinstance(self.keys, CodedKeys) else 0
+
+    def graph_parts(self) -> list[Any]:
+        """As `LowRankPredictor.graph_parts`."""
+        keys, sinks, maps = self.keys, self.sinks, self.maps
+        assert isinstance(keys, CodedKeys)
+        first = [] if sinks is None else [sinks.keys, sinks.units.shape[1]]
+        return [keys.memory, *keys.asks, keys.coding.counts, *first, *([] if maps is None else maps.on(keys.device))]
+
     def device_bytes(self, context: int, heads: int, wanted: int, recent: int) -> int | None:
         """As `LowRankPredictor.device_bytes`, for `heads` query heads a sequence."""
         form, rules, units = self.form, self.rules, context // self.form.group_size
@@ -404,32 +416,34 @@ class FittedKeys:
     def choose_on_device(self, query: Query, wanted: int, looks: bool) -> DeviceChoice:
         """The `wanted` best units of each row for a query, by all components, and an estimate of those that follow, on
         the keys' device; `looks`: with the lost mass."""
-        keys, form, sinks = self.keys, self.form, self.sinks
+        keys, form, sinks, sizes = self.keys, self.form, self.sinks, query.sizes
         assert isinstance(keys, CodedKeys)
+        codes, exist, there = keys.codes, None, None
+        if sizes is not None:  # as many units as there is room for, some of which may not exist yet
+            codes, exist, there = keys.memory[:, :, : sizes.room], sizes.units, sizes.recent
         asks, counts, group, latest = keys.asks, keys.coding.counts, form.group_size, query.recent()
         recent = latest.view(self.rows, form.num_key_heads, *latest.shape[2:])
         first, apart = (recent[:, :, :0], 0) if sinks is None else (sinks.keys, sinks.units.shape[1])
-        maps, units, rows, heads = self.maps, self.units, self.rows * self.heads, query.states.shape[1]
+        maps, units, rows, heads = self.maps, codes.shape[2], self.rows * self.heads, query.states.shape[1]
         if maps is not None and maps.ratio.shape[1] != query.states.shape[1]:
             maps = None
         most, value, weight, lost = wanted if maps is None else min(CANDIDATES * wanted, units), None, None, None
         on = maps.on(keys.device) if maps is not None and most > wanted else None
         near_keys, others_of = first.shape[2] + recent.shape[2], 0 if on is None else (most - wanted) * group
-        sizes = units, keys.rank, near_keys, most, others_of, form.value_dim
-        nbytes = ranking_bytes(self.rows, heads, rows, *sizes)
+        nbytes = ranking_bytes(self.rows, heads, rows, units, keys.rank, near_keys, most, others_of, form.value_dim)
         with self._shared.account.holding("scores", nbytes):
-            low, constant, near = project(query.states, *asks, first, recent, query.scaling)
-            best, tops, sums = score(low, constant, keys.codes, counts, group, apart)
-            importance = share(best, tops, sums, near, rows, apart)
+            low, constant, near = project(query.states, *asks, first, recent, query.scaling, there)
+            best, tops, sums = score(low, constant, codes, counts, group, apart, exist)
+            importance = share(best, tops, sums, near, rows, apart, exist)
             chosen, others = pick(importance, wanted, most)
             if on is not None:
-                value, weight = rest(low, constant, keys.codes, counts, group, others, *on, asks.offsets)
+                value, weight = rest(low, constant, codes, counts, group, others, *on, asks.offsets, exist)
         if looks:
             mass = importance[:, apart:].sum() - importance.gather(1, chosen[:, apart:].long()).sum()
             if value is not None:
                 mass -= importance.gather(1, others.long()).sum()
             lost = (mass.nan_to_num() * (1e6 / (query.states[..., 0].numel()))).long()
-        return DeviceChoice(chosen, value=value, weight=weight, lost=lost)
+        return DeviceChoice(chosen, value=value, weight=weight, lost=lost, nbytes=nbytes)
 
     def seen(self, query: Query) -> torch.Tensor | None:
         """(B, tokens) bool: the ranked tokens that are not padding; None: all."""

@@ -132,6 +132,15 @@ class LowRankPredictor(Predictor):
         """Whether there are codes, and the keys of sinks, as `choose_on_device` needs them."""
         return self.fitted.chooses_on_device
 
+    def graph_parts(self) -> list[Any]:
+        """The tensors and numbers that `choose_on_device` uses in a captured step, which is valid while they stay."""
+        return self.fitted.graph_parts()
+
+    @property
+    def room(self) -> int:
+        """Units a row that `graph_parts` have room for."""
+        return self.fitted.room
+
     def device_bytes(self, context: int, heads: int, wanted: int, recent: int) -> int | None:
         """Upper bound on the device memory of `choose_on_device`, of the `wanted` best of `context` tokens a row, for
         `heads` query heads a row and so many `recent` entries. None: it cannot choose there."""

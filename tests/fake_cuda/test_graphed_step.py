@@ -1,0 +1,274 @@
+"""Decoding steps in a CUDA graph, on a device that only counts. Groups have four tokens: each fourth step seals one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fake_device import Counts, Fake, on_the_device, values_of
+from harness import COMMON, build, prompt
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_offload_cache import AbstractTreeCache, DiskSwapCache, graphed_step
+from hf_offload_cache.errors import PromptError, UnsupportedModelError
+from hf_offload_cache.interop import graphed_step as graphs
+from hf_offload_cache.model import Geometry
+
+TOKENS, STEPS = 664, 19
+"""So many that the third group that is sealed is beyond the room of the codes."""
+PREPARES, SEALS = "the step prepares a graph", "the step seals a group of tokens"
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "8 bits, heads apart": {"entry_bits": 8, "heads_apart": True},
+    "dropped, no sinks, no slots": {"remainder": False, "num_sinks": 0, "reuse_capacity": 0},
+}
+Step = Callable[[torch.Tensor], Any]
+
+
+def llama() -> Any:
+    return build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "max_position_embeddings": 8192}))
+
+
+@contextmanager
+def a_device(seed: int | None = None, **fields: Any) -> Iterator[tuple[Any, Any, Counts]]:
+    """A model, a cache with its records in pinned host memory, and the device's counts. `seed`: of its streams."""
+    fields = {"num_selected": 128, "group_size": 4, "engine": "memory", **fields}
+    with on_the_device(llama(), seed) as (model, counts), DiskSwapCache(model, **fields) as cache:
+        yield model, cache, counts
+
+
+def prefilled(model: Any, cache: Any, rows: int = 1) -> torch.Tensor:
+    """The first token (B, 1) after a prompt."""
+    ids = prompt(model, rows, TOKENS)
+    with torch.no_grad():
+        return values_of(model(Fake(ids), past_key_values=cache, logits_to_keep=1).logits).argmax(2)
+
+
+def eager(model: Any, cache: Any) -> Step:
+    return lambda token: model(token, past_key_values=cache)
+
+
+def decoded(step: Step, token: torch.Tensor, steps: int = STEPS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (B, steps) that follow `token` (B, 1), and the logits of each step."""
+    tokens, logits = [], []
+    with torch.no_grad():
+        for _ in range(steps):
+            logits.append(values_of(step(Fake(token)).logits))
+            tokens.append(token := logits[-1].argmax(2))
+    return torch.cat(tokens, 1), torch.cat(logits, 1)
+
+
+def assert_same(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1])
+
+
+@pytest.mark.parametrize(("way", "rows", "seed"), [(way, 2 - index % 2, index) for index, way in enumerate(WAYS)])
+def test_tokens_are_those_of_eager_steps(way: str, rows: int, seed: int) -> None:
+    """Over four seals and one more capture, in any order of the streams; and what was read is counted."""
+    with a_device(seed, **WAYS[way]) as (model, cache, _):
+        expected = decoded(eager(model, cache), prefilled(model, cache, rows))
+        told = cache.report()
+    with a_device(seed, **WAYS[way]) as (model, cache, _):
+        first, step, reasons = prefilled(model, cache, rows), graphed_step(model, cache), []
+
+        def called(token: torch.Tensor) -> Any:
+            output = step(token)
+            reasons.append(step.reason)
+            assert output.past_key_values is cache
+            return output
+
+        assert_same(decoded(called, first), expected)
+        report = cache.report()
+        assert torch.equal(cache.input_ids[:, TOKENS:], torch.cat([first, expected[0][:, :-1]], 1))
+        assert cache.tokens == TOKENS + STEPS
+    assert (reasons.count(SEALS), reasons.count(PREPARES), step.captures) == (4, 2, 2)
+    assert reasons.count(None) == step.replays == STEPS - 4 - 2 - 1 and reasons[-4:].count(None) == 3
+    for name in ("hit_rate", "bytes_read", "selected_fraction", "decode_steps"):
+        assert getattr(report, name) == getattr(told, name), name
+    for name in ("estimated_mass", "lost_mass"):  # of the steps that seal, in each layer
+        ours, theirs = getattr(report, name), getattr(told, name)
+        assert (ours is None) == (theirs is None) and (ours is None or ours == pytest.approx(theirs, rel=0.3))
+
+
+def test_a_replayed_step_is_one_launch_and_two_copies() -> None:
+    """And the copy of its ids. It waits for nothing."""
+    with a_device() as (model, cache, counts):
+        first, step = prefilled(model, cache), graphed_step(model, cache)
+        launches, replayed = {}, 0
+        for _ in range(STEPS):
+            counts.clear()
+            step(Fake(first))
+            if step.reason is None and not counts.syncs:  # a capture waits
+                replayed += 1
+                assert counts.launches == {"interop/graphed_step.py:_run": 1, "interop/graphed_step.py:_tell": 1,
+                                           "core/token_log.py:append": 1}  # fmt: skip
+                assert counts.to_device.total() == 1 and not counts.to_host
+            launches[step.reason] = counts.launches.total(), counts.syncs.total(), counts.blocking.total()
+    assert replayed == step.replays - step.captures == 10
+    assert launches[None] == (3, 0, 0) and launches[SEALS][0] > 40 and launches[SEALS][1:] == (0, 0)
+
+
+def changed(model: Any, cache: Any, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps of two sequences, which change between them."""
+    first = prefilled(model, cache, 2)
+    parts = [decoded(step, first, 12)]
+    for change in (
+        lambda: cache.crop(-1),
+        lambda: cache.crop(-9),
+        lambda: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda: cache.batch_select_indices(torch.tensor([1])),
+        lambda: eager(model, cache)(Fake(torch.tensor([[5, 6, 7]]))),
+    ):
+        change()
+        first = first[: cache.sequences]
+        parts.append(decoded(step, first, 6))
+    return tuple(torch.cat([part[at].flatten(0, 1) for part in parts]) for at in range(2))  # type: ignore[return-value]
+
+
+def test_a_graph_is_captured_again_after_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_device() as (model, cache, _), torch.no_grad():
+        expected = changed(model, cache, eager(model, cache))
+    with a_device() as (model, cache, _), torch.no_grad():
+        step = graphed_step(model, cache)
+        assert_same(changed(model, cache, step), expected)
+        assert step.captures >= 4 and step.replays > step.captures
+    with a_device() as (model, cache, _), torch.no_grad(), monkeypatch.context() as patched:
+        patched.setattr(graphs, "_same", lambda known, parts: bool(known))
+        with pytest.raises(RuntimeError, match="freed"):
+            changed(model, cache, graphed_step(model, cache))
+
+
+def test_memory_of_a_graph_is_booked_and_freed() -> None:
+    with a_device() as (model, cache, _):
+        first, step, account = prefilled(model, cache), graphed_step(model, cache), cache.storage.account
+        decoded(step, first, 10)
+        logits, layer, units = model.config.vocab_size * 4, cache.selective[0], 320
+        least = logits + 8 * (1 + 2 + 3 * len(cache.selective)) + 4 * 4 * units
+        assert least < account.by_owner["graphs"] < 100 * least
+        assert layer.device_slots.room > layer.history.units and layer.predictor.room >= layer.history.units
+        plan = type(cache).plan(Geometry.of(model), cache.config, cache.tokens, 1)
+        books = layer.tables_nbytes - layer.history.tables_nbytes
+        assert books == layer.device_slots.tables_nbytes > 12 * layer.device_slots.room
+        assert account.by_owner["tables"] <= plan.host_decode["tables"]
+        other = graphed_step(model, cache)  # a cache has one
+        assert not account.by_owner["graphs"]
+        decoded(other, first, 6)
+        assert account.by_owner["graphs"]
+        other.close()
+        other.close()
+        assert not account.by_owner["graphs"]
+        decoded(step, first, 2)
+        assert step.reason == "another graphed_step was made" and not account.by_owner["graphs"]
+        decoded(other, first, 6)
+        assert account.by_owner["graphs"] and other.captures >= 2
+    assert account.current == 0
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(40, True), (12, False)])
+def test_within_a_budget_a_graph_takes_the_memory_of_lent_slots_or_there_is_none(spare: int, fits: bool) -> None:
+    """`spare`: KiB beyond what a step needs."""
+    with a_device(memory="16MiB", max_context=TOKENS + 64) as (model, cache, _):
+        first, step, account = prefilled(model, cache), graphed_step(model, cache), cache.storage.account
+        decoded(step, first, 1)
+        account.limit = cache._with_slots(Geometry.of(model), 0) + spare * 1024
+        cache._lent_for = (0, 0)
+        for layer in cache.selective:
+            layer.drop_fetcher()
+        account.reset_peaks()
+        decoded(step, first, 1)
+        lent = cache.selecting.lent
+        assert lent > 0 and not account.by_owner["graphs"]
+        decoded(step, first, 17)
+        assert account.peak <= account.limit
+        assert bool(step.replays) == bool(account.by_owner["graphs"]) == fits
+        assert fits or step.reason in ("the budget has no room for a graph", SEALS)
+        assert cache.selecting.lent < lent if fits else cache.selecting.lent == lent
+
+
+def test_other_calls_are_the_models() -> None:
+    with a_device() as (model, cache, _):
+        step, ids = graphed_step(model, cache), prompt(model, 1, TOKENS)
+        assert step(Fake(ids), logits_to_keep=1).logits.shape[1] == 1 and step.reason == "arguments ['logits_to_keep']"
+        assert step(Fake(ids[:, :1])).logits.shape[1] == 1 and step.reason == "slots are made"
+        assert step(Fake(ids[:, :2])).logits.shape[1] == 2 and step.reason == "the call has several tokens"
+        assert cache.tokens == TOKENS + 3 and not step.replays
+    with a_device(num_selected=2048) as (model, cache, _):
+        step, first = graphed_step(model, cache), prefilled(model, cache)
+        decoded(step, first, 2)
+        assert step.reason == "the context is so short that a step attends to all of it"
+    with on_the_device(llama()) as (model, _), AbstractTreeCache(model, engine="memory") as tree:
+        step, first = graphed_step(model, tree), prefilled(model, tree)
+        decoded(step, first, 2)
+        assert step.reason is not None and not step.replays
+    with a_device(exact=True) as (model, cache, _):
+        step, first = graphed_step(model, cache), prefilled(model, cache)
+        decoded(step, first, 2)
+        assert step.reason == "the cache attends to everything"
+
+
+def test_padded_rows_need_a_mask() -> None:
+    with a_device() as (model, cache, _):
+        ids, mask = prompt(model, 2, TOKENS), torch.ones(2, TOKENS + 1, dtype=torch.long)
+        mask[0, :3] = 0
+        step = graphed_step(model, cache)
+        step(Fake(ids), attention_mask=Fake(mask[:, :-1]), logits_to_keep=1)
+        step(Fake(ids[:, :1]), attention_mask=Fake(mask))
+        with pytest.raises(PromptError, match="attention_mask is missing"):
+            step(Fake(ids[:, :1]))
+        assert cache.tokens == TOKENS + 1
+
+
+def test_on_a_processor_each_call_is_the_models() -> None:
+    model = llama()
+    ids, found = prompt(model, 1, TOKENS + 3), []
+    for graphed in (False, True):
+        with DiskSwapCache(model, engine="memory", look_ahead=False) as cache, torch.no_grad():
+            step = graphed_step(model, cache) if graphed else eager(model, cache)
+            found.append([step(part).logits for part in ids.split([TOKENS, 1, 1, 1], 1)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert step.reason == "layer 0 does not step on a CUDA device with records in pinned host memory"
+    with DiskSwapCache(model) as cache, pytest.raises(ValueError, match="another model"):
+        graphed_step(llama(), cache)
+
+
+def test_a_step_that_cannot_be_captured_says_so_and_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_device() as (model, cache, _):
+        first = prefilled(model, cache)
+        expected = decoded(eager(model, cache), first, 6)
+    with a_device() as (model, cache, _):
+        first, step = prefilled(model, cache), graphed_step(model, cache)
+        for _, place in zip(range(2), itertools.count()):
+            step(Fake(first if not place else expected[0][:, place - 1 : place]))
+        forward = type(model.model.norm).forward
+
+        def waits(self: Any, hidden: torch.Tensor) -> Any:
+            assert float(hidden.abs().max()) > 0
+            return forward(self, hidden)
+
+        monkeypatch.setattr(type(model.model.norm), "forward", waits)
+        with pytest.raises(UnsupportedModelError, match="cannot be captured as a CUDA graph"):
+            step(Fake(expected[0][:, 1:2]))
+        monkeypatch.undo()
+        assert cache.tokens == TOKENS + 2
+        found = decoded(step, expected[0][:, 1:2], 4)
+        assert torch.equal(found[0], expected[0][:, 2:])
+
+
+def test_counts_restart_between_replays() -> None:
+    with a_device() as (model, cache, _):
+        first, step = prefilled(model, cache), graphed_step(model, cache)
+        token = decoded(step, first, 9)[0][:, -1:]
+        assert step.reason is None
+        cache.storage.reset_counters()
+        decoded(step, token, 2)
+        counters = cache.storage.counters
+        report = cache.report()
+        each = sum(layer.budget for layer in cache.selective)
+        assert counters.units_selected == 2 * each and counters.decode_steps == 2
+        read = sum(layer.history.store.reads for layer in cache.selective)
+        assert counters.units_resident == 2 * each - read and report.hit_rate == 1 - read / (2 * each)
