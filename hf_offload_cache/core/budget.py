@@ -431,7 +431,8 @@ def fit_goal(
         enough = _few([share for share, _ in found])
         on_device = next((config for share, config in found if share <= enough), None)
         refused.clear()
-        if on_device is not None and goal != "fidelity":
+        many = isinstance(on_device, SelectiveConfig) and on_device.tokens_fetched(limits[1]) >= _EVERY
+        if on_device is not None and (goal == "speed" or (goal is None and many)):
             return on_device
     last = fitted(least)
     if last is None:  # entries in 8 bits may still fit
@@ -448,7 +449,7 @@ def fit_goal(
         ):
             refused.clear()
             return on_device if on_device is not None and _selects_as_many(on_device, config) else config
-    if on_device is not None:
+    if on_device is not None and (last is None or _selects_as_many(on_device, last)):
         refused.clear()
         return on_device
     try:
