@@ -170,11 +170,16 @@ class RecordFormat:
         """Keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) as views of entries (B, T, entry_width)."""
         batch, tokens, width = *entries.shape[:2], self.key_width
         if (self.num_key_heads, self.key_dim) == (self.num_value_heads, self.value_dim):
-            both = entries.view(batch, tokens, 2, self.num_key_heads, self.key_dim).permute(2, 0, 3, 1, 4)
+            both = self.both(entries)
             return both[0], both[1]
         keys = entries[..., :width].view(batch, tokens, self.num_key_heads, self.key_dim)
         values = entries[..., width:].view(batch, tokens, self.num_value_heads, self.value_dim)
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def both(self, entries: torch.Tensor) -> torch.Tensor:
+        """Keys and values as one view (2, B, H, T, D) of entries (B, T, entry_width), if they have the same shape."""
+        shape = *entries.shape[:2], 2, self.num_key_heads, self.key_dim
+        return entries.view(shape).permute(2, 0, 3, 1, 4)
 
     def payload(self, records: torch.Tensor) -> torch.Tensor:
         """The payload (n, payload_width) of raw records (uint8, (n, record_bytes)) as a view."""

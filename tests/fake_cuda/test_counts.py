@@ -120,7 +120,7 @@ HOLDS = {
     ("disk-swap", "prefill", "launches"): CASES.keys(),
     ("disk-swap", "prefill", "waits"): CASES.keys(),
     ("disk-swap", "prefill", "copies"): CASES.keys(),
-    ("disk-swap", "step", "launches"): {ONE, EIGHT, LONG},
+    ("disk-swap", "step", "launches"): CASES.keys(),
     ("disk-swap", "step", "waits"): CASES.keys(),
     ("disk-swap", "step", "copies"): CASES.keys(),
     ("abstract-tree", "prefill", "launches"): CASES.keys(),
