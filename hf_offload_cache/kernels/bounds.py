@@ -17,6 +17,8 @@ from .on_a_device import with_kernel
 
 TOKENS = 64
 """Tokens, and chunks, of a program."""
+LOWEST = -3e38
+"""Upper bound of a chunk whose bounds are NaN: below all others. Its lower bound is -inf."""
 
 
 def chunk_bytes(rows: int, heads: int, chunks: int) -> int:
@@ -33,7 +35,8 @@ def look_bytes(rows: int, heads: int, tokens: int, recent: int) -> int:
 def limits(
     states: torch.Tensor, abstracts: torch.Tensor, scaling: float, expected: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Upper and lower bounds (R, h, n) float32 of the scores of each chunk's keys (LeoAM, section 4.2). Both are new.
+    """Upper and lower bounds (R, h, n) float32 of the scores of each chunk's keys (LeoAM, section 4.2). Both are new,
+    and never NaN.
 
     Args:
         states: (B, H, D), contiguous in the last dimension.
@@ -48,7 +51,8 @@ def limits(
     lowest, products = grouped @ least, grouped @ ranges
     below = grouped.clamp(max=0) @ ranges
     reach = (products + (grouped.square() @ ranges.square()).sqrt_()) / 2 if expected else products - below
-    return (lowest + reach).view(rows, -1, chunks), (lowest + below).view(rows, -1, chunks)
+    high, low = ((lowest + more).view(rows, -1, chunks) for more in (reach, below))
+    return high.masked_fill_(high.isnan(), LOWEST), low.masked_fill_(low.isnan(), -torch.inf)
 
 
 @with_kernel()
@@ -100,7 +104,8 @@ def look(
     wanted: int, apart: int,
 ) -> torch.Tensor:  # fmt: skip
     """Keep the `wanted` most important tokens of the chunks in slots: (R, S, G) bool, new. Important is what has large
-    shares in the attention to all of these and the latest tokens, summed over a row's heads (LeoAM, section 4.2).
+    shares in the attention to all of these and the latest tokens, summed over a row's heads (LeoAM, section 4.2). Sums
+    that are NaN count as 0.
 
     Args:
         query: (B, H, D), contiguous in the last dimension.
@@ -119,7 +124,7 @@ def look(
     grouped = (query.float() * scaling).reshape(rows, key_heads, -1, dim)
     scores = torch.cat([grouped @ keys.float().transpose(2, 3), grouped @ recent.float().transpose(2, 3)], 3)
     scores[..., : hidden.shape[1]].masked_fill_(hidden[:, None, None], -torch.inf)
-    importance = scores.softmax(3)[..., : hidden.shape[1]].sum((1, 2))
+    importance = scores.softmax(3)[..., : hidden.shape[1]].sum((1, 2)).nan_to_num_()
     importance[:, :apart] = torch.inf
     importance.masked_fill_(hidden, -1)
     order = importance.sort(dim=1, descending=True, stable=True).indices[:, :wanted]

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .bounds import TOKENS
+from .bounds import LOWEST, TOKENS
 from .low_bit_triton import wide
 from .ranking import MOST_UNITS
 from .ranking_triton import _LOWEST, counters
@@ -22,6 +22,7 @@ _CHANNELS = 32
 """Channels of a key at a time."""
 _OTHERS = 128
 """Chunks that a program compares its own with at a time."""
+_NONE = tl.constexpr(LOWEST)
 
 
 # Chunks
@@ -60,8 +61,10 @@ def _limits(  # type: ignore[no-untyped-def]
             squares = tl.dot(state * state, ranges * ranges, squares, input_precision="ieee")
     reach = (products + tl.sqrt(squares)) * 0.5 if EXPECTED else products - below
     into = (program * EACH + asked)[:, None] * chunks + chunk[None, :]
-    tl.store(high + into, lowest + reach, mask=of_query[:, None] & there[None, :])
-    tl.store(low + into, lowest + below, mask=of_query[:, None] & there[None, :])
+    reach, below = lowest + reach, lowest + below
+    reach, below = tl.where(reach == reach, reach, _NONE), tl.where(below == below, below, float("-inf"))  # not NaN
+    tl.store(high + into, reach, mask=of_query[:, None] & there[None, :])
+    tl.store(low + into, below, mask=of_query[:, None] & there[None, :])
 
 
 def limits(
@@ -242,6 +245,7 @@ def _look(  # type: ignore[no-untyped-def]
                 scores + to * tokens + every, mask=every < tokens, other=float("-inf"), cache_modifier=".cg"
             )  # fmt: skip
             importance += tl.exp(own - top) / total
+        importance = tl.where(importance == importance, importance, 0.0)  # not NaN
         slot = tl.load(slots + row * slot_row + every // GROUP, mask=every < tokens, other=-1)
         bits = tl.where(every < apart, float("inf"), importance).to(tl.int32, bitcast=True)
         bits = tl.where(slot < 0, -1, bits)  # in the order of the numbers, which are not negative

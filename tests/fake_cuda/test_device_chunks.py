@@ -102,7 +102,7 @@ def best_of_equal(scores: np.ndarray, wanted: int) -> np.ndarray:
     """As `best_tokens`, but of equal ones the first."""
     keep = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(keep, first_of_equal(scores, wanted), True, 1)
-    return keep & (scores > -np.inf)
+    return keep & (scores != -np.inf)
 
 
 class Compared:
@@ -175,6 +175,22 @@ def test_choices_of_a_models_queries_are_the_hosts(
         complete = "num_opened" in fields or "dense_layers" in fields
         assert compared.looks == (0 if complete else 3 * LAYERS)
         assert (compared.fewer > 0) == (fields.get("chunk_size") == 2)  # some count with all their tokens
+
+
+@pytest.mark.parametrize("num_sinks", [0, 4])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_queries_that_are_nan_choose_as_on_the_host(
+    heads: int, num_sinks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model's defect stays its own: chunks and tokens that exist are attended to, by the heads that have scores."""
+    ids, made = prompt(llama(), 1, TOKENS + 2), llama()
+    with torch.no_grad():
+        made.model.layers[1].self_attn.q_proj.weight[: heads * 16] = torch.nan
+    monkeypatch.setitem(globals(), "llama", lambda: made)
+    with a_device(chunk_size=64, num_sinks=num_sinks) as (model, cache, _):
+        compared = Compared(monkeypatch)
+        decoded(model, cache, ids)
+        assert all(of_slots(cache)) and compared.choices == compared.looks == 2 * LAYERS and not compared.fewer
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,24 @@ def test_limits_are_the_twins(
 
 
 @EACH_DEVICE
+def test_scores_that_are_nan_are_the_twins(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, made = kernels("bounds_triton", device, monkeypatch), torch.Generator().manual_seed(0)
+    states, ends = torch.randn(1, 6, 32, generator=made), torch.randn(1, 70, 2, 2, 32, generator=made).sort(2).values
+    states[:, 1], ends[:, 5], ends[:, 66, 1] = torch.nan, torch.nan, torch.inf
+    twin = bounds.limits(states, ends, 0.3, True)
+    found = kernel.limits(states.to(device), ends.to(device), 0.3, True)
+    for one, other in zip(found, twin, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=2e-5)
+        assert not other.isnan().any() and (other[:, 1] < -1e38).all() and (other[:, :, 5] < -1e38).all()
+    form = RecordFormat(2, 32, 2, 32, torch.float32, 4)
+    data, latest = torch.randn(1, 9, form.payload_width, generator=made), torch.randn(1, 2, 5, 32, generator=made)
+    places = torch.tensor([[4, 2, -1, 7]]).int()
+    kept = bounds.look(states, data, places, latest, form, 0.3, 7, 1)
+    found_kept = kernel.look(*(one.to(device) for one in (states, data, places, latest)), form, 0.3, 7, 1)
+    assert torch.equal(found_kept.cpu(), kept) and kept.flatten().nonzero()[:, 0].tolist() == [*range(7)]
+
+
+@EACH_DEVICE
 @pytest.mark.parametrize(
     ("rows", "heads", "chunks", "budget", "group", "wanted", "loose"),
     [

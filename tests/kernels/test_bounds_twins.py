@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.kernels import bounds as twins
-from hf_offload_cache.methods.abstract_tree import bounds, front, likely, shares, standing
+from hf_offload_cache.methods.abstract_tree import bounds, front, likely, predictor, shares, standing
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -60,6 +62,33 @@ def test_chunks_are_those_of_the_processor(data: st.DataObject) -> None:
         assert row == kept + [-1] * (places - len(kept))
 
 
+@pytest.mark.parametrize("judge", [likely, bounds])
+@pytest.mark.parametrize("where", ["queries", "a head", "a chunk", "all", "keys that overflow"])
+def test_bounds_that_are_nan_are_the_lowest(where: str, judge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the processor too: as many chunks as without them, by the heads and chunks that have scores."""
+    monkeypatch.setattr(predictor, "largest", lambda values, count: np.argsort(-values, 1, kind="stable")[:, :count])
+    random = torch.Generator().manual_seed(2)
+    states = torch.randn(2, 3, 8, generator=random)
+    ends = torch.randn(2, 10, 2, 1, 8, generator=random).sort(2).values
+    usual = standing(*(one.numpy() for one in judge(states, *ends.permute(2, 0, 3, 1, 4))), 3)[0]
+    if where in ("queries", "a head", "all"):
+        states[:, 1 if where == "a head" else slice(None)] = torch.nan
+    if where in ("a chunk", "all"):
+        ends[:, 4 if where == "a chunk" else slice(None)] = torch.nan
+    if where == "keys that overflow":
+        ends[:, 4, 1] = torch.inf
+    high, low = judge(states, *ends.permute(2, 0, 3, 1, 4))
+    most, least = standing(high.numpy(), low.numpy(), 3)
+    found = twins.stand(*twins.limits(states, ends, 1.0, judge is likely), 3, 0)
+    assert least is None and np.array_equal(found[0].numpy(), most) and not found[1].any()
+    units = twins.front(*found, 64, 36, 3).tolist()
+    assert units == np.sort(predictor.largest(most, 3), 1).tolist()
+    if where in ("queries", "all"):
+        assert units == [[0, 1, 2]] * 2
+    elif where != "a head":
+        assert not most[:, 4].any() and (usual[:, 4] > 0).any()
+
+
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("bits", [None, 8])
 def test_tokens_are_those_with_the_largest_shares(apart: bool, bits: int | None) -> None:
@@ -96,3 +125,5 @@ def test_equal_tokens_go_to_the_first() -> None:
     data, recent = torch.ones(1, 5, form.payload_width), torch.ones(1, 1, 2, 8)
     keep = twins.look(torch.ones(1, 3, 8), data, torch.tensor([[3, 0, 1]]).int(), recent, form, 1.0, 6, 1)
     assert keep.flatten().tolist() == [True] * 6 + [False] * 6
+    keep = twins.look(torch.full((1, 3, 8), torch.nan), data, torch.tensor([[3, -1, 1]]).int(), recent, form, 1.0, 6, 0)
+    assert keep.flatten().tolist() == [True] * 4 + [False] * 4 + [True] * 2 + [False] * 2

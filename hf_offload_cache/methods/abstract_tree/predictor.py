@@ -94,8 +94,8 @@ def above(queue: np.ndarray, least: np.ndarray) -> np.ndarray:
 
 
 def best_tokens(scores: np.ndarray, wanted: int) -> np.ndarray:
-    """Mark the `wanted` highest scores of each row of (rows, n): bool; of -inf none."""
-    keep = scores > -np.inf
+    """Mark the `wanted` highest scores of each row of (rows, n), a NaN above all: bool; of -inf none."""
+    keep = scores != -np.inf
     count = scores.shape[1] - wanted
     if count > 0:
         np.put_along_axis(keep, scores.argpartition(count - 1, 1)[:, :count], False, 1)
@@ -150,7 +150,8 @@ def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndar
     have.
 
     So no head drowns the others, whatever the size of its scores and however loose its bounds. A head that looks for a
-    single token counts by its first places; a sum of bounds over heads would lose it.
+    single token counts by its first places; a sum of bounds over heads would lose it. Bounds that are NaN are the
+    lowest.
     """
     rows, heads, count = upper.shape
     places = min(places, count)
@@ -165,6 +166,9 @@ def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndar
     most = by_head.max(1) + by_head.sum(1) / (heads * places + 1)
     if (lowest.max(1) < values[:, -1]).all():  # the usual case: bounds of many keys are far apart
         return most, None
+    if np.isnan(values[:, -1]).any() or np.isnan(lowest).any():
+        least = np.where(np.isnan(lower), np.float32(-np.inf), lower)
+        return standing(np.where(np.isnan(upper), np.float32(kernels.LOWEST), upper), least, places)
     beaten = above(values, lowest.reshape(-1)[first])
     least = np.zeros(queues.shape, dtype=np.float32)
     least.reshape(-1)[first] = np.maximum(0, places - beaten)
