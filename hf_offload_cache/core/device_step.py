@@ -49,8 +49,9 @@ def is_possible(layer: Layer) -> bool:
 
 def rehearse(layer: Layer, run: DryRun, kind: LayerKind, context: int) -> bool:
     """Rehearse a step that runs on a device, in a dry run: slots, and what it computes with. Within a budget they are
-    those of `reuse_capacity`, which hold a complete choice, and otherwise so many besides one. False: steps go over the
-    host, and nothing was rehearsed. After `rehearse` of the layer's predictor."""
+    those of `reuse_capacity`, which hold a complete choice, and otherwise so many besides one. Widened steps run there
+    too if slots hold theirs. False: steps go over the host, and nothing was rehearsed. After `rehearse` of the layer's
+    predictor."""
     config, history, selecting, form = layer.config, layer.history, layer.selecting, kind.form
     records, recent = history.records, history.recent.shape[1]
     scores_of = getattr(layer.predictor, "device_bytes", None)
@@ -58,19 +59,26 @@ def rehearse(layer: Layer, run: DryRun, kind: LayerKind, context: int) -> bool:
         return False
     if not _reads(form) or not plans_step(kind.device, form.key_dim, form.value_dim):
         return False
-    selecting.padded = False  # rows with padding go over the host
-    wanted = min(records, selecting.units(config, form.group_size, context))
-    count = selecting.slots(config, form.group_size, records) + (wanted if config.memory is None else 0)
-    scores = scores_of(context, kind.num_heads * kind.batch // kind.rows, wanted, recent)
-    if count < wanted or scores is None:
+    selecting.padded, selecting.widened = False, layer.widens(context)  # rows with padding go over the host
+    wanted, widest = (
+        min(records, layer.most_records(config, form.group_size, units))
+        for units in (selecting.units(config, form.group_size, context, usual=usual) for usual in (True, False))
+    )
+    selecting.widened = False
+    count = selecting.slots(config, form.group_size, records) + (widest if config.memory is None else 0)
+    most = min(count, widest)
+    needed = scores_of(context, kind.num_heads * kind.batch // kind.rows, most, recent)
+    if count < wanted or needed is None:
         selecting.padded = True
         return False
     data = run.empty(SLOTS, kind.rows, count, form.payload_width, dtype=form.payload_dtype)
     if kind.rows > 1:
         run.passes("moving rows", decode=DeviceSlots.moving_bytes(data.nbytes))
     run.keeps("tables", DeviceSlots.planned_tables(kind.rows, count, records))
-    scores = max(scores, slots_bytes(form, kind.batch, kind.num_heads, kind.rows, wanted, count, recent))
-    run.passes("scores", decode=scores - run.passing("scores")[1], together=True)  # instead of the host's
+    kept = kind.rows * most * form.group_size if layer.most_kept(context) else 0
+    attended = kept + slots_bytes(form, kind.batch, kind.num_heads, kind.rows, most, count, recent)
+    for owner, nbytes in {**needed, "scores": max(needed["scores"], attended)}.items():
+        run.passes(owner, decode=nbytes - run.passing(owner)[1], together=True)  # instead of the host's
     run.alone = True
     return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,14 @@ from fake_device import Counts, Fake, on_the_device, values_of
 from harness import COMMON, build, prompt
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_offload_cache import AbstractTreeCache
+from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig
+from hf_offload_cache.core import device_step
+from hf_offload_cache.core.plan import layer_kinds
 from hf_offload_cache.fetch import Choice, Fetcher
 from hf_offload_cache.fetch.choice import DeviceChoice, InSlots
 from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.abstract_tree import DevicePredictor, bounds, likely, predictor
+from hf_offload_cache.methods.abstract_tree.layer import AbstractTreeLayer
 from hf_offload_cache.model import Geometry
 
 TOKENS, STEPS, LAYERS, CHUNK = 640, 10, COMMON["num_hidden_layers"], 8
@@ -266,6 +270,77 @@ def test_a_step_takes_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"scores", "judging"} <= most.keys()
     for owner in ("scores", "judging"):
         assert 0 < most[owner] <= planned.decode[owner], owner
+
+
+def steps_alone(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each later call of a layer's step runs on the device alone."""
+    own, done = device_step.attend_on_device, list[bool]()
+
+    def counted(layer: Any, call: Any) -> Any:
+        output = own(layer, call)
+        done.append(output is not None)
+        return output
+
+    monkeypatch.setattr(device_step, "attend_on_device", counted)
+    return done
+
+
+def test_a_budget_plans_steps_on_a_device_where_slots_hold_a_complete_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the host's buffers, and for early steps, which open twice as many chunks. No step waits. Less memory has
+    fewer slots, and these buffers."""
+    ids, done = prompt(llama(), 1, TOKENS + 5), steps_alone(monkeypatch)
+    monkeypatch.setattr(AbstractTreeCache, "lend_slots", lambda *_: None)
+    fields = {**FIELDS, "max_context": 4096, "early_steps": 2, "look_ahead": False}
+    with on_the_device(llama()) as (model, counts):
+        with AbstractTreeCache.for_budget(model, "1/2", **fields) as cache:
+            decoded(model, cache, ids[:, : TOKENS + 1])
+            cache.storage.prefetcher.flush()
+            counts.clear()
+            for part in ids[:, TOKENS + 1 :].split(1, 1):
+                fed(model, cache, part)
+            assert done == [True] * (5 * LAYERS) and not counts.syncs and not counts.blocking
+            account, config = cache.storage.account, cache.config
+            planned = AbstractTreeCache.plan(Geometry.of(model), config, 4096, 1)
+            assert account.peak <= account.limit and account.pressed == 0
+            assert planned.decode["reuse slots"] >= account.by_owner["reuse slots"]
+            assert not account.by_owner["selection"] and config.reuse_capacity >= config.most_tokens_fetched(4096)
+            assert all(layer.history.records > layer.budget for layer in cache.selective)
+        kinds = layer_kinds(Geometry.of(model), config, 1)
+        for reuse, alone in ((config.tokens_fetched(4096), True), (64, False)):
+            (kind, given), *_ = ((kind, replace(given, reuse_capacity=reuse)) for kind, given in kinds)
+            plan = AbstractTreeLayer.plan(kind, given, 4096)
+            assert plan.alone == alone == ("selection" not in plan.shared.decode)
+            assert ("selection" in plan.over_host.shared.decode) if alone else plan.over_host is None
+
+
+def test_what_slots_do_not_hold_goes_over_the_host_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early steps, candidates and watched steps take the memory of slots that hold the other steps' choices, and give
+    it back."""
+    ids, done = prompt(llama(), 2, TOKENS + 16), steps_alone(monkeypatch)
+    own = {**FIELDS, "max_batch": 2, "early_steps": 2, "reuse_capacity": 128, "look_ahead": False}
+    config = AbstractTreeConfig.load(None, {**own, "memory": "1GiB"})
+    geometry = replace(Geometry.of(llama()), device="cuda")
+    plan = AbstractTreeCache.plan(geometry, config, config.max_context, 2)
+    assert all(AbstractTreeLayer.plan(*kind, config.max_context).alone for kind in layer_kinds(geometry, config, 2))
+    with on_the_device(llama()) as (model, _), AbstractTreeCache(model, **own, memory=plan.peak_bytes) as cache:
+        cache.given = frozenset({"reuse_capacity"})  # nothing is lent
+        fed(model, cache, ids[:, :TOKENS], logits_to_keep=1)
+        cache.storage.release_stream_buffers()
+        cache.storage.account.limit = plan.decode_bytes  # what is planned for steps is all that there is
+        cache.storage.reset_counters()
+        cache.activate_past_recording()
+        at = TOKENS
+        for width, alone in ((1, False), (1, False), (1, True), (3, False), (1, True), (1, True)):
+            done.clear()
+            fed(model, cache, ids[:, at : at + width])
+            at += width
+            assert done == [alone] * LAYERS
+            assert all((slots is not None and not slots.closed) == alone for slots in of_slots(cache))
+            assert cache.storage.account.peak <= plan.decode_bytes
+            assert (cache.storage.account.by_owner["selection"] > 0) != alone
+        cache.selecting.watch = lambda *_: None
+        fed(model, cache, ids[:, at : at + 1])
+        assert of_slots(cache) == [None] * LAYERS and cache.storage.account.peak <= plan.decode_bytes
 
 
 def test_a_choice_that_no_slots_hold_leaves_the_hosts_slots_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,8 @@ def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
 
     If that does not fit, these are reduced in turn: dense layers, prefetches, stream queue and buffers, abstracts in
     memory (then on disk), early steps and the recent window, the chunk size, a part of the examined tokens (all of this
-    again), more of them, and the attended tokens. Raises `BudgetError` with the minimum memory needed.
+    again), more of them, and the attended tokens. On a device, slots hold a complete choice if they fit: then steps run
+    there without the host's buffers. Raises `BudgetError` with the minimum memory needed.
     """
 
     def smallest(chosen: dict[str, Any]) -> dict[str, Any]:
@@ -46,6 +47,9 @@ def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
 
     chosen = search.first_fit(_tried(search), smallest)
     most = search.most(chosen, "reuse_capacity", search.max_context)
+    complete = {**chosen, "reuse_capacity": search.config(chosen).tokens_fetched(search.max_context)}
+    if search.device == "cuda" and complete["reuse_capacity"] > most["reuse_capacity"] and search.fits(complete):
+        most = search.most(complete, "reuse_capacity", search.max_context)
     if search.device == "cpu":  # less than a chunk a layer
         most = search.most({**most, "host_slots": 0}, "host_slots", search.memory)
     return search.config(search.wider_streams(most))

@@ -67,8 +67,9 @@ class AbstractTreeLayer(SelectiveLayer):
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         super().rehearse(run, kind, context)
-        on_device = run.device_type == "cuda" and self.config.engine in ("auto", "memory")
-        if on_device and isinstance(self.predictor, DevicePredictor) and self.selecting is not None:
+        over_host = run.device_type == "cuda" and not run.alone and not kind.over_host
+        perhaps = over_host and self.config.engine in ("auto", "memory")  # for fewer tokens slots may hold a choice
+        if perhaps and isinstance(self.predictor, DevicePredictor) and self.selecting is not None:
             wanted = self.selecting.units(self.config, kind.form.group_size, context)
             device_step.rehearse_beside(self, run, kind, wanted * (1 + self.widens(context)))
         pages = self.history.pages if isinstance(self.history, ChunkHistory) else None

@@ -338,6 +338,17 @@ class DevicePredictor(AbstractTreePredictor):
         most = self._most(self.config, self.form, self.units) * self.form.group_size
         return self.judges_by in (likely, bounds) and most <= MOST_UNITS
 
+    def device_bytes(self, context: int, heads: int, wanted: int, recent: int) -> dict[str, int] | None:
+        """Upper bounds by owner on the device memory of `choose_on_device`, of `wanted` chunks of `context` tokens a
+        row, for `heads` query heads a row and so many `recent` entries. None: it cannot choose there."""
+        form, chunks = self.form, sealed_groups(self.form, self.config, context)
+        most = self._most(self.config, form, chunks) * form.group_size
+        if self.judges_by not in (likely, bounds) or most > MOST_UNITS:
+            return None
+        looked = kernels.look_bytes(self.rows, heads, wanted * form.group_size, recent)
+        complete = self.config.tokens_fetched(context) <= self.config.attended(context)
+        return {"scores": kernels.chunk_bytes(self.rows, heads, chunks), "judging": 0 if complete else looked}
+
     def choose_on_device(self, query: Query, budget: int, looks: bool) -> DeviceDecision:
         """As `select`, on the device of the abstracts. The lost mass is not known."""
         assert self._held is not None

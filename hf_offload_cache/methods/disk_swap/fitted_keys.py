@@ -403,7 +403,7 @@ class FittedKeys:
         first = [] if sinks is None else [sinks.keys, sinks.units.shape[1]]
         return [keys.memory, *keys.asks, keys.coding.counts, *first, *([] if maps is None else maps.on(keys.device))]
 
-    def device_bytes(self, context: int, heads: int, wanted: int, recent: int) -> int | None:
+    def device_bytes(self, context: int, heads: int, wanted: int, recent: int) -> dict[str, int] | None:
         """As `LowRankPredictor.device_bytes`, for `heads` query heads a sequence."""
         form, rules, units = self.form, self.rules, context // self.form.group_size
         if rules.dtype is not None:
@@ -411,7 +411,8 @@ class FittedKeys:
         most = min(CANDIDATES * wanted, units) if rules.remainder and context >= LEAST_TOKENS else wanted
         near, rank = rules.num_sinks + recent, most_components(form.key_width, self._code_bytes)
         others = (most - wanted) * form.group_size
-        return ranking_bytes(self.rows, heads, self.rows * self.heads, units, rank, near, most, others, form.value_dim)
+        rows = self.rows * self.heads
+        return {"scores": ranking_bytes(self.rows, heads, rows, units, rank, near, most, others, form.value_dim)}
 
     def choose_on_device(self, query: Query, wanted: int, looks: bool) -> DeviceChoice:
         """The `wanted` best units of each row for a query, by all components, and an estimate of those that follow, on

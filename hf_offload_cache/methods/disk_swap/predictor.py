@@ -141,9 +141,10 @@ class LowRankPredictor(Predictor):
         """Units a row that `graph_parts` have room for."""
         return self.fitted.room
 
-    def device_bytes(self, context: int, heads: int, wanted: int, recent: int) -> int | None:
-        """Upper bound on the device memory of `choose_on_device`, of the `wanted` best of `context` tokens a row, for
-        `heads` query heads a row and so many `recent` entries. None: it cannot choose there."""
+    def device_bytes(self, context: int, heads: int, wanted: int, recent: int) -> dict[str, int] | None:
+        """Upper bounds by owner, "scores" among them, on the device memory of `choose_on_device`, of the `wanted` best
+        of `context` tokens a row, for `heads` query heads a row and so many `recent` entries. None: it cannot choose
+        there."""
         return self.fitted.device_bytes(context, heads * self.heads, wanted, recent)
 
     def choose_on_device(self, query: Query, budget: int, looks: bool) -> DeviceChoice:
