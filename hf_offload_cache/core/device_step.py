@@ -75,8 +75,11 @@ def rehearse(layer: Layer, run: DryRun, kind: LayerKind, context: int) -> bool:
     if kind.rows > 1:
         run.passes("moving rows", decode=DeviceSlots.moving_bytes(data.nbytes))
     run.keeps("tables", DeviceSlots.planned_tables(kind.rows, count, records))
-    kept = kind.rows * most * form.group_size if layer.most_kept(context) else 0
-    attended = kept + slots_bytes(form, kind.batch, kind.num_heads, kind.rows, most, count, recent)
+    latest, copied = recent, kind.rows * most * form.group_size if layer.most_kept(context) else 0
+    if history.extra_entries is not None:
+        latest += history.extra_entries[0].shape[1]
+        copied += kind.rows * latest * form.entry_bytes
+    attended = copied + slots_bytes(form, kind.batch, kind.num_heads, kind.rows, most, count, latest)
     for owner, nbytes in {**needed, "scores": max(needed["scores"], attended)}.items():
         run.passes(owner, decode=nbytes - run.passing(owner)[1], together=True)  # instead of the host's
     run.alone = True

@@ -127,6 +127,15 @@ class Search(Generic[Config]):
             halve = 2 * (above_it - least) > width and not halve
         return tried(least)
 
+    def most_slots(self, chosen: dict[str, Any], complete: int) -> dict[str, Any]:
+        """As `most` for slots. On a device they hold `complete` tokens of a step's choice if so many fit, also if fewer
+        do not: then steps need no buffers of the host."""
+        most = self.most(chosen, "reuse_capacity", self.max_context)
+        holding = {**chosen, "reuse_capacity": complete}
+        if self.device != "cuda" or complete <= most["reuse_capacity"] or not self.fits(holding):
+            return most
+        return self.most(holding, "reuse_capacity", self.max_context)
+
     def streams(self, share: int) -> dict[str, Any]:
         """A write queue and blocks that take 1/`share` of the budget each, or their minimum if that is more."""
         block, least = 1024, self.least_block()

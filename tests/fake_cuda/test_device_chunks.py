@@ -248,21 +248,27 @@ def test_slots_are_those_of_the_device_alone(monkeypatch: pytest.MonkeyPatch) ->
         assert other.store.reads > 0
 
 
-def test_a_step_takes_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And stays within a budget, with slots for a complete choice."""
-    ids, most = prompt(llama(), 2, TOKENS + 4), dict[str, int]()
-    hold = MemoryAccount.hold
+def most_held(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The most bytes that each owner holds from now on, of those that hold some."""
+    hold, most = MemoryAccount.hold, dict[str, int]()
 
     def held(account: MemoryAccount, owner: str, nbytes: int) -> None:
         hold(account, owner, nbytes)
         most[owner] = max(most.get(owner, 0), account.by_owner[owner])
 
+    monkeypatch.setattr(MemoryAccount, "hold", held)
+    return most
+
+
+def test_a_step_takes_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And stays within a budget, with slots for a complete choice."""
+    ids = prompt(llama(), 2, TOKENS + 4)
     with on_the_device(llama()) as (model, _):
         fields = {**FIELDS, "max_batch": 2, "early_steps": 2, "chunk_size": 64}
         with AbstractTreeCache.for_budget(model, "16MiB", **fields) as cache:
             cache.storage.pinned = True
             fed(model, cache, ids[:, :TOKENS], logits_to_keep=1)
-            monkeypatch.setattr(MemoryAccount, "hold", held)
+            most = most_held(monkeypatch)
             for part in ids[:, TOKENS:].split(1, 1):
                 fed(model, cache, part)
             assert all(of_slots(cache)) and cache.storage.account.peak <= 16 * 2**20
@@ -296,12 +302,14 @@ def test_a_budget_plans_steps_on_a_device_where_slots_hold_a_complete_choice(mon
             decoded(model, cache, ids[:, : TOKENS + 1])
             cache.storage.prefetcher.flush()
             counts.clear()
+            most = most_held(monkeypatch)
             for part in ids[:, TOKENS + 1 :].split(1, 1):
                 fed(model, cache, part)
             assert done == [True] * (5 * LAYERS) and not counts.syncs and not counts.blocking
             account, config = cache.storage.account, cache.config
             planned = AbstractTreeCache.plan(Geometry.of(model), config, 4096, 1)
             assert account.peak <= account.limit and account.pressed == 0
+            assert all(0 < most[owner] <= planned.decode[owner] for owner in ("scores", "judging"))
             assert planned.decode["reuse slots"] >= account.by_owner["reuse slots"]
             assert not account.by_owner["selection"] and config.reuse_capacity >= config.most_tokens_fetched(4096)
             assert all(layer.history.records > layer.budget for layer in cache.selective)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,12 @@ from fake_device import Counts, Fake, on_the_device, values_of
 from harness import COMMON, build, prompt
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_offload_cache import ClusterCache
+from hf_offload_cache import ClusterCache, ClusterConfig
+from hf_offload_cache.core import device_step
+from hf_offload_cache.core.plan import layer_kinds
+from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.cluster import arrivals
+from hf_offload_cache.methods.cluster.cache import ClusterLayer
 from hf_offload_cache.model import Geometry
 
 TOKENS, STEPS, LAYERS = 500, 21, COMMON["num_hidden_layers"]
@@ -165,6 +170,79 @@ def test_copies_of_centroids_are_booked_planned_and_freed() -> None:
         assert account.by_owner["centroids"] < booked
     assert not account.by_owner.get("centroids") and account.current == 0
     assert "centroids" not in ClusterCache.plan(Geometry.of(llama()), cache.config, TOKENS, 1).decode  # on a CPU
+
+
+@pytest.mark.parametrize("remainder", [False, True])
+def test_a_budget_plans_steps_on_a_device_where_slots_hold_a_complete_choice(
+    remainder: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the host's buffers, and with room to read the clusters that new tokens join. Only these steps wait."""
+    ids, own, done = prompt(llama(), 2, TOKENS + STEPS + 1), device_step.attend_on_device, list[bool]()
+    monkeypatch.setattr(ClusterCache, "lend_slots", lambda *_: None)
+
+    def counted(layer: Any, call: Any) -> Any:
+        output = own(layer, call)
+        done.append(output is not None)
+        return output
+
+    monkeypatch.setattr(device_step, "attend_on_device", counted)
+    fields = {**FIELDS, "look_ahead": False, "remainder": remainder, "cluster_size": 12}
+    held, hold = dict[str, int](), MemoryAccount.hold
+
+    def most_held(account: MemoryAccount, owner: str, nbytes: int) -> None:
+        hold(account, owner, nbytes)
+        held[owner] = max(held.get(owner, 0), account.by_owner[owner])
+
+    with on_the_device(llama()) as (model, counts):
+        with ClusterCache.for_budget(model, "6MiB", **fields) as cache:
+            fed(model, cache, ids[:, :TOKENS], Fake, logits_to_keep=1)
+            account, config, waited = cache.storage.account, cache.config, 0
+            planned = ClusterCache.plan(Geometry.of(model), config, config.max_context, 2)
+            cache.storage.release_stream_buffers()
+            account.limit = planned.decode_bytes
+            cache.storage.reset_counters()
+            monkeypatch.setattr(MemoryAccount, "hold", most_held)
+            for part in ids[:, TOKENS:].split(1, 1):
+                cache.storage.prefetcher.flush()
+                counts.clear()
+                fed(model, cache, part, Fake)
+                waited += bool(counts.syncs)
+            assert done == [True] * ((STEPS + 1) * LAYERS) and account.pressed == 0
+            assert 0 < waited <= LAYERS * (STEPS // 8 + 1)
+            assert account.peak <= account.limit and held["stream buffers"] <= planned.decode["stream buffers"]
+            assert 0 < held["scores"] <= planned.decode["scores"]
+            assert 0 < account.by_owner["reuse slots"] <= planned.decode["reuse slots"]
+            assert not account.by_owner["selection"] and not account.by_owner["staging"]
+            assert all(layer.history.records > layer.budget for layer in cache.selective)
+        for (kind, given), reuse, alone in ((pair, *way) for pair in layer_kinds(Geometry.of(model), config, 2)
+                                            for way in ((config.reuse_capacity, True), (32, False))):  # fmt: skip
+            plan = ClusterLayer.plan(kind, replace(given, reuse_capacity=reuse), config.max_context)
+            assert plan.alone == alone == ("selection" not in plan.shared.decode)
+            assert alone == (plan.shared.decode["stream buffers"] > 0) == (plan.over_host is not None)
+
+
+def test_what_slots_do_not_hold_goes_over_the_host_within_a_budget() -> None:
+    """Candidates and watched steps take the memory of slots, and give it back."""
+    ids, own = prompt(llama(), 2, TOKENS + 32), {**FIELDS, "reuse_capacity": 512, "look_ahead": False}
+    geometry, config = replace(Geometry.of(llama()), device="cuda"), ClusterConfig.load(None, {**own, "memory": "1GiB"})
+    plan = ClusterCache.plan(geometry, config, config.max_context, 2)
+    assert all(ClusterLayer.plan(*kind, config.max_context).alone for kind in layer_kinds(geometry, config, 2))
+    with on_the_device(llama()) as (model, _), ClusterCache(model, **own, memory=plan.peak_bytes) as cache:
+        cache.given = frozenset({"reuse_capacity"})  # nothing is lent
+        fed(model, cache, ids[:, :TOKENS], Fake, logits_to_keep=1)
+        cache.storage.release_stream_buffers()
+        cache.storage.account.limit = plan.decode_bytes  # what is planned for steps is all that there is
+        cache.storage.reset_counters()
+        cache.activate_past_recording()
+        at = TOKENS
+        for width in (1, 3, *[1] * 9, 3, 1):
+            fed(model, cache, ids[:, at : at + width], Fake)
+            at += width
+            assert all((slots is not None and not slots.closed) == (width == 1) for slots in of_slots(cache))
+            assert cache.storage.account.peak <= plan.decode_bytes
+        cache.selecting.watch = lambda *_: None
+        fed(model, cache, ids[:, at : at + 1], Fake)
+        assert of_slots(cache) == [None] * LAYERS and cache.storage.account.peak <= plan.decode_bytes
 
 
 def test_centroids_on_disk_go_over_the_host() -> None:

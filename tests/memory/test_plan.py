@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_offload_cache.core import device_step
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.memory import DryRun, LayerPlan, MemoryAccount, MemoryPlan, Planned
 from hf_offload_cache.memory.account import host_side, staged
@@ -137,9 +138,15 @@ def test_on_a_cpu_there_is_one_side() -> None:
 
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("engine", ["memory", "uring", "mapped"])
-def test_a_plan_has_two_sides_on_a_gpu(name: str, engine: str) -> None:
-    """The same owners as on a CPU, each on one side; what reads fill is on both."""
+def test_a_plan_has_two_sides_on_a_gpu(name: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same owners as on a CPU, each on one side; what reads fill is on both. Steps without the host have others."""
     cls, sides = cache_class(name), {}
+    settings = cls.config_class.load(None, {"engine": engine, "max_context": 4096, "max_batch": 2})
+    alone = cls.plan(Geometry.uniform(4, 8, 2, 32, torch.bfloat16, device="cuda"), settings, 4096, 2)
+    for own, host in ((alone.prefill, alone.host_prefill), (alone.decode, alone.host_decode)):
+        assert not own.keys() & host_side("cuda", False) and host.keys() <= host_side("cuda", False)
+    assert name == "spec" or ("selection" in alone.decode) == (engine != "memory")
+    monkeypatch.setattr(device_step, "rehearse", lambda *_: False)
     for device in ("cpu", "cuda"):
         limits = {"engine": engine, "max_context": 4096, "max_batch": 2}
         config = cls.config_class.load(None, {**limits, "block_tokens": 1024})  # a device's blocks are longer

@@ -46,10 +46,7 @@ def fit_abstract_tree(search: Search[AbstractTreeConfig]) -> AbstractTreeConfig:
         return {**chosen, **_of_size(search, chosen["chunk_size"]).least_streams(chosen.get("num_recent"))}
 
     chosen = search.first_fit(_tried(search), smallest)
-    most = search.most(chosen, "reuse_capacity", search.max_context)
-    complete = {**chosen, "reuse_capacity": search.config(chosen).tokens_fetched(search.max_context)}
-    if search.device == "cuda" and complete["reuse_capacity"] > most["reuse_capacity"] and search.fits(complete):
-        most = search.most(complete, "reuse_capacity", search.max_context)
+    most = search.most_slots(chosen, search.config(chosen).tokens_fetched(search.max_context))
     if search.device == "cpu":  # less than a chunk a layer
         most = search.most({**most, "host_slots": 0}, "host_slots", search.memory)
     return search.config(search.wider_streams(most))

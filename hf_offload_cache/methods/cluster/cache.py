@@ -14,6 +14,7 @@ import torch
 from ...config import OffloadConfig, SelectiveConfig
 from ...core.budget import Goals, choices_for_fidelity, on_curve
 from ...core.layer import OffloadLayer, Output
+from ...core.plan import LayerKind
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
@@ -23,9 +24,11 @@ from ...fetch.policy import MostUsed, Policy
 from ...history.base import History
 from ...history.records import RecordFormat
 from ...kernels.on_a_device import to_device, to_host
+from ...memory.dry_run import DryRun
 from ...memory.fit import LOST_BY, Search
 from ...model.attention_call import AttentionCall
 from ...model.geometry import Geometry
+from ...predictors.sinks import sink_units
 from ...stores.base import FreezableStore
 from .config import USUAL_SIZE, ClusterConfig
 from .entries import fullest
@@ -149,6 +152,12 @@ class ClusterLayer(SelectiveLayer):
         assert self.selecting is not None
         group = self.history.form.group_size
         return self.selecting.units(self.config, group, context) * group
+
+    def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
+        super().rehearse(run, kind, context)
+        if run.alone:  # pages that settle are read from the store
+            pages = self.history.clustered.pages.largest
+            run.stages("stream buffers", decode=2 * pages * kind.form.record_bytes)
 
     def make_predictor(self) -> ClusterPredictor:
         return ClusterPredictor(self.history.clustered, self.config, self.shared.storage.account)
@@ -320,4 +329,9 @@ class ClusterCache(SelectiveCache):
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
-        return fit_cluster(search)
+        def complete(config: ClusterConfig) -> int:
+            group = config.group_size or 1
+            wanted = -(-config.tokens_fetched(search.max_context) // group) + sink_units(config.num_sinks, group, False)
+            return ClusterLayer.most_records(config, group, wanted) * group
+
+        return fit_cluster(search, complete)

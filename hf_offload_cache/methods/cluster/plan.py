@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...history.records import RecordFormat, rounding_bytes
@@ -111,15 +111,16 @@ _SIZES = (USUAL_SIZE, 16, 32, 64, 128)
 """Keys a cluster, the best first."""
 
 
-def fit_cluster(search: Search[ClusterConfig]) -> ClusterConfig:
+def fit_cluster(search: Search[ClusterConfig], complete: Callable[[ClusterConfig], int]) -> ClusterConfig:
     """Find the best configuration that fits: all wanted tokens are attended to, and the remaining memory is for slots.
+    On a device these hold the `complete` tokens of a step's pages if they fit.
 
     If that does not fit, these are reduced in turn: stream queue and buffers, tokens that join at once, centroids in
     memory (then on disk), the recent window, small clusters, the buffer, and the attended tokens. Raises `BudgetError`
     with the minimum memory needed.
     """
     chosen = search.first_fit(_tried(search))
-    return search.config(search.wider_streams(search.most(chosen, "reuse_capacity", search.max_context)))
+    return search.config(search.wider_streams(search.most_slots(chosen, complete(search.config(chosen)))))
 
 
 def _tried(search: Search[ClusterConfig]) -> Iterator[dict[str, Any]]:

@@ -117,6 +117,16 @@ class ClusterPredictor(Predictor):
         """Whether centroids are in memory, and not too many for `choose_on_device`."""
         return not self._clusters.mapped and self.clustered.partition.clusters <= MOST_CLUSTERS
 
+    def device_bytes(self, context: int, heads: int, wanted: int, recent: int) -> dict[str, int] | None:
+        """Upper bounds by owner on the device memory of `choose_on_device`, of `wanted` pages of `context` tokens a
+        row, for `heads` query heads a row and so many `recent` entries. None: it cannot choose there."""
+        form, rows = self.clustered.form, self.clustered.partition.rows
+        count = self._clusters.most_clusters(context, form.group_size)
+        if self._clusters.mapped or count > MOST_CLUSTERS:
+            return None
+        sizes = count, form.key_width, form.value_dim, recent, wanted * form.group_size
+        return {"scores": centroids_bytes(rows, heads, *sizes)}
+
     def choose_on_device(self, query: Query, budget: int, looks: bool) -> DeviceChoice:
         """As `select`, on the history's device; units are the numbers of pages. `looks`: with the lost mass."""
         clustered, form, maps, (batch, heads, _) = self.clustered, self.clustered.form, self.maps, query.states.shape
