@@ -272,10 +272,11 @@ def test_a_step_takes_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
             for part in ids[:, TOKENS:].split(1, 1):
                 fed(model, cache, part)
             assert all(of_slots(cache)) and cache.storage.account.peak <= 16 * 2**20
-            planned = type(cache).plan(Geometry.of(model), cache.config, cache.config.max_context, 2)
-    assert {"scores", "judging"} <= most.keys()
+            kind, given = layer_kinds(Geometry.of(model), cache.config, 2)[0]
+            planned = AbstractTreeLayer.plan(kind, given, cache.config.max_context)
+    assert planned.alone and {"scores", "judging"} <= most.keys()
     for owner in ("scores", "judging"):
-        assert 0 < most[owner] <= planned.decode[owner], owner
+        assert 0 < most[owner] <= planned.shared.decode[owner], owner
 
 
 def steps_alone(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -309,7 +310,9 @@ def test_a_budget_plans_steps_on_a_device_where_slots_hold_a_complete_choice(mon
             account, config = cache.storage.account, cache.config
             planned = AbstractTreeCache.plan(Geometry.of(model), config, 4096, 1)
             assert account.peak <= account.limit and account.pressed == 0
-            assert all(0 < most[owner] <= planned.decode[owner] for owner in ("scores", "judging"))
+            kind, given = layer_kinds(Geometry.of(model), config, 1)[0]
+            alone = AbstractTreeLayer.plan(kind, given, 4096).shared.decode
+            assert all(0 < most[owner] <= alone[owner] for owner in ("scores", "judging"))
             assert planned.decode["reuse slots"] >= account.by_owner["reuse slots"]
             assert not account.by_owner["selection"] and config.reuse_capacity >= config.most_tokens_fetched(4096)
             assert all(layer.history.records > layer.budget for layer in cache.selective)
