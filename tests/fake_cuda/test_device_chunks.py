@@ -22,7 +22,6 @@ from hf_offload_cache.fetch import Choice, Fetcher
 from hf_offload_cache.fetch.choice import DeviceChoice, InSlots
 from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.abstract_tree import DevicePredictor, bounds, likely, predictor
-from hf_offload_cache.methods.abstract_tree.layer import AbstractTreeLayer
 from hf_offload_cache.model import Geometry
 
 TOKENS, STEPS, LAYERS, CHUNK = 640, 10, COMMON["num_hidden_layers"], 8
@@ -273,7 +272,7 @@ def test_a_step_takes_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
                 fed(model, cache, part)
             assert all(of_slots(cache)) and cache.storage.account.peak <= 16 * 2**20
             kind, given = layer_kinds(Geometry.of(model), cache.config, 2)[0]
-            planned = AbstractTreeLayer.plan(kind, given, cache.config.max_context)
+            planned = AbstractTreeCache.layer_class.plan(kind, given, cache.config.max_context)
     assert planned.alone and {"scores", "judging"} <= most.keys()
     for owner in ("scores", "judging"):
         assert 0 < most[owner] <= planned.shared.decode[owner], owner
@@ -311,7 +310,7 @@ def test_a_budget_plans_steps_on_a_device_where_slots_hold_a_complete_choice(mon
             planned = AbstractTreeCache.plan(Geometry.of(model), config, 4096, 1)
             assert account.peak <= account.limit and account.pressed == 0
             kind, given = layer_kinds(Geometry.of(model), config, 1)[0]
-            alone = AbstractTreeLayer.plan(kind, given, 4096).shared.decode
+            alone = AbstractTreeCache.layer_class.plan(kind, given, 4096).shared.decode
             assert all(0 < most[owner] <= alone[owner] for owner in ("scores", "judging"))
             assert planned.decode["reuse slots"] >= account.by_owner["reuse slots"]
             assert not account.by_owner["selection"] and config.reuse_capacity >= config.most_tokens_fetched(4096)
@@ -319,7 +318,7 @@ def test_a_budget_plans_steps_on_a_device_where_slots_hold_a_complete_choice(mon
         kinds = layer_kinds(Geometry.of(model), config, 1)
         for reuse, alone in ((config.tokens_fetched(4096), True), (64, False)):
             (kind, given), *_ = ((kind, replace(given, reuse_capacity=reuse)) for kind, given in kinds)
-            plan = AbstractTreeLayer.plan(kind, given, 4096)
+            plan = AbstractTreeCache.layer_class.plan(kind, given, 4096)
             assert plan.alone == alone == ("selection" not in plan.shared.decode)
             assert ("selection" in plan.over_host.shared.decode) if alone else plan.over_host is None
 
@@ -332,7 +331,8 @@ def test_what_slots_do_not_hold_goes_over_the_host_within_a_budget(monkeypatch: 
     config = AbstractTreeConfig.load(None, {**own, "memory": "1GiB"})
     geometry = replace(Geometry.of(llama()), device="cuda")
     plan = AbstractTreeCache.plan(geometry, config, config.max_context, 2)
-    assert all(AbstractTreeLayer.plan(*kind, config.max_context).alone for kind in layer_kinds(geometry, config, 2))
+    plan_of, context = AbstractTreeCache.layer_class.plan, config.max_context
+    assert all(plan_of(*kind, context).alone for kind in layer_kinds(geometry, config, 2))
     with on_the_device(llama()) as (model, _), AbstractTreeCache(model, **own, memory=plan.peak_bytes) as cache:
         cache.given = frozenset({"reuse_capacity"})  # nothing is lent
         fed(model, cache, ids[:, :TOKENS], logits_to_keep=1)

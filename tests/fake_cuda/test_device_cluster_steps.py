@@ -20,7 +20,6 @@ from hf_offload_cache.core import device_step
 from hf_offload_cache.core.plan import layer_kinds
 from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.cluster import arrivals
-from hf_offload_cache.methods.cluster.cache import ClusterLayer
 from hf_offload_cache.model import Geometry
 
 TOKENS, STEPS, LAYERS = 500, 21, COMMON["num_hidden_layers"]
@@ -210,7 +209,7 @@ def test_a_budget_plans_steps_on_a_device_where_slots_hold_a_complete_choice(
             assert done == [True] * ((STEPS + 1) * LAYERS) and account.pressed == 0
             assert 0 < waited <= LAYERS * (STEPS // 8 + 1)
             kind, given = layer_kinds(Geometry.of(model), config, 2)[0]
-            alone = ClusterLayer.plan(kind, given, config.max_context).shared.decode
+            alone = ClusterCache.layer_class.plan(kind, given, config.max_context).shared.decode
             assert account.peak <= account.limit
             assert all(0 < held[owner] <= alone[owner] for owner in ("scores", "stream buffers", "packing"))
             assert 0 < account.by_owner["reuse slots"] <= planned.decode["reuse slots"]
@@ -218,7 +217,7 @@ def test_a_budget_plans_steps_on_a_device_where_slots_hold_a_complete_choice(
             assert all(layer.history.records > layer.budget for layer in cache.selective)
         for (kind, given), reuse, alone in ((pair, *way) for pair in layer_kinds(Geometry.of(model), config, 2)
                                             for way in ((config.reuse_capacity, True), (32, False))):  # fmt: skip
-            plan = ClusterLayer.plan(kind, replace(given, reuse_capacity=reuse), config.max_context)
+            plan = ClusterCache.layer_class.plan(kind, replace(given, reuse_capacity=reuse), config.max_context)
             assert plan.alone == alone == ("selection" not in plan.shared.decode)
             assert alone == (plan.shared.decode["stream buffers"] > 0) == (plan.over_host is not None)
 
@@ -228,7 +227,8 @@ def test_what_slots_do_not_hold_goes_over_the_host_within_a_budget() -> None:
     ids, own = prompt(llama(), 2, TOKENS + 32), {**FIELDS, "reuse_capacity": 512, "look_ahead": False}
     geometry, config = replace(Geometry.of(llama()), device="cuda"), ClusterConfig.load(None, {**own, "memory": "1GiB"})
     plan = ClusterCache.plan(geometry, config, config.max_context, 2)
-    assert all(ClusterLayer.plan(*kind, config.max_context).alone for kind in layer_kinds(geometry, config, 2))
+    plan_of, context = ClusterCache.layer_class.plan, config.max_context
+    assert all(plan_of(*kind, context).alone for kind in layer_kinds(geometry, config, 2))
     with on_the_device(llama()) as (model, _), ClusterCache(model, **own, memory=plan.peak_bytes) as cache:
         cache.given = frozenset({"reuse_capacity"})  # nothing is lent
         fed(model, cache, ids[:, :TOKENS], Fake, logits_to_keep=1)
