@@ -18,6 +18,5 @@ from .selective_cache import Pace as Pace
 from .selective_cache import SelectiveCache as SelectiveCache
 from .selective_layer import SelectiveLayer as SelectiveLayer
 from .shared import Shared as Shared
-from .step import PlainMasks as PlainMasks
 from .step import Step as Step
 from .token_log import TokenLog as TokenLog

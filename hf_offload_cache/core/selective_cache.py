@@ -24,7 +24,7 @@ from .layer import OffloadLayer
 from .plan import LayerKind, decoding_queue
 from .selecting import Selecting
 from .selective_layer import SelectiveLayer
-from .step import PlainMasks, Step
+from .step import Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,7 +105,6 @@ class SelectiveCache(OffloadCache):
         self._lent_for = (0, 0)  # sequences and tokens that slots were lent for
         self._queue_for = 0  # sequences that the short write queue was sized for
         self._in_prompt = False  # no step has selected since the latest prompt
-        self._plain_masks = PlainMasks()
         self._selective: dict[int, SelectiveLayer] = {}  # by index; none if the cache is exact
         self.graphed: Any = None
         """The `GraphedStep` of this cache, which is closed with it; None: there is none."""
@@ -179,8 +178,6 @@ class SelectiveCache(OffloadCache):
         step = self.shared.step
         if self.selecting is None or step is None:
             return changed
-        if self.storage.pinned:
-            self._plain_masks.begin(step, kwargs)
         if step.selects:
             self.weigh(step)
             if self._in_prompt and self.selecting.worthwhile:

@@ -38,53 +38,6 @@ def kept_logits(kwargs: dict[str, Any]) -> int | None:
     return asked if type(asked) is int and asked > 0 else None
 
 
-class PlainMasks:
-    """Masks on a device that hid nothing but what follows each query, in a cache's steps of one token.
-
-    Without padding a model makes the same mask in each step, one column longer. So a step after one whose mask was
-    plain need not wait for the device, unless its caller's mask hides a token. It looks at a mask again after `AGAIN`
-    tokens. For the thread that runs the model.
-    """
-
-    AGAIN = 64
-
-    def __init__(self) -> None:
-        self._looked: dict[tuple[Any, ...], int] = {}  # columns of the last plain mask of each kind that was looked at
-        self._given: Any = None
-        self._hides: bool | None = None  # whether the caller's mask hides a token; None: not looked at
-
-    def begin(self, step: Step, kwargs: dict[str, Any]) -> None:
-        """Begin a step of a model's call with these arguments. Others than these may decide what a mask hides."""
-        others = (value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT)
-        usable = step.tokens == 1 and not any(isinstance(value, torch.Tensor) for value in others)
-        self._given, self._hides = kwargs.get("attention_mask"), None
-        step.plain_masks = self if usable else None
-        if not usable:
-            self._looked.clear()
-
-    def is_plain(self, kind: tuple[Any, ...], mask: torch.Tensor) -> bool:
-        """Whether a mask of this kind is plain because an earlier one was. May wait for the device, once a step."""
-        more = mask.shape[-1] - self._looked.get(kind, mask.shape[-1])
-        if not 0 < more <= self.AGAIN:
-            return False
-        if self._hides is None:
-            given = self._given
-            plain = given is None or (isinstance(given, torch.Tensor) and given.ndim == 2 and bool(given.all()))
-            self._hides = not plain
-        return not self._hides
-
-    def looked(self, kind: tuple[Any, ...], mask: torch.Tensor, plain: bool) -> None:
-        """Note what a look at a mask of this kind has shown."""
-        if plain:
-            self._looked[kind] = mask.shape[-1]
-        else:
-            self._looked.pop(kind, None)
-
-
-_WITHOUT_EFFECT = frozenset(("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position"))
-"""Tensors of a call that decide nothing about a mask, except that of the caller, which is looked at."""
-
-
 @dataclass
 class Step:
     """Valid until the step has ended. Made by the cache; a layer that runs without a model makes its own."""
@@ -108,8 +61,6 @@ class Step:
     include them."""
     entered: bool = False
     """Whether a decoder block was entered."""
-    plain_masks: PlainMasks | None = None
-    """What earlier steps have shown about masks on a device; None: nothing."""
     _masks: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = field(default_factory=list)
     _streamed: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = field(default_factory=list)
 
@@ -148,17 +99,10 @@ class Step:
                 return result[0], result[1]
         needed: torch.Tensor | None = mask
         seen: torch.Tensor | None = None
-        earlier = self.plain_masks if mask.is_cuda else None
-        kind = "streamed", len(self._streamed), mask.dtype, mask.shape[2]
-        if earlier is not None and earlier.is_plain(kind, mask):
-            needed = None
-        else:
-            if (common := seen_before(mask)) is not None:
-                seen, causal, wholly = common
-                if causal:
-                    needed, seen = None, None if wholly else seen
-            if earlier is not None:
-                earlier.looked(kind, mask, needed is None and seen is None)
+        if (common := seen_before(mask)) is not None:
+            seen, causal, wholly = common
+            if causal:
+                needed, seen = None, None if wholly else seen
         self._streamed.append((mask, needed, seen))
         return needed, seen
 
@@ -166,19 +110,15 @@ class Step:
         for known, seen, changes in self._masks:
             if known is mask:
                 return seen, changes
-        earlier = self.plain_masks if mask.is_cuda else None
-        kind = "looked", len(self._masks), mask.dtype, mask.shape[2]
-        result: tuple[torch.Tensor | None, bool] = None, False
+        result: tuple[torch.Tensor | None, bool]
         last = mask[:, 0, -1]
-        if mask.shape[2] > 1 and not mask.is_cpu and (streamed := self.streamed(mask))[0] is None:
+        if not mask.is_cpu and (streamed := self.streamed(mask))[0] is None:
             hides = streamed[1] is not None  # a device was waited for once, for both
             result = shown(last) if hides else None, hides
-        elif earlier is None or not earlier.is_plain(kind, mask):
+        else:
             seen = shown(last)
             hides = not bool(seen.all())
             result = seen if hides else None, hides or (last.dtype != torch.bool and bool(last.any()))
-            if earlier is not None:
-                earlier.looked(kind, mask, not result[1])
         self._masks.append((mask, *result))
         return result
 
