@@ -249,12 +249,12 @@ def device_slots(layer: Layer, most: int) -> DeviceSlots | None:
     for them."""
     history, selecting, slots, storage = layer.history, layer.selecting, layer.device_slots, layer.shared.storage
     assert selecting is not None
-    made_for = selecting.version, history.records
-    if slots is not None and not slots.closed and slots.made_for == made_for:
+    made_for, least = (selecting.version, history.records), min(history.records, most)
+    if slots is not None and not slots.closed and slots.made_for == made_for and slots.count >= least:
         return slots
     limited = storage.account.limit is not None
     count = planned_slots(layer) + (0 if limited else most)
-    if count < min(history.records, most):
+    if count < least:
         if slots is not None:
             layer.drop_fetcher()
         return None

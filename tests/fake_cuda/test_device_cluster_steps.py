@@ -18,6 +18,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from hf_offload_cache import ClusterCache, ClusterConfig
 from hf_offload_cache.core import device_step
 from hf_offload_cache.core.plan import layer_kinds
+from hf_offload_cache.fetch import device_slots
 from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.cluster import arrivals
 from hf_offload_cache.model import Geometry
@@ -105,6 +106,22 @@ def test_steps_on_a_device_compute_what_those_on_the_host_do(way: str, rows: int
         assert ours == theirs if theirs is None else ours == pytest.approx(theirs, rel=1e-3)
     assert (report.estimated_mass is not None) == fields.get("remainder", False)
     assert report.hit_rate is not None and report.hit_rate > (0 if "no slots" in way else 0.3)
+
+
+def test_slots_hold_a_choice_that_grows_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step attends to a share of the tokens, which grow while no row has more pages."""
+    fields = {"num_selected": None, "selected_share": 0.1, "reuse_capacity": 0, "remainder": False}
+    ids, wide, exchanged = prompt(llama(), 1, 507), list[tuple[int, int]](), device_slots.DeviceSlots.exchanged
+
+    def counted(slots: Any, units: torch.Tensor) -> Any:
+        wide.append((units.shape[1], slots.count))
+        return exchanged(slots, units)
+
+    monkeypatch.setattr(device_slots.DeviceSlots, "exchanged", counted)
+    with a_device(**fields) as (model, cache, _):
+        decoded(model, cache, ids, Fake, 490)
+    assert len({selected for selected, _ in wide}) > 1
+    assert all(selected <= count for selected, count in wide)
 
 
 def test_everything_is_selected_where_it_fits() -> None:
