@@ -130,19 +130,23 @@ class DeviceSlots:
                 self._slot_of[:, : before.shape[1]] = before
             if self._addresses.again is not None:
                 self._empty(*self._addresses.again)
-            slots, counts = self.exchanged(units)
         except BaseException:
             self._free()
             raise
+        slots, counts = self.exchanged(units)
         self.count_later(history, counts)
         return slots
 
     def exchanged(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As `bring` with what it knew last, in a captured step; and the units that are read and those that were in
-        slots, (2, rows) int64, for `count_later`. If it raises, the owner closes this."""
+        slots, (2, rows) int64, for `count_later`. If it raises, the slots are freed, as by `bring`."""
         assert self.addresses is not None
-        slots, absent, counts = exchange(units, self._slot_of, self._unit_in, self._order)
-        bring(self.addresses, absent, slots, self.data)
+        try:
+            slots, absent, counts = exchange(units, self._slot_of, self._unit_in, self._order)
+            bring(self.addresses, absent, slots, self.data)
+        except BaseException:
+            self._free()
+            raise
         return slots, counts
 
     def is_ready(self, history: Source) -> bool:

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import AbstractTreeCache, DiskSwapCache, graphed_step
 from hf_offload_cache.errors import PromptError, UnsupportedModelError
+from hf_offload_cache.fetch import device_slots
 from hf_offload_cache.interop import graphed_step as graphs
 from hf_offload_cache.model import Geometry
 
@@ -257,6 +258,26 @@ def test_a_step_that_cannot_be_captured_says_so_and_adds_nothing(monkeypatch: py
         assert cache.tokens == TOKENS + 2
         found = decoded(step, expected[0][:, 1:2], 4)
         assert torch.equal(found[0], expected[0][:, 2:])
+
+
+def test_a_read_that_could_not_begin_leaves_no_slot_that_says_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the step that prepares a graph. The step is repeated, and is right."""
+    with a_device(reuse_capacity=0) as (model, cache, _):
+        first = prefilled(model, cache)
+        expected = decoded(eager(model, cache), first, 4)
+    with a_device(reuse_capacity=0) as (model, cache, _):
+        first, step = prefilled(model, cache), graphed_step(model, cache)
+        tokens, _ = decoded(step, first, 1)
+
+        def refused(*_: Any) -> None:
+            raise MemoryError("no room for a kernel")
+
+        monkeypatch.setattr(device_slots, "bring", refused)
+        with pytest.raises(MemoryError):
+            step(Fake(tokens))
+        monkeypatch.undo()
+        found = decoded(step, tokens, 3)
+    assert_same(found, (expected[0][:, 1:], expected[1][:, 1:]))
 
 
 def test_counts_restart_between_replays() -> None:
