@@ -69,7 +69,8 @@ class Addresses:
     def select_rows(self, rows: torch.Tensor) -> None:
         """Replace row i by the present row `rows[i]`, which its history did. `rows` (n,) int64 is on the device."""
         if self._known is not None:
-            self._known = self._known.index_select(0, rows)
+            with torch.inference_mode(False):  # it is changed in any mode
+                self._known = self._known.index_select(0, rows)
 
     def forget(self) -> None:
         """Drop the addresses, because records move or rows change."""
@@ -172,7 +173,8 @@ class DeviceSlots:
             return self._free()
         most = self.moving_bytes(self.data.nbytes)
         try:
-            with self._account.not_sparing(), self._account.holding("moving rows", most):
+            lasting = torch.inference_mode(False)  # tables are changed in any mode
+            with self._account.not_sparing(), self._account.holding("moving rows", most), lasting:
                 chosen = rows if rows.device == self.data.device else to_device(rows.numpy(), self.data.device)
                 for part in self.data.split(max(1, self.count * most // self.data.nbytes), 1):
                     part.copy_(part.index_select(0, chosen))

@@ -29,6 +29,9 @@ class GraphedStep:
     prompt's, a step that seals a group, or any on a CPU, calls the model. The first replay follows such a call and one
     that prepares the graph. If tensors outgrow their room, the graph is captured again.
 
+    A graph computes with the model as it was captured: call `close` after a change of adapters, weights, hooks or
+    modules.
+
     An output's tensors are valid until the next call. For the thread that runs the model. The cache closes it, and has
     one at a time.
 
@@ -194,9 +197,11 @@ class GraphedStep:
         current = torch.cuda.current_stream(device)
         self._stream = torch.cuda.Stream(device) if self._stream is None else self._stream
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            output, nbytes = self._forward()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                output, nbytes = self._forward()
+        finally:
+            current.wait_stream(self._stream)  # also for what has run before an error
         for one in output.values():
             if isinstance(one, torch.Tensor):
                 one.record_stream(current)

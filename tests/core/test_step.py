@@ -132,6 +132,6 @@ def test_a_mask_that_begins_to_hide_a_token_is_seen_in_the_same_step() -> None:
         return torch.cat([values_of(one) for one in steps], 1)
 
     expected = logits(build(LlamaForCausalLM, config), DynamicCache(config=config), lambda tensor: tensor)
-    with on_the_device(build(LlamaForCausalLM, config)) as (model, _):
-        with DiskSwapCache(model, num_selected=512, engine="memory") as cache:
-            torch.testing.assert_close(logits(model, cache, Fake), expected)
+    fields: Any = {"num_selected": 512, "engine": "memory"}
+    with on_the_device(build(LlamaForCausalLM, config)) as (model, _), DiskSwapCache(model, **fields) as cache:
+        torch.testing.assert_close(logits(model, cache, Fake), expected)

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_device import CUDA, Fake, fake_cuda, on_the_device
+from fake_device import CUDA, Fake, fake_cuda, on_the_device, values_of
 from harness import COMMON, build, prompt
 from torch_memory import most_held
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.fetch import Storage
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.methods.cluster import (
@@ -30,6 +31,7 @@ from hf_offload_cache.methods.cluster import (
     new_clusters,
 )
 from hf_offload_cache.methods.cluster.arrivals import Arrivals
+from hf_offload_cache.methods.cluster.on_device import DeviceClusters
 from hf_offload_cache.methods.cluster.plan import clustering_there, parts_there, writing_there
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.testing.histories import CONFIG, FORM, some_keys_and_values
@@ -226,6 +228,29 @@ def test_what_comes_later_is_joined_settled_and_cut_without_a_blocking_copy(devi
         history.truncate(250)
         assert not device.blocking
         check(history, keys[:, :, :250], values[:, :, :250])
+    finally:
+        storage.close()
+
+
+def test_copies_that_a_budget_refuses_are_freed_once(device: Any, tmp_path: Any) -> None:
+    storage, history = made("memory", tmp_path)
+    keys, values = (Fake(part) for part in some_keys_and_values(3, 600))
+    try:
+        history.append(keys[:, :, :300], values[:, :, :300])
+        copies, account = DeviceClusters(history.clustered, 2, storage.account), storage.account
+        few = copies.latest[1].shape[2]
+        history.append(keys[:, :, 300:340], values[:, :, 300:340])
+        account.limit = account.current - account.host_bytes - 1
+        for _ in range(2):
+            with pytest.raises(BudgetError):
+                assert copies.latest
+        account.limit = None
+        centroids, tables = copies.latest
+        partition = history.clustered.partition
+        assert tables.shape[2] > few and np.array_equal(values_of(tables)[0].numpy(), partition.counts)
+        assert np.array_equal(values_of(centroids).numpy(), partition.centroids)
+        copies.close()
+        assert account.by_owner["centroids"] == 0
     finally:
         storage.close()
 

@@ -36,8 +36,8 @@ class DeviceClusters:
     @property
     def latest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Centroids (rows, clusters, D) float16 and tables (3, rows, clusters) int32, which work of the current stream
-        may read: see `kernels.centroids.score`. Valid until clusters change. Raises `BudgetError`, with nothing
-        changed."""
+        may read: see `kernels.centroids.score`. Valid until clusters change. Raises `BudgetError`; they are renewed
+        when they are needed again then."""
         if self._number != self._clustered.changes.number or self._centroids is None or self._tables is None:
             self._renew()
         assert self._centroids is not None and self._tables is not None
@@ -54,6 +54,7 @@ class DeviceClusters:
         if self._tables is None or self._tables.shape[1:] != (rows, count):
             if self._tables is not None:
                 self._account.free(_OWNER, self._tables)
+                self._tables = None
             self._tables = self._empty(3, rows, count, dtype=torch.int32, device=device)
         assert self._centroids is not None
         if changed is None:
