@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hf_offload_cache.fetch import ABSENT, SlotTable
+from hf_offload_cache.fetch.device_slots import Addresses, DeviceSlots
+from hf_offload_cache.memory import MemoryAccount
 
 EMPTY = -1
 """When an empty slot was filled: before every other."""
@@ -81,3 +87,24 @@ def test_more_records_than_capacity(capacity: int) -> None:
     assert table.locate(ids(5, 6, 7)).tolist() == [ABSENT, ABSENT, 0 if capacity else ABSENT]
     table.forget(ids(5, 6, 7))
     assert (table.locate(ids(5, 6, 7)) == ABSENT).all()
+
+
+def test_slots_whose_rows_were_selected_in_inference_mode_can_be_changed_in_any_mode() -> None:
+    """So can the addresses: steps outside that mode write to both."""
+    form = SimpleNamespace(payload_width=4, payload_dtype=torch.float32)
+    storage: Any = SimpleNamespace(account=MemoryAccount())
+    history: Any = SimpleNamespace(form=form, device=torch.device("cpu"), rows=2)
+    slots, addresses = DeviceSlots(storage, history, 3), Addresses(storage)
+    slots.data.copy_(torch.arange(24.0).view(2, 3, 4))
+    slots._unit_in.copy_(torch.tensor([[0, 1, -1], [2, -1, -1]]))
+    slots._slot_of = torch.tensor([[0, 1, -1], [-1, -1, 0]], dtype=torch.int32)
+    addresses._known = torch.tensor([[10, 11, 12], [20, 21, 22]])
+    with torch.inference_mode():
+        rows = torch.tensor([1, 1])
+        slots.select_rows(rows)
+        addresses.select_rows(rows)
+    slots._empty(torch.tensor([0]), torch.tensor([2]))
+    addresses._known[0, 0] = 30
+    assert slots._unit_in.tolist() == [[-1, -1, -1], [2, -1, -1]]
+    assert addresses._known.tolist() == [[30, 21, 22], [20, 21, 22]]
+    assert slots.data.tolist() == torch.arange(12.0, 24.0).view(3, 4).expand(2, 3, 4).tolist()
