@@ -170,7 +170,8 @@ class RecordFormat:
         """Keys (B, Hk, T, Dk) and values (B, Hv, T, Dv) as views of entries (B, T, entry_width)."""
         batch, tokens, width = *entries.shape[:2], self.key_width
         if (self.num_key_heads, self.key_dim) == (self.num_value_heads, self.value_dim):
-            both = self.both(entries)
+            shape = batch, tokens, 2, self.num_key_heads, self.key_dim
+            both = entries.view(shape).permute(2, 0, 3, 1, 4)  # as `both`: a step on a CPU makes no more calls
             return both[0], both[1]
         keys = entries[..., :width].view(batch, tokens, self.num_key_heads, self.key_dim)
         values = entries[..., width:].view(batch, tokens, self.num_value_heads, self.value_dim)
