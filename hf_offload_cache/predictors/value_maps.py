@@ -187,32 +187,35 @@ class LeastSquares:
         heads = form.num_value_heads
         self._gram = torch.zeros(rows, heads, inputs, inputs, dtype=torch.float32, device=device)
         self._product = torch.zeros(rows, heads, inputs, form.value_dim, dtype=torch.float32, device=device)
-        self._plain = self._gram[:, 0].clone(), self._product.clone()
+        self._squares = torch.zeros(rows, inputs, dtype=torch.float32, device=device)
 
     def add(
         self, components: torch.Tensor, values: torch.Tensor, weights: torch.Tensor, seen: torch.Tensor | None = None
     ) -> None:
-        """Add tokens with components (b, r, n), values (b, Hv, n, Dv) and weights (b, Hk, n). `seen` (b or 1, n)
-        excludes padding."""
+        """Add tokens with components (b, r, n), values (b, Hv, n, Dv) and weights (b, Hv, n), of `token_weights`.
+        `seen` (b or 1, n) excludes padding."""
         inputs = torch.cat([components, torch.ones_like(components[:, :1])], 1)
         if seen is not None:
             inputs.masked_fill_(~seen[:, None], 0)
-        weighted = inputs[:, None] * weights.unflatten(1, (values.shape[1], -1)).sum(2)[:, :, None]  # (b, Hv, r + 1, n)
-        self._gram += weighted @ inputs[:, None].mT
+        weighted = inputs[:, None] * weights[:, :, None]  # (b, Hv, r + 1, n)
+        self._gram += (weighted.flatten(1, 2) @ inputs.mT).view_as(self._gram)
         self._product += weighted @ values
-        self._plain[0].baddbmm_(inputs, inputs.mT)
-        self._plain[1].add_(inputs[:, None] @ values)
+        self._squares += torch.linalg.vecdot(inputs, inputs)
 
     def solved(self, rows: slice = slice(None)) -> torch.Tensor:
         """Maps (b, r + 1, Hv, Dv) float32 of least weighted squares, of some rows."""
-        plain, values = (sums[rows] for sums in self._plain)
-        gram, product = self._gram[rows], self._product[rows]
-        count = plain[:, -1, -1].clamp_min(1)  # of tokens
-        mean = (gram[:, :, -1, -1].clamp_min(1e-12) / count[:, None])[..., None, None]
-        gram = (gram / mean).add_(plain[:, None], alpha=_OTHERS)
-        product = (product / mean).add_(values, alpha=_OTHERS)
-        deviation = (plain.diagonal(dim1=1, dim2=2) / count[:, None]).sqrt_().clamp_min_(1e-6)
-        gram /= (deviation[:, :, None] * deviation[:, None])[:, None]
-        gram.diagonal(dim1=2, dim2=3).add_(_RIDGE * count[:, None, None])
+        squares, gram, product = self._squares[rows], self._gram[rows], self._product[rows]
+        count = squares[:, -1:].clamp_min(1)  # of tokens
+        deviation = (squares / count).sqrt_().clamp_min_(1e-6)
+        gram = gram / (deviation[:, :, None] * deviation[:, None])[:, None]
+        gram.diagonal(dim1=2, dim2=3).add_(_RIDGE * count[:, None])
         by_deviation = deviation[:, None, :, None]
-        return (torch.linalg.solve(gram, product.div_(by_deviation)) / by_deviation).transpose(1, 2)
+        return (torch.linalg.solve(gram, product / by_deviation) / by_deviation).transpose(1, 2)
+
+
+def token_weights(attention: torch.Tensor, form: RecordFormat, seen: torch.Tensor | None = None) -> torch.Tensor:
+    """Weights (b, Hv, n) float32 of all tokens of a fit: the `attention` (b, Hk, n) that each gets, relative to the
+    mean, and a little more. `seen` (b or 1, n) excludes padding, which gets no attention, from the mean."""
+    weights = attention.unflatten(1, (form.num_value_heads, -1)).sum(2)
+    count = weights.shape[2] if seen is None else seen.sum(1).clamp_min(1)[:, None, None]
+    return weights.div_((weights.sum(2, keepdim=True) / count).clamp_min_(1e-12)).add_(_OTHERS)

@@ -33,7 +33,7 @@ from hf_offload_cache.methods.disk_swap import (
     remainder,
 )
 from hf_offload_cache.predictors import Predictor, Query
-from hf_offload_cache.predictors.value_maps import asked
+from hf_offload_cache.predictors.value_maps import LeastSquares, asked, token_weights
 
 fit_maps, fit_bytes, PromptQueries = remainder.fit_maps, remainder.fit_bytes, remainder.PromptQueries
 KV, HEADS, DIM, VALUE, GROUP, UNITS, BUDGET = 2, 4, 16, 20, 4, 300, 12
@@ -170,6 +170,35 @@ def test_long_parts_fit_as_short_ones(kind: str, padded: bool) -> None:
         assert (maps.maps.int() - short.maps.int()).abs().max() <= 1
     assert short.maps.float().std() > 10
     assert kind != "float32" or (short.ratio - 1).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_maps_are_of_least_weighted_squares(padded: bool) -> None:
+    """As normal equations in float64 say, of tokens added in two parts. A token without attention has a tenth of the
+    mean weight."""
+    rows, tokens, rank = 2, 90, 5
+    components, values, attention = (
+        some(rows, *shape, tokens, seed=seed) for seed, shape in enumerate([(rank,), (KV, VALUE), (KV,)])
+    )
+    values, attention = values.mT, attention.square()
+    seen = torch.arange(tokens) >= torch.tensor([[0], [40]]) if padded else torch.ones(rows, tokens, dtype=torch.bool)
+    attention = attention.masked_fill(~seen[:, None], 0)
+    attention[..., 50:60] = 0
+    weights = token_weights(attention, FORMS[KV], seen if padded else None)
+    sums = LeastSquares(rows, rank + 1, FORMS[KV], torch.device("cpu"))
+    for part in (slice(0, 30), slice(30, tokens)):
+        given = components[..., part], values[:, :, part], weights[..., part]
+        sums.add(*given, *([seen[:, part]] if padded else []))
+    found = sums.solved()
+    for row in range(rows):
+        inputs = torch.cat([components[row], torch.ones(1, tokens)])[:, seen[row]].double()
+        deviation = inputs.square().mean(1).sqrt()
+        for head in range(KV):
+            own = attention[row, head, seen[row]].double()
+            weighted = inputs * (own / own.mean() + 0.1)
+            gram = weighted @ inputs.t() + 1e-4 * inputs.shape[1] * deviation.square().diag()
+            expected = torch.linalg.solve(gram, weighted @ values[row, head, seen[row]].double())
+            torch.testing.assert_close(found[row, :, head].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_queries_of_a_fit_are_the_latest_first() -> None:
@@ -333,6 +362,65 @@ def test_nothing_left_has_no_mass(heads: int) -> None:
     assert one.select(asked, UNITS, False).next is None  # type: ignore[union-attr]
 
 
+def watched_weights(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The attention (B, Hk, tokens) by which each of the following fits weighs its sample."""
+    weights: list[torch.Tensor] = []
+    weigh = remainder._Asked.weigh
+
+    def weighed(self: Any, *given: Any) -> torch.Tensor:
+        weights.append(weigh(self, *given))
+        return weights[-1].clone()
+
+    monkeypatch.setattr(remainder._Asked, "weigh", weighed)
+    return weights
+
+
+@APART
+@pytest.mark.parametrize("units", [UNITS, 7 * UNITS])
+@pytest.mark.parametrize("part", [16, 128, 1 << 14])
+def test_weights_are_the_twins(units: int, part: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token's weight is the softmax over the first unit and the sample, each of whose tokens stands for several,
+    summed over the queries and heads whose remainder has the token, however many are scored at a time."""
+    keys, values = keys_and_values(2, units)
+    queries, visible = some(2, HEADS, 16, DIM, seed=5), torch.ones(2, units * GROUP, dtype=torch.bool)
+    visible[1, 20:50] = False
+    coding = fit_coding(lambda: iter([keys]), units * GROUP, KV, visible, KINDS["coded"].summary_bytes or 0, queries)
+    compact = CodedKeys(coding, KV, 2, account := MemoryAccount(), Workspace(account, "scores"), GROUP)
+    compact.append(keys)
+    weights, chosen, every = watched_weights(monkeypatch), (BUDGET, CANDIDATES * BUDGET), -(-units * GROUP // 4096)
+    made_of = compact, lambda: iter([(keys, values)]), FORMS[KV], queries, DIM**-0.5, chosen, visible
+    assert fit_maps(*made_of, account, heads, part)
+    sample = np.arange(1 + (every - 1) // 2, units, every)
+    tokens = tokens_of(np.array([0, *sample]))
+    wanted, candidates = (round((count - 1) / every) for count in chosen)
+    expected = torch.zeros(2, KV, len(sample), GROUP)
+    for row in range(2):
+        components = compact.components(slice(row, row + 1), tokens)[0].float()
+        for at in range(16):
+            low, constant = compact.asking(queries[row : row + 1, :, at], DIM**-0.5)
+            seen = units - (15 - at + GROUP - 1) // GROUP  # units that end before the query
+            scores = (low[0] @ components + constant[0]).masked_fill(~visible[row, tokens], -torch.inf)
+            scores[:, tokens >= seen * GROUP] = -torch.inf
+            scores[:, GROUP:] += np.log(every)
+            attention = scores.softmax(1).unflatten(1, (-1, GROUP))[:, 1:]
+            best = scores.unflatten(1, (-1, GROUP)).amax(2).softmax(1)[:, 1:]
+            order = best.unflatten(0, (heads, -1)).sum(1).argsort(1, descending=True)
+            rest = torch.zeros(heads, len(sample)).scatter_(1, order[:, wanted:candidates], 1)
+            attention *= rest.repeat_interleave(HEADS // heads, 0)[..., None] / every
+            expected[row] += attention.unflatten(0, (KV, -1)).sum(1)
+    torch.testing.assert_close(weights[0].unflatten(2, (-1, GROUP)), expected, rtol=1e-3, atol=1e-6)
+    assert (expected > 0).sum() > 2 * KV * BUDGET
+
+
+@pytest.mark.parametrize(("units", "every"), [(300, 1), (1024, 1), (1025, 2), (2049, 3)])
+def test_a_sample_has_4096_tokens(units: int, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most, in units that lie evenly among all, without the first."""
+    weights = watched_weights(monkeypatch)
+    one = learned("coded", 1, units=units)
+    assert one.fitted.maps is not None
+    assert weights[0].shape == (1, KV, len(range(1 + (every - 1) // 2, units, every)) * GROUP)
+
+
 @APART
 @pytest.mark.parametrize("seen", [30, 150], ids=["fewer than the candidates", "more"])
 def test_a_query_of_a_fit_sees_no_later_units(seen: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,17 +429,10 @@ def test_a_query_of_a_fit_sees_no_later_units(seen: int, heads: int, monkeypatch
     (keys, values), queries, end = keys_and_values(2), some(2, HEADS, 16, DIM, seed=5), seen * GROUP
     coding = fit_coding(lambda: iter([keys]), UNITS * GROUP, KV, None, KINDS["coded"].summary_bytes or 0, queries)
     others = torch.cat([keys[:, :, :end], 9 * some(*keys[:, :, end:].shape, seed=7)], 2)
-    weights: list[torch.Tensor] = []
-    add = remainder.LeastSquares.add
-
-    def added(self: Any, components: torch.Tensor, values: torch.Tensor, own: torch.Tensor, *more: Any) -> None:
-        weights.append(own)
-        add(self, components, values, own, *more)
-
-    monkeypatch.setattr(remainder.LeastSquares, "add", added)
+    weights = watched_weights(monkeypatch)
 
     def fitted(keys: torch.Tensor, ends: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The maps' ratio, and the weights of all units but the first."""
+        """The maps' ratio, and the attention to all units but the first."""
         weights.clear()
         compact = CodedKeys(coding, KV, 2, account := MemoryAccount(), Workspace(account, "scores"), GROUP)
         compact.append(keys)
@@ -359,7 +440,7 @@ def test_a_query_of_a_fit_sees_no_later_units(seen: int, heads: int, monkeypatch
         made_of = compact, lambda: iter([(keys, values)]), FORMS[KV], queries
         maps = fit_maps(*made_of, DIM**-0.5, chosen, None, account, heads, ends=ends)
         assert maps is not None
-        return maps.ratio, torch.cat(weights, 2)
+        return maps.ratio, weights[0]
 
     ends = np.full(16, end + GROUP - 1)
     (ratio, own), (ratio_of_others, own_of_others) = fitted(keys, ends), fitted(others, ends)

@@ -11,7 +11,7 @@ from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
-from ...predictors.value_maps import LeastSquares, ValueMaps, asked, placed
+from ...predictors.value_maps import LeastSquares, ValueMaps, asked, placed, token_weights
 
 _TOKENS = 2048
 """Tokens that maps are fitted to, evenly among a call's."""
@@ -75,7 +75,7 @@ def fit_maps(
             scores = part @ keys.t(), part @ means.float().t()
             _add_rest(*scores, cluster.long(), there, held.float(), wanted, weights, mass)
         sums = LeastSquares(1, form.key_width + 1, form, keys.device)
-        sums.add(keys.t()[None], values[None, None], weights[None, None])
+        sums.add(keys.t()[None], values[None, None], token_weights(weights[None, None], form))
         made.set(slice(row, row + 1), sums.solved(), *mass[:, None])
     return made
 

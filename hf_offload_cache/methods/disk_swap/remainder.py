@@ -14,14 +14,17 @@ from ...history.state import Array, State
 from ...kernels.on_a_device import to_device
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
-from ...predictors.value_maps import QUERIES, LeastSquares, ValueMaps, asked
+from ...predictors.value_maps import QUERIES, LeastSquares, ValueMaps, asked, token_weights
 from .coding import APART, PART, QUERIES_SEEN
 from .compact_keys import HIDDEN, CompactKeys, Scored
 
-_TOKENS = 2048
+_TOKENS = 4096
 """Tokens that maps are fitted to, in units that lie evenly among all."""
-_SCORES, _SCORED = 256, 4
-"""Scores that are held at a time, and tokens that are scored at a time, for each token of a fit's part."""
+_SCORES, _SCORED = 512, 3
+"""Scores that are in memory at a time, each query's best of all units included, and tokens that are scored at a time,
+for each token of a fit's part."""
+_ENTRIES = 640 * PART
+"""Elements of keys and values that a processor compares and adds at a time, unless `PART` tokens have more."""
 _COMPONENTS = 1 << 15
 """Components converted to float32 at a time."""
 
@@ -161,19 +164,32 @@ def _weighted(components: torch.Tensor, weights: np.ndarray) -> np.ndarray:
 
 def fit_bytes(form: RecordFormat, rows: int, rank: int, heads: int, tokens: int, part: int = PART) -> int:
     """Bytes that `fit_maps` uses while it runs. `part`: one of `part_sizes`."""
-    tokens, inputs = min(tokens, _TOKENS + 2 * form.group_size), rank + 1
-    each = QUERIES * heads * tokens  # scores of a row
-    together = min(rows, max(1, _SCORES * part // each))  # rows scored at a time
-    scores = max(min(_SCORES * part, rows * each), heads * tokens) * 4 * 2
-    scores += together * rank * (2 * tokens + 6 * min(tokens, _SCORED * part) + 6 * 4 * QUERIES * heads)
-    gram, product = (4 * form.num_value_heads * inputs * width for width in (inputs, form.value_dim))
-    held = max(rows, min(rows * tokens, _piece(part)))
-    pieces = 4 * held * (form.entry_width + (form.num_value_heads + 2) * inputs + 3 * heads * QUERIES)
-    solved = min(rows, _solved(part)) * (2 * gram + 3 * product)
-    sums = rows * (2 * gram + 2 * product)
-    queries = rows * QUERIES * (heads * form.key_dim * (4 + form.dtype.itemsize) + tokens // form.group_size)
-    added = rows * max(gram, product)
-    return max(scores, pieces + sums + added, solved + sums) + queries + 4 * rows * form.num_key_heads * tokens
+    group, inputs, size = form.group_size, rank + 1, form.dtype.itemsize
+    tokens, key_heads, value_heads = min(tokens, _TOKENS + 2 * group), form.num_key_heads, form.num_value_heads
+    units, indices = -(-tokens // group), 8 * tokens
+    together, count, wide = _scored_together(rows, heads, units, group, part)
+    low, scored = QUERIES * heads * inputs, wide * group * (count * heads + heads + rank)
+    scored += count * heads * (units + 2 * (units // wide + 2))
+    weighing = together * (rank * tokens + max(rank * tokens + 2 * indices, 24 * low, 4 * (low + scored)))
+    shares = 4 * rows * max(key_heads, value_heads) * tokens
+    keys = size * form.entry_width + 4 * (form.key_width + heads * QUERIES) + 5 * QUERIES * key_heads
+    values = (size + 4) * value_heads * form.value_dim + 4 * inputs * (3 + value_heads) + 2 * rank + 24
+    piece = min(rows * tokens, max(rows, _piece(form, part)))
+    gram, product = (4 * value_heads * inputs * width for width in (inputs, form.value_dim))
+    sums = rows * (gram + product + 4 * inputs)
+    adding = max(piece * max(keys, 2 * size * form.entry_width), piece * values + rows * max(gram, product))
+    adding = max(shares, adding + sums) + indices
+    solving = min(rows, _solved(part)) * (2 * gram + 4 * product) + sums + indices
+    queries = rows * QUERIES * (heads * form.key_dim * (4 + size) + key_heads * units + 4 * heads) + QUERIES * units
+    return max(weighing, adding, solving) + queries + shares + indices
+
+
+def _scored_together(rows: int, heads: int, units: int, group: int, part: int) -> tuple[int, int, int]:
+    """Rows, queries and units of a sample that are scored at a time."""
+    wide = max(1, min(units, _SCORED * part // group))
+    each = heads * (wide * group + units)  # scores of a query, and its units' best
+    queries = -(-QUERIES // -(-QUERIES // max(1, min(QUERIES, _SCORES * part // each))))
+    return max(1, min(rows, _SCORES * part // (each * queries))), queries, wide
 
 
 def _solved(part: int) -> int:
@@ -181,9 +197,9 @@ def _solved(part: int) -> int:
     return max(1, part // PART)
 
 
-def _piece(part: int) -> int:
+def _piece(form: RecordFormat, part: int) -> int:
     """Tokens of the sample, of all rows together, whose entries are compared and added at a time."""
-    return max(PART, part // 2)
+    return max(PART, part // 2, min(2 * PART, _ENTRIES // form.entry_width))
 
 
 def fit_maps(
@@ -218,19 +234,23 @@ def fit_maps(
         return None
     latest = _Asked(queries, ends, keys, form, scaling, sample, every, heads)
     shares = latest.weigh(wanted, candidates, visible, part)
-    sums = LeastSquares(rows, keys.leading + 1, form, keys.device)
     tokens = (sample[:, None] * group + np.arange(group)).ravel()
     places = to_device(tokens, keys.device)
+    weights = token_weights(shares, form, None if visible is None else visible[:, places])
+    del shares
+    sums = LeastSquares(rows, keys.leading + 1, form, keys.device)
     offsets = to_device(keys.offsets[: keys.leading, None], keys.device)
-    for piece, sample_keys, sample_values in _sampled(stored(), tokens, places, max(1, _piece(part) // rows)):
+    for piece, sample_keys, sample_values in _sampled(stored(), tokens, places, max(1, _piece(form, part) // rows)):
         here = places[piece]
         seen = None if visible is None else visible[:, here]
         if seen is not None:  # padding may be NaN
             sample_keys.masked_fill_(~seen[:, None, :, None], 0)
             sample_values.masked_fill_(~seen[:, None, :, None], 0)
         latest.compare(piece, sample_keys, seen)
+        del sample_keys
         components = keys.components(slice(None), here)[:, : keys.leading] + offsets
-        sums.add(components, sample_values.float(), shares[..., piece], seen)
+        sums.add(components, sample_values.float(), weights[..., piece], seen)
+        del components, sample_values
     made = ValueMaps(form, (rows, keys.leading, queries.shape[1]), account)
     for together in _slices(rows, _solved(part)):
         made.set(together, sums.solved(together), *latest.mass[:, together])
@@ -252,14 +272,16 @@ def _sampled(
             held.append((keys.index_select(2, index), values.index_select(2, index)))
             at = block.stop
             if at == first + piece or at == len(tokens):
-                all_keys, all_values = held[0] if len(held) == 1 else (
-                    torch.cat(parts, 2) for parts in zip(*held, strict=True)
-                )
-                held.clear()
-                yield slice(first, at), all_keys, all_values
-                del all_keys, all_values
+                yield slice(first, at), *_joined(held)
                 first = at
         begin += keys.shape[2]
+
+
+def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and the values (B, H, n, D) of all `parts`, which are taken out of the list."""
+    keys, values = parts[0] if len(parts) == 1 else (torch.cat(each, 2) for each in zip(*parts, strict=True))
+    parts.clear()
+    return keys, values
 
 
 class _Asked:
@@ -282,12 +304,12 @@ class _Asked:
         self._states = by_head.float() * scaling  # (B, Hk, R q, D)
         rows, query_heads, count = states.shape[:3]
         self._queries = states.transpose(1, 2)  # (B, q, H, D)
-        units = np.concatenate([[0], sample])
-        self._tokens = to_device((units[:, None] * form.group_size + np.arange(form.group_size)).ravel(), device)
+        self._units = units = np.concatenate([[0], sample])
         seen = np.maximum(keys.tokens - np.array(behind), 0) if ends is None else ends[::-1][behind]
-        self._hidden = to_device((units >= seen[:, None] // form.group_size) & (units > 0), device)  # (q, units)
+        self._behind = (units >= seen[:, None] // form.group_size) & (units > 0)  # (q, units)
+        self._hidden = to_device(self._behind, device)
         self._rest = torch.zeros(rows, count, heads, len(sample), dtype=torch.bool, device=device)
-        self._top, self._total = torch.zeros(2, rows, count, query_heads, dtype=torch.float32, device=device)
+        self._total = torch.zeros(rows, count, query_heads, dtype=torch.float32, device=device)  # logarithms
         self.mass = torch.zeros(2, rows, query_heads, dtype=torch.float32, device=device)
         """The true mass (rows, H) of the remainders, and the estimated one."""
 
@@ -295,37 +317,53 @@ class _Asked:
         """The attention (B, Hk, tokens of the sample) float32 of the queries to their remainders.
 
         `wanted` of the sample's `candidates` best units are selected. Each query sees the units that ended before
-        it. `part`: one of `part_sizes`."""
-        rows, count, query_heads = self._top.shape
-        (key_heads, apart), tokens, group = self._heads, len(self._tokens), self._group
-        shares = torch.zeros(rows, key_heads, tokens - group, dtype=torch.float32, device=self._top.device)
-        piece = max(1, _SCORES * part // (query_heads * tokens))
-        queries = min(count, piece)
-        for batch in _slices(rows, max(1, piece // queries)):
-            components, low = self._keys.components(batch, self._tokens), self._low(batch)
+        it. `part`: one of `part_sizes`. Scores are computed twice, because the first pass finds what the second divides
+        them by, and to keep them would take more memory."""
+        rows, count, query_heads = self._total.shape
+        (key_heads, apart), units, group = self._heads, len(self._units), self._group
+        shares = torch.zeros(rows, key_heads, group, units, dtype=torch.float32, device=self._total.device)
+        together, queries, wide = _scored_together(rows, query_heads, units, group, part)
+        pieces = _slices(units, wide)
+        order = [self._units[piece] * group + np.arange(group)[:, None] for piece in pieces]
+        tokens = to_device(np.concatenate([each.ravel() for each in order]), self._total.device)
+        stands_for = np.full(units, self._every, dtype=np.float32)
+        stands_for[0] = 1
+        weights = to_device(stands_for, self._total.device)
+        for batch in _slices(rows, together):
+            components, low = self._keys.components(batch, tokens), self._low(batch)
+            padding = None if visible is None else ~visible[batch if len(visible) > 1 else slice(None), tokens]
             for span in _slices(count, queries):
-                scores = self._scores([each[:, span] for each in low], components, part).unflatten(3, (-1, group))
-                hidden = self._hidden[span, None, :, None]
-                if visible is not None:
-                    seen = visible[batch if len(visible) > 1 else slice(None), self._tokens]
-                    hidden = hidden | ~seen.unflatten(1, (-1, group))[:, None, None]
-                scores.masked_fill_(hidden, float(HIDDEN))
-                top = scores.amax((3, 4), keepdim=True).clamp_min_(-1e29)
-                weights = scores.sub_(top).clamp_min_(-80).exp_().masked_fill_(hidden, 0)
-                best = weights.amax(4)
-                share = best[..., 1:] / best[..., 1:].sum(3, keepdim=True).mul_(self._every).add_(best[..., :1])
-                importance = share.unflatten(2, (apart, -1)).sum(3)
+                asking = [each[:, span] for each in low]
+                best = components.new_empty(*asking[0].shape[:3], units, dtype=torch.float32)
+                tops, totals = best.new_empty(2, *best.shape[:3], len(pieces))
+                for at, piece in enumerate(pieces):
+                    scores = self._scores(asking, components, padding, piece)
+                    if self._behind[span, piece].any():
+                        scores.masked_fill_(self._hidden[span, None, None, piece], float(HIDDEN))
+                    best[..., piece] = here = scores.amax(3)
+                    tops[..., at] = top = here.amax(3)
+                    totals[..., at] = scores.sub_(top[..., None, None]).exp_().sum(3) @ weights[piece]
+                    del scores
+                top = tops.amax(3, keepdim=True).clamp_min_(-1e29)
+                total = totals.mul_(tops.sub_(top).exp_()).sum(3).clamp_min_(1e-30)
+                best.sub_(top).clamp_min_(-80).exp_()
+                best /= (best @ weights)[..., None]
+                importance = best[..., 1:].unflatten(2, (apart, -1)).sum(3)
                 rest = _next_best(importance, wanted, candidates) & ~self._hidden[span, None, 1:]
-                left = weights[..., 1:, :]
-                total = left.sum((3, 4)).mul_(self._every).add_(weights[..., 0, :].sum(3)).clamp_min_(1e-30)
-                left.unflatten(2, (apart, -1)).mul_(rest[:, :, :, None, :, None])
-                left /= total[..., None, None]
-                shares[batch] += left.unflatten(2, (key_heads, -1)).sum((1, 3)).flatten(2)
-                self.mass[1, batch] += left.sum((1, 3, 4))
-                self._rest[batch, span], self._total[batch, span] = rest, total
-                self._top[batch, span] = top[..., 0, 0]
-                del scores, weights, left
-        return shares
+                self._rest[batch, span] = rest
+                by_unit = best.new_zeros(*rest.shape[:3], 1, 1, units)
+                by_unit[..., 0, 0, 1:] = rest
+                del best, importance
+                self._total[batch, span] = total = total.log_().add_(top[..., 0])
+                for piece in pieces:
+                    left = self._scores(asking, components, padding, piece)
+                    left.sub_(total[..., None, None]).exp_()
+                    left.unflatten(2, (apart, -1)).mul_(by_unit[..., piece])
+                    by_head = left.sum(1)
+                    self.mass[1, batch] += by_head.sum((2, 3))
+                    shares[batch, ..., piece] += by_head.unflatten(1, (key_heads, -1)).sum(2)
+                    del left, by_head
+        return shares[..., 1:].transpose(2, 3).flatten(2)
 
     def _low(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Low-rank queries (b, q, H, r) float32 of some rows, and what is added to their products with components
@@ -335,28 +373,30 @@ class _Asked:
         low, added = (each.unflatten(0, queries.shape[:2]) for each in asking)
         return low, added
 
-    def _scores(self, queries: Sequence[torch.Tensor], components: torch.Tensor, part: int) -> torch.Tensor:
-        """Scores (b, q, H, tokens) float32 of `queries`, of `_low`, by the `components` (b, r, tokens) of all
-        tokens."""
-        low, constant = queries
-        scores, flat = low.new_empty(*low.shape[:3], len(self._tokens)), low.flatten(1, 2)
-        for columns in _slices(len(self._tokens), _SCORED * part):
-            scores.flatten(1, 2)[..., columns] = flat @ components[..., columns].float()
-        return scores.add_(constant)
+    def _scores(
+        self, queries: Sequence[torch.Tensor], components: torch.Tensor, padding: torch.Tensor | None, units: slice
+    ) -> torch.Tensor:
+        """Scores (b, q, H, group, n) float32 of `queries`, of `_low`, of `units` of the sample. In `components` (b, r,
+        tokens) of all, the tokens of these follow one another, each unit's first token before all second ones.
+        `padding` (·, tokens) is below every score."""
+        (low, constant), shape = queries, (self._group, units.stop - units.start)
+        here = slice(units.start * self._group, units.stop * self._group)
+        scores = (low.flatten(1, 2) @ components[..., here].float()).view(*low.shape[:3], *shape)
+        scores.add_(constant[..., None])
+        if padding is not None:
+            scores.masked_fill_(padding[:, None, None, here].unflatten(3, shape), float(HIDDEN))
+        return scores
 
     def compare(self, places: slice, keys: torch.Tensor, seen: torch.Tensor | None) -> None:
         """Add the true remainders' mass among keys (B, Hk, t, D), those of the sample's tokens at `places`. `seen` (·,
         t) excludes padding."""
         units = torch.arange(places.start, places.stop, device=keys.device) // self._group
-        held = self._rest.index_select(3, units).transpose(1, 2)[:, :, None]  # (B, 1 or Hk, 1, q, t)
+        held = self._rest.index_select(3, units).float().transpose(1, 2)[:, :, None]  # (B, 1 or Hk, 1, q, t)
         if seen is not None:
-            held = held & seen[:, None, None, None]
-        top, total = (
-            part.transpose(1, 2).unflatten(1, (self._heads[0], -1))[..., None] for part in (self._top, self._total)
-        )
-        scores = torch.matmul(self._states, keys.float().transpose(2, 3)).unflatten(2, top.shape[2:4])
-        weights = scores.sub_(top).clamp_(-80, 60).exp_().mul_(held).div_(total)
-        self.mass[0] += weights.sum((3, 4)).flatten(1)
+            held *= seen[:, None, None, None]
+        total = self._total.transpose(1, 2).unflatten(1, (self._heads[0], -1))[..., None]  # (B, Hk, R, q, 1)
+        scores = torch.matmul(self._states, keys.float().transpose(2, 3)).unflatten(2, total.shape[2:4])
+        self.mass[0] += scores.sub_(total).clamp_(max=60).exp_().mul_(held).sum((3, 4)).flatten(1)
 
 
 def _slices(count: int, most: int) -> list[slice]:
