@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,9 @@ class GraphedStep:
     prompt's, a step that seals a group, or any on a CPU, calls the model. The first replay follows such a call and one
     that prepares the graph. If tensors outgrow their room, the graph is captured again.
 
-    A graph computes with the model as it was captured: call `close` after a change of adapters, weights, hooks or
-    modules.
+    A graph computes with the model as it was captured. Other modules, parameters, adapters or hooks, and training, are
+    seen, and the graph is captured again. What replaces the memory of a parameter (`parameter.data = ...`) is not: call
+    `close` after it.
 
     An output's tensors are valid until the next call. For the thread that runs the model. The cache closes it, and has
     one at a time.
@@ -51,6 +53,8 @@ class GraphedStep:
         self._output: Any = None
         self._stream: Any = None
         self._parts: list[Any] = []  # of the graph; weak references to tensors
+        self._modules: list[torch.nn.Module] = []
+        self._model_parts: list[Any] = []
         self._captured: CapturedCache | None = None
         self._prepared = False  # a step with these parts has run, so that kernels are compiled
         self._refused = False  # the budget has no room for a graph of these parts
@@ -96,6 +100,8 @@ class GraphedStep:
             return "a trace, candidates or autocast are on"
         if not self._positions_known:
             return _NO_POSITIONS
+        if self.model.training or getattr(cache.model.config, "output_attentions", False):
+            return "the model trains, or returns attention weights"
         for layer in layers:
             if (why := why_no_graph(layer)) is not None:
                 return why
@@ -127,7 +133,9 @@ class GraphedStep:
         """Compute a step. Nothing is added yet."""
         cache: Any = self.cache
         parts = [input_ids.shape[0], *(part for layer in cache.selective for part in graph_parts(layer))]
-        if not _same(self._parts, parts):
+        model_parts = _parts_of(self._modules)
+        unchanged = len(model_parts) == len(self._model_parts) and all(map(is_, model_parts, self._model_parts))
+        if not unchanged or not _same(self._parts, parts):
             self.close()
             self._make(parts, input_ids.shape[0], device)
         self._tell(input_ids)
@@ -157,6 +165,8 @@ class GraphedStep:
         self._ids, self._numbers, self._counts = (static(*size, device=device) for size in sizes)
         self._captured = CapturedCache(layers, self._numbers)
         self._parts = [weakref.ref(part) if isinstance(part, torch.Tensor) else part for part in parts]
+        self._modules = list(self.model.modules())
+        self._model_parts = _parts_of(self._modules)
 
     def _tell(self, input_ids: torch.Tensor) -> None:
         """Give the device the step's token and sizes."""
@@ -245,9 +255,24 @@ class GraphedStep:
             self._counters.fold()
         self._graph = self._output = self._captured = self._counters = None
         self._prepared, self._refused, self._parts = False, False, []
+        self._modules, self._model_parts = [], []
         self._ids = self._numbers = self._counts = torch.empty(0, dtype=torch.int64, device="cpu")
         self.cache.storage.account.release(GRAPHS, self._booked)
         self._booked = 0
+
+
+def _parts_of(modules: list[torch.nn.Module]) -> list[Any]:
+    """What a step of these modules is made of: their modules, parameters, adapters and hooks. The same objects compute
+    the same."""
+    parts = list[Any]()
+    for module in modules:
+        own = module.__dict__
+        parts += own["_modules"].values()
+        parts += own["_parameters"].values()
+        parts += (own.get("_active_adapter"), own.get("_disable_adapters"), own.get("forward"))
+        parts += own["_forward_hooks"].values()
+        parts += own["_forward_pre_hooks"].values()
+    return parts
 
 
 def _same(known: list[Any], parts: list[Any]) -> bool:

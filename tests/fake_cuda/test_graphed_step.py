@@ -144,6 +144,51 @@ def test_a_graph_is_captured_again_after_changes(monkeypatch: pytest.MonkeyPatch
             changed(model, cache, graphed_step(model, cache))
 
 
+class Adapted(torch.nn.Module):
+    """A module with two adapters, which are switched as PEFT does it."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self._active_adapter = inner, ["one"]
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.inner(hidden) * (1 if self._active_adapter == ["one"] else -1)
+
+
+def with_changes(model: Any, cache: Any, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and logits while a model's modules, adapters, parameters and hooks change."""
+    first, found = prefilled(model, cache), []
+
+    def run() -> None:
+        found.append(decoded(step, found[-1][0][:, -1:] if found else first, 7))
+
+    run()
+    inner = model.model.norm
+    model.model.norm = Adapted(inner)
+    run()
+    model.model.norm._active_adapter = ["two"]
+    run()
+    inner.weight = torch.nn.Parameter(inner.weight * -2, requires_grad=False)
+    run()
+    hook = inner.register_forward_hook(lambda module, given, output: output * -1)
+    run()
+    hook.remove()
+    run()
+    return tuple(torch.cat([part[at].flatten(0, 1) for part in found]) for at in range(2))  # type: ignore[return-value]
+
+
+def test_a_changed_model_is_captured_again() -> None:
+    with a_device() as (model, cache, _), torch.no_grad():
+        expected = with_changes(model, cache, eager(model, cache))
+    with a_device() as (model, cache, _), torch.no_grad():
+        step = graphed_step(model, cache)
+        assert_same(with_changes(model, cache, step), expected)
+        assert step.captures >= 6 and step.replays > step.captures
+        model.train()
+        step(Fake(expected[0][-1:, None]))
+        assert step.reason == "the model trains, or returns attention weights"
+
+
 def test_memory_of_a_graph_is_booked_and_freed() -> None:
     with a_device() as (model, cache, _):
         first, step, account = prefilled(model, cache), graphed_step(model, cache), cache.storage.account
