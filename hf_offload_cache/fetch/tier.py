@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -135,12 +135,11 @@ class Tier(Protocol):
 
 
 class SlotTier:
-    """`capacity` payloads of `width` elements in one tensor on `device`, booked in the account as "reuse slots".
+    """`capacity` payloads of `width` elements in one tensor on `device`, booked in the account as `owner`.
 
     Raises `BudgetError`, with nothing booked.
     """
 
-    owner: ClassVar[str] = SLOTS
     keeps_reads = False
 
     def __init__(
@@ -150,18 +149,19 @@ class SlotTier:
         dtype: torch.dtype,
         device: torch.device,
         account: MemoryAccount,
+        owner: str = SLOTS,
         policy: Callable[[int], Policy] = FirstIn,
     ) -> None:
         self.capacity = capacity
         self._table = SlotTable(capacity, policy)
-        self._account = account
+        self._account, self._owner = account, owner
         self._data = self._allocated(capacity, width, dtype, device)
         self._rows = ByteRows(self._data)
         self.locate = self._table.locate
         self.forget = self._table.forget
 
     def _allocated(self, capacity: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._account.empty(self.owner, capacity, width, dtype=dtype, device=device)
+        return self._account.empty(self._owner, capacity, width, dtype=dtype, device=device)
 
     def rehearse(self, records: int) -> None:
         self._table.rehearse(records)
@@ -191,7 +191,7 @@ class SlotTier:
         return self._table.nbytes
 
     def close(self) -> None:
-        self._account.free(self.owner, self._data)
+        self._account.free(self._owner, self._data)
         self._data = self._data.new_empty(0, *self._data.shape[1:])
         self._rows = ByteRows(self._data)
         self._table = SlotTable(0)
@@ -199,15 +199,14 @@ class SlotTier:
 
 
 class HostTier(SlotTier):
-    """A `SlotTier` in pinned host memory next to slots on a device, booked as "host slots": a cache of the disk.
+    """A `SlotTier` in pinned host memory next to slots on a device: a cache of the disk.
 
     It keeps records as they are read, from the host memory that they were read into."""
 
-    owner = HOST_SLOTS
     keeps_reads = True
 
     def _allocated(self, capacity: int, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._account.empty(self.owner, capacity, width, dtype=dtype, device=device, pinned=True)
+        return self._account.empty(self._owner, capacity, width, dtype=dtype, device=device, pinned=True)
 
     def renew(self, records: np.ndarray, source: ByteRows) -> None:
         """The rewritten records are on the device, and on the disk: they are read again when they are needed."""
@@ -221,11 +220,11 @@ def slot_tiers(
     """Tiers for `capacity` payloads of `form`: `near` of them on a `device`, and the others in host memory. On a CPU
     these are one tier."""
     near = capacity if device.type == "cpu" else near
-    tiers: list[Tier] = [SlotTier(near, form.payload_width, form.payload_dtype, device, account, policy)]
+    tiers: list[Tier] = [SlotTier(near, form.payload_width, form.payload_dtype, device, account, policy=policy)]
     if near < capacity:
         try:
-            far = capacity - near, form.payload_width, form.payload_dtype, torch.device("cpu"), account, policy
-            tiers.append(HostTier(*far))
+            far = capacity - near, form.payload_width, form.payload_dtype, torch.device("cpu")
+            tiers.append(HostTier(*far, account, HOST_SLOTS, policy))
         except BaseException:
             tiers[0].close()
             raise

@@ -253,7 +253,7 @@ def test_host_memory_keeps_what_was_read_from_the_disk(name: str, on_device: Any
 
 def test_what_was_rewritten_leaves_host_memory() -> None:
     """It keeps copies of what the disk has, of the records that it has not, and drops them by its policy."""
-    tier = HostTier(2, 4, torch.float32, torch.device("cpu"), MemoryAccount(), FirstIn)
+    tier = HostTier(2, 4, torch.float32, torch.device("cpu"), MemoryAccount(), policy=FirstIn)
     source = ByteRows(torch.arange(16.0).view(4, 4))
     tier.keep(np.array([3, 5]), np.array([], dtype=np.int64), source, np.array([0, 2]))
     out = ByteRows(torch.zeros(2, 4))
