@@ -42,8 +42,12 @@ CASES = {
 }
 MOST = {"prefill": (300, 4, 0), "step": (8, 0, 0)}
 """The most launches, waits and blocking copies of a layer, beyond those with `DynamicCache`. A step as a whole may wait
-once more. In the counted steps of `ClusterCache` no tokens join clusters, for which the host waits once in `join_every`
-tokens: see `test_device_cluster_steps`."""
+once more, for a look at a mask that all layers share. In the counted steps of `ClusterCache` no tokens join clusters,
+for which the host waits once in `join_every` tokens: see `test_device_cluster_steps`."""
+
+
+LOOKS = "model/masks.py:seen_before"
+"""Where a step looks at a mask, once for all layers."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,8 @@ def cost_of(name: str | None, case: str, memory: str | None = None) -> dict[str,
                 cache.storage.prefetcher.flush()
 
         def cost(steps: int = 0) -> Cost:
-            parts = counts.launches.total(), max(0, counts.syncs.total() - steps), counts.blocking.total()
+            launches = counts.launches.total() - (counts.launches[LOOKS] if steps else 0)
+            parts = launches, max(0, counts.syncs.total() - steps), counts.blocking.total()
             return Cost(*(part / (max(1, steps) * LAYERS) for part in parts))
 
         counts.clear()  # of the plan
