@@ -89,9 +89,14 @@ class ValueMaps:
         """Copies on a device, kept until the maps change. The account books them as "adapters"."""
         if self._there is None:
             arrays = self.maps.numpy(), self.scale.numpy(), self.log_ratio
-            self._account.hold(ADAPTERS, sum(array.nbytes for array in arrays))
-            with torch.inference_mode(False):
-                self._there = OnDevice(*(to_device(array, device) for array in arrays))
+            nbytes = sum(array.nbytes for array in arrays)
+            self._account.hold(ADAPTERS, nbytes)
+            try:
+                with torch.inference_mode(False):
+                    self._there = OnDevice(*(to_device(array, device) for array in arrays))
+            except BaseException:
+                self._account.release(ADAPTERS, nbytes)
+                raise
         return self._there
 
     def changed(self) -> None:

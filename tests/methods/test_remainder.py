@@ -32,7 +32,7 @@ from hf_offload_cache.methods.disk_swap import (
     fit_coding,
     remainder,
 )
-from hf_offload_cache.predictors import Predictor, Query
+from hf_offload_cache.predictors import Predictor, Query, value_maps
 from hf_offload_cache.predictors.value_maps import LeastSquares, asked, token_weights
 
 fit_maps, fit_bytes, PromptQueries = remainder.fit_maps, remainder.fit_bytes, remainder.PromptQueries
@@ -709,3 +709,22 @@ def turns(model: Any, cache: Any, parts: list[torch.Tensor]) -> Iterator[list[An
         with torch.no_grad():
             model(part, past_key_values=cache)
         yield [layer.predictor.fitted.maps for layer in cache.layers]
+
+
+def test_a_copy_of_maps_that_fails_is_not_booked(monkeypatch: pytest.MonkeyPatch) -> None:
+    account, device = MemoryAccount(), torch.device("cpu")
+    maps = value_maps.ValueMaps(RecordFormat(2, 8, 2, 8, torch.float32, 4), (1, 4, 4), account)
+    held = account.current
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(value_maps, "to_device", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        maps.on(device)
+    assert account.current == held
+    monkeypatch.undo()
+    there = maps.on(device)
+    assert account.current == held + sum(one.nbytes for one in there) > held
+    maps.changed()
+    assert account.current == held
