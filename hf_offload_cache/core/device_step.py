@@ -164,7 +164,7 @@ def is_plain(call: AttentionCall) -> bool:
 # `room`; its history has a `tail`, `room` and `advance`
 
 class GraphStep(NamedTuple):
-    """What a layer's step in a graph has computed."""
+    """The results of a layer's step in a graph."""
 
     output: torch.Tensor
     """(B, 1, H, Dv)."""

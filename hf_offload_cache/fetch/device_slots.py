@@ -98,7 +98,7 @@ class DeviceSlots:
         self._order.copy_(torch.arange(count, dtype=torch.int32, device=device))
         self._slot_of = self._table(history, 0)
         self.addresses: torch.Tensor | None = None
-        """Of the latest `bring`, with room for units to come; None: there was none."""
+        """(rows, units or more) int64: the records' addresses in the latest `bring`; None before the first."""
         self.closed = self.at_work = False
         storage.account.spare(self)
 

@@ -216,8 +216,9 @@ class Storage:
         """Records `ids` of `store` in order, as uint8 (n, record_bytes) on `device`, `records_at_once` at a time.
 
         Double-buffered: the next part is read, and copied to a CUDA device, while the caller works on this one. A part
-        is valid until the next, there for work that the current stream was given by then. What lies in pinned memory is
-        copied from there. Within `audited`, records that the configuration trusts are checked too.
+        is valid until the next one. On a CUDA device, work that the current stream gets before that sees it. Records in
+        pinned memory are copied straight from there. Within `audited`, records that the configuration trusts are
+        checked too.
         """
         parts = [ids[start : start + records_at_once] for start in range(0, len(ids), records_at_once)]
         if not parts:

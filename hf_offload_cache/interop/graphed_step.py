@@ -30,9 +30,9 @@ class GraphedStep:
     prompt's, a step that seals a group, or any on a CPU, calls the model. The first replay follows such a call and one
     that prepares the graph. If tensors outgrow their room, the graph is captured again.
 
-    A graph computes with the model as it was captured. Other modules, parameters, adapters or hooks, and training, are
-    seen, and the graph is captured again. What replaces the memory of a parameter (`parameter.data = ...`) is not: call
-    `close` after it.
+    A graph computes with the model as it was captured. If the model gets other modules, parameters, adapters or hooks,
+    the graph is captured again; in training the model is called. Assignments to `parameter.data` are not noticed: call
+    `close` after them.
 
     An output's tensors are valid until the next call. For the thread that runs the model. The cache closes it, and has
     one at a time.
@@ -185,7 +185,7 @@ class GraphedStep:
                 layer.device_slots.count_later(layer.history, counts, self._told)
 
     def _told(self) -> None:
-        """What replays have counted has left the device."""
+        """Note that the counts of earlier replays were copied from the device."""
         self._counters = None
 
     def _forward(self) -> tuple[Any, int]:
@@ -262,8 +262,8 @@ class GraphedStep:
 
 
 def _parts_of(modules: list[torch.nn.Module]) -> list[Any]:
-    """What a step of these modules is made of: their modules, parameters, adapters and hooks. The same objects compute
-    the same."""
+    """The submodules, parameters, adapters and hooks of these modules. While they are the same objects, a graph of the
+    modules is valid."""
     parts = list[Any]()
     for module in modules:
         own = module.__dict__
