@@ -714,6 +714,7 @@ def turns(model: Any, cache: Any, parts: list[torch.Tensor]) -> Iterator[list[An
 def test_a_copy_of_maps_that_fails_is_not_booked(monkeypatch: pytest.MonkeyPatch) -> None:
     account, device = MemoryAccount(), torch.device("cpu")
     maps = value_maps.ValueMaps(RecordFormat(2, 8, 2, 8, torch.float32, 4), (1, 4, 4), account)
+    maps.ratio.fill_(1)
     held = account.current
 
     def fail(*_: object) -> None:
