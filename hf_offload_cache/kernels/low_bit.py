@@ -12,6 +12,8 @@ from functools import cache
 import numpy as np
 import torch
 
+from .on_a_device import with_kernel
+
 LARGEST = 65000.0
 """Upper bound on elements, because scales and zero points are in half precision."""
 SIDES = 4
@@ -34,19 +36,53 @@ def packed(values: torch.Tensor, bits: int, *, plain: bool = False) -> torch.Ten
     """
     values = values.float().clamp(-LARGEST, LARGEST)
     if bits > 1 and values.device.type == "cpu":
-        pack = _OPS.embedding_bag_2bit_prepack if bits == 2 else _OPS.embedding_bag_4bit_prepack
-        return pack(values.contiguous())
+        prepack = _OPS.embedding_bag_2bit_prepack if bits == 2 else _OPS.embedding_bag_4bit_prepack
+        return prepack(values.contiguous())
+    return packed_plainly(values, bits, plain)
+
+
+def packed_plainly(values: torch.Tensor, bits: int, plain: bool) -> torch.Tensor:
+    """The twin of `packed` for float32 values within `LARGEST`, in operations that every device has."""
     low, high = values.aminmax(dim=-1, keepdim=True)
-    if bits == 1 and not plain:
-        zero, scale = (3 * low + high) / 4, (high - low) / 2
+    if bits > 1:
+        zero = low.half()
+        span = high - zero.float()
+        scale = (span / (2**bits - 1)).half()
+        scale = torch.where((span == 0) | (scale == 0), 1, scale)
+        codes = (values - zero.float()) * (1 / scale.float())
     else:
-        zero, scale = low, (high - low) / (2**bits - 1)
-    zero, scale = zero.half(), scale.half()
-    step = scale.float().clamp(min=torch.finfo(torch.float16).tiny)
-    codes = ((values - zero.float()) / step).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
+        zero, scale = (low, high - low) if plain else ((3 * low + high) / 4, (high - low) / 2)
+        zero, scale = zero.half(), scale.clamp(max=LARGEST).half()
+        codes = (values - zero.float()) / scale.float().clamp(min=torch.finfo(torch.float16).tiny)
+    codes = codes.round_().clamp_(0, 2**bits - 1).to(torch.uint8)
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     in_bytes = (codes.unflatten(1, (-1, 8 // bits)) << shifts).sum(2, dtype=torch.uint8)
     return torch.cat([in_bytes, torch.cat([scale, zero], 1).view(torch.uint8)], 1)
+
+
+def group_of(rows: torch.Tensor, bits: int) -> int:
+    """Elements of each of the rows."""
+    return (rows.shape[-1] - SIDES) * 8 // bits
+
+
+@with_kernel()
+def pack(
+    keys: torch.Tensor, values: torch.Tensor, bits: int, plain: bool, key_rows: torch.Tensor, value_rows: torch.Tensor
+) -> None:
+    """Quantise keys (B, K, T, D) and values (B, K, T, Dv), of any strides, as `packed` does.
+
+    Args:
+        key_rows: (B, K, T / group, D, row bytes) uint8: a row has one channel of a group of tokens. Filled.
+        value_rows: (B, K, parts, T, row bytes) uint8: a row has a token's channels of one part. Filled. Channels beyond
+            Dv are filled up with the last one.
+    """
+    group, part, filled = group_of(key_rows, bits), group_of(value_rows, bits), values
+    groups = keys.unflatten(2, (-1, group)).transpose(3, 4).reshape(-1, group)
+    key_rows.copy_(packed(groups, bits, plain=plain).view_as(key_rows))
+    if more := part * value_rows.shape[2] - values.shape[3]:
+        filled = torch.cat([values, values[..., -1:].expand(-1, -1, -1, more)], 3)
+    groups = filled.unflatten(3, (-1, part)).transpose(2, 3).reshape(-1, part)
+    value_rows.copy_(packed(groups, bits, plain=plain).view_as(value_rows))
 
 
 def unpacked(rows: torch.Tensor, bits: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .low_bit import SIDES, unpacked
+from .low_bit import unpacked
 from .on_a_device import with_kernel
 
 PROGRAMS = 528
@@ -129,8 +129,3 @@ def share(
     at = (start[:, None] + torch.arange(min(sinks, tokens), device=scores.device)).clamp(max=tokens - 1)
     found.scatter_(2, at[:, None].expand(batch, key_heads, -1), torch.inf)
     return found.flatten(0, 1)
-
-
-def group_of(keys: torch.Tensor, bits: int) -> int:
-    """Elements of a row of `low_bit`."""
-    return (keys.shape[-1] - SIDES) * 8 // bits

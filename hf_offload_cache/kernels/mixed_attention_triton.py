@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .low_bit import group_of
 from .low_bit_triton import half, wide
-from .mixed_attention import PART, PROGRAMS, group_of
+from .mixed_attention import PART, PROGRAMS
 from .ranking_triton import _rounded, _times, counters
 
 _QUERIES = 64

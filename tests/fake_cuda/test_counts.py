@@ -140,7 +140,7 @@ HOLDS = {
     ("cluster", "step", "launches"): CASES.keys(),
     ("cluster", "step", "waits"): CASES.keys(),
     ("cluster", "step", "copies"): CASES.keys(),
-    ("spec", "prefill", "launches"): {ONE, EIGHT, LLAMA},
+    ("spec", "prefill", "launches"): CASES.keys(),
     ("spec", "prefill", "waits"): CASES.keys(),
     ("spec", "prefill", "copies"): CASES.keys(),
     ("spec", "step", "launches"): CASES.keys(),

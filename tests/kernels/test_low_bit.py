@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_offload_cache.kernels.low_bit import LARGEST, packed, row_bytes, unpacked, unpacked_plainly
+from hf_offload_cache.kernels.low_bit import (
+    LARGEST,
+    pack,
+    packed,
+    packed_plainly,
+    row_bytes,
+    unpacked,
+    unpacked_plainly,
+)
 
 
 def sample(count: int, group: int) -> torch.Tensor:
@@ -46,10 +54,10 @@ def test_the_middles_are_nearer_than_the_ends() -> None:
     assert (middles - values).square().mean() < 0.5 * (ends - values).square().mean()
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_what_half_precision_does_not_have(bits: int) -> None:
+@pytest.mark.parametrize(("bits", "plain"), [(1, False), (1, True), (2, False), (4, False)])
+def test_what_half_precision_does_not_have(bits: int, plain: bool) -> None:
     """Is cut, and what hardly differs stays what it is."""
-    far = unpacked(packed(torch.tensor([[-1e6, 0, 1e6, 5, 0, 0, 0, 0]]), bits), bits)
+    far = unpacked(packed(torch.tensor([[-1e6, 0, 1e6, 5, 0, 0, 0, 0]]), bits, plain=plain), bits)
     assert bool(far.isfinite().all()) and float(far.abs().max()) <= 1.001 * LARGEST
     near = unpacked(packed(torch.linspace(0, 3e-9, 8)[None], bits), bits)
     assert float(near.abs().max()) < 1e-6
@@ -62,3 +70,22 @@ def test_compiled_code_and_its_twin_say_the_same(bits: int, group: int) -> None:
     found, twin = unpacked(rows, bits), unpacked_plainly(rows, bits)
     assert found.shape == (2, 15, group) and found.dtype == torch.float32
     torch.testing.assert_close(found, twin, rtol=2e-7, atol=1e-7 * float(twin.abs().max()))
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("group", [8, 40, 64])
+def test_a_device_packs_as_compiled_code_does(bits: int, group: int) -> None:
+    """Byte for byte, also where a scale is below what half precision has, or negative because the zero point rose."""
+    values = torch.cat([sample(30, group), torch.full((1, group), 0.3), torch.linspace(0, 3e-9, group)[None]])
+    values = torch.cat([values, values * 1e-5, values.bfloat16()])
+    assert torch.equal(packed(values, bits), packed_plainly(values, bits, False))
+
+
+def test_the_last_part_of_a_value_is_filled_up() -> None:
+    keys, values = sample(128, 24).view(2, 1, 64, 24), sample(128, 11).view(2, 1, 64, 11)
+    key_rows = torch.empty(2, 1, 2, 24, row_bytes(32, 4), dtype=torch.uint8)
+    value_rows = torch.empty(2, 1, 2, 64, row_bytes(8, 4), dtype=torch.uint8)
+    pack(keys, values, 4, False, key_rows, value_rows)
+    assert torch.equal(key_rows[1, 0, 1, 5], packed(keys[1, :, 32:, 5], 4)[0])
+    assert torch.equal(value_rows[1, 0, 0, 7], packed(values[1, :, 7, :8], 4)[0])
+    assert torch.equal(value_rows[1, 0, 1, 7], packed(values[1, :, 7, [8, 9, 10, 10, 10, 10, 10, 10]], 4)[0])

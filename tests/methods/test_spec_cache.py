@@ -278,7 +278,7 @@ def test_what_is_saved_opens_with_its_copy(tmp_path: Path, monkeypatch: pytest.M
         cache.save(tmp_path / "context")
         more = torch.cat([first, prompt(model, 1, 3)], 1)
         expected = generate(model, cache, more, max_new_tokens=8).tokens
-    monkeypatch.setattr(low_bit_copy, "packed", None)  # whoever calls it raises
+    monkeypatch.setattr(low_bit_copy, "pack", None)  # whoever calls it raises
     with SpecCache.open(tmp_path / "context", model, path=tmp_path) as opened:
         assert opened.layers[0].predictor.copy.tokens == 288
         monkeypatch.undo()

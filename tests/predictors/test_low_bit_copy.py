@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from fake_device import CUDA, Fake, fake_cuda, values_of
 from low_bits import entry, made, states, stood_for
 
 from hf_offload_cache.errors import BudgetError, ContextError
@@ -52,6 +53,28 @@ def test_heads_of_any_width(dims: tuple[int, int]) -> None:
     copy = made(form)
     copy.append([(keys, values)], 128)
     check(copy, keys, values)
+
+
+@pytest.mark.parametrize(("edges", "launches"), [
+    ([0, 320], 1), ([0, 64, 320], 2), ([0, 100, 101, 320], 3 + 3 * 2), ([0, 10, 320], 2 + 2 * 2),
+])  # fmt: skip
+def test_a_device_packs_each_part_in_one_launch(edges: list[int], launches: int) -> None:
+    """And a group of several parts, which is joined first. Its memory is booked."""
+    form = LowBitForm(entry(), 2, 64)
+    keys, values = states(320, form.entry)
+    host = made(form)
+    host.append([(keys, values)], 320)
+    with fake_cuda() as counts:
+        account = MemoryAccount()
+        copy = LowBitCopy(form, 2, CUDA, account, 320)
+        parts = [(Fake(keys[:, :, a:b]), Fake(values[:, :, a:b])) for a, b in itertools.pairwise(edges)]
+        copy._need(320)
+        before = account.current
+        counts.clear()
+        copy.append(parts, 320)
+        assert counts.launches.total() == launches and not counts.syncs.total()
+        assert account.peak - before == 2 * keys[:, :, :64].nbytes + 2 * values[:, :, :64].nbytes
+        assert torch.equal(values_of(copy.keys), host.keys) and torch.equal(values_of(copy.values), host.values)
 
 
 def test_it_takes_what_it_says() -> None:

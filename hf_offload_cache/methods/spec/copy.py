@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +14,9 @@ from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...history.state import Array, State
 from ...kernels import low_bit
-from ...kernels.low_bit import BLOCK, packed, row_bytes
+from ...kernels.low_bit import BLOCK, pack, row_bytes
 from ...kernels.mixed_attention import share
+from ...kernels.on_a_device import has_step, plans_step
 from ...kernels.ranking import MOST_UNITS, pick
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
@@ -60,19 +60,22 @@ class LowBitForm:
 
 
 _PIECE = 512
-"""Tokens of a row quantised at a time."""
+"""Tokens of a row quantised at a time, unless a kernel does it, which needs no memory."""
 _QUANTISED = {"cuda": 16 * _PIECE}
-"""Device type -> tokens of all rows quantised at a time, enough to keep it busy. Other devices: `_PIECE`."""
+"""Device type -> tokens of all rows quantised at a time without a kernel, enough to keep it busy. Others: `_PIECE`."""
 
 
 def _at_once(device_type: str) -> int:
     return _QUANTISED.get(device_type, _PIECE)
 
 
-def fitting_bytes(form: LowBitForm, tokens: int, device_type: str) -> int:
-    """Bytes in use while `tokens` tokens of all rows are quantised: three float32 copies of a piece, and its codes."""
+def fitting_bytes(form: LowBitForm, rows: int, tokens: int, device_type: str, kernels: bool) -> int:
+    """Bytes in use while `tokens` tokens a row are quantised: three float32 copies of a piece, and its codes. With
+    `kernels`: a group whose tokens come from two parts, with these tokens."""
+    if kernels:
+        return 2 * rows * min(tokens, form.group) * form.entry.entry_bytes
     width = max(form.entry.key_width, form.entry.entry_width - form.entry.key_width)
-    return min(tokens, _at_once(device_type)) * width * 13
+    return min(rows * tokens, _at_once(device_type)) * width * 13
 
 
 class LowBitCopy:
@@ -129,8 +132,9 @@ class LowBitCopy:
         self._need(tokens)
         if self.rows > 1:
             run.moves(self.STATE.nbytes(self))
+        kernels = plans_step(self.device.type)
         many, few = (
-            fitting_bytes(self.form, self.rows * min(tokens, count), self.device.type)
+            fitting_bytes(self.form, self.rows, min(tokens, count), self.device.type, kernels)
             for count in (tokens, self.form.group)
         )
         run.passes("fitting", prefill=many, decode=few)
@@ -144,30 +148,22 @@ class LowBitCopy:
         and any error of `parts`; the copy is unchanged then.
         """
         self._need(tokens)
-        quantised = self.tokens
-        fitting = fitting_bytes(self.form, self.rows * (tokens - quantised), self.device.type)
+        quantised, kernels = self.tokens, has_step(self.device)
+        fitting = fitting_bytes(self.form, self.rows, tokens - quantised, self.device.type, kernels)
+        at_once = self.rows * tokens if kernels else _at_once(self.device.type)
         with self._account.holding("fitting", fitting):
-            for keys, values in _pieces(parts, _PIECE):
-                self._quantise(quantised, keys, values)
+            for keys, values in _pieces(parts, tokens if kernels else _PIECE, self.form.group):
+                self._quantise(quantised, keys, values, max(1, at_once // keys.shape[2]))
                 quantised += keys.shape[2]
         self.tokens = quantised
 
-    def _quantise(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _quantise(self, first: int, keys: torch.Tensor, values: torch.Tensor, rows: int) -> None:
+        """Quantise complete groups as the tokens from `first` on, so many rows at a time."""
         form, group, stop = self.form, self.form.group, first + keys.shape[2]
-        rows = max(1, _at_once(self.device.type) // keys.shape[2])
+        key_rows, value_rows = self._keys[:, :, first // group : stop // group], self._values[:, :, :, first:stop]
         for start in range(0, self.rows, rows):
-            batch = slice(start, start + rows)
-            groups = keys[batch].unflatten(2, (-1, group)).transpose(3, 4)
-            into = self._keys[batch, :, first // group : stop // group]
-            into.copy_(self._packed(groups).view_as(into))
-            unpadded = values[batch]
-            padding = unpadded[..., -1:].expand(-1, -1, -1, form.value_dim - form.entry.value_dim)
-            groups = torch.cat([unpadded, padding], 3).unflatten(3, (-1, form.value_group)).transpose(2, 3)
-            into = self._values[batch, :, :, first:stop]
-            into.copy_(self._packed(groups).view_as(into))
-
-    def _packed(self, groups: torch.Tensor) -> torch.Tensor:
-        return packed(groups.reshape(-1, groups.shape[-1]), self.form.bits, plain=self.form.plain)
+            some = slice(start, start + rows)
+            pack(keys[some], values[some], form.bits, form.plain, key_rows[some], value_rows[some])
 
     # --- attend ------------------------------------------------------------------------------------------------
 
@@ -213,25 +209,29 @@ class LowBitCopy:
 
 
 def _pieces(
-    parts: Iterable[tuple[torch.Tensor, torch.Tensor]], size: int
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor]], size: int, group: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`parts` cut into pieces of `size` tokens, the last one shorter: views, or copies of tokens from several parts."""
+    """`parts` cut into complete groups, at most `size` tokens at a time: views, or a copy of a group that begins in one
+    part and ends in another."""
     begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+    lacks = 0  # tokens of the group that has begun
     for keys, values in parts:
-        first = sum(piece.shape[2] for piece, _ in begun)
-        edges = [0, *range(size - first, keys.shape[2] + 1, size)]
-        for start, stop in pairwise(edges):
-            yield _joined([*begun, (keys[:, :, start:stop], values[:, :, start:stop])])
-            begun = []
-        if keys.shape[2] > edges[-1]:
-            begun.append((keys[:, :, edges[-1] :].clone(), values[:, :, edges[-1] :].clone()))
-    if begun:
-        yield _joined(begun)
+        first, count = min(lacks, keys.shape[2]), keys.shape[2]
+        if first < lacks:
+            begun.append((keys.clone(), values.clone()))
+            lacks -= first
+            continue
+        if first:
+            yield _joined([*begun, (keys[:, :, :first], values[:, :, :first])])
+        stop = count - (count - first) % group
+        for start in range(first, stop, size):
+            end = min(start + size, stop)
+            yield keys[:, :, start:end], values[:, :, start:end]
+        begun = [(keys[:, :, stop:].clone(), values[:, :, stop:].clone())] if stop < count else []
+        lacks = (stop - count) % group
 
 
 def _joined(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    if len(parts) == 1:
-        return parts[0]
     keys, values = zip(*parts, strict=True)
     return torch.cat(keys, 2), torch.cat(values, 2)
 

@@ -1,0 +1,63 @@
+"""The kernels of `low_bit` against their twins, in Triton's interpreter (`make test-kernels`), and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_kernels import DEVICES, Launches, kernels, move
+
+from hf_offload_cache.kernels import low_bit
+from hf_offload_cache.kernels.low_bit import LARGEST, row_bytes
+
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
+
+
+def states(tokens: int, dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """States (2, 3, tokens, dim), not contiguous. Some groups have equal elements, and some elements are too large."""
+    made = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(-6, 3, tokens)[:, None, None] * torch.logspace(-1, 1, dim)
+    whole = torch.randn(2, tokens, 3, dim + 5, generator=made)[..., 5:] * sizes
+    whole += 3 * sizes * torch.randn(2, 1, 3, dim, generator=made)
+    whole[0, :, 0], whole[0, 1::2, 1, dim // 2], whole[1, :, 2, 0] = 0.3, 1e30, 0
+    whole[1, 5, 1] = 7e-5
+    return whole.to(dtype).transpose(1, 2)
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("bits", "plain", "group", "tokens", "dims", "part"),
+    [
+        (2, False, 64, 64, (64, 64), 64), (2, False, 32, 160, (7, 3), 8), (1, False, 64, 128, (24, 40), 40),
+        (1, True, 32, 96, (48, 45), 24), (4, False, 64, 192, (130, 96), 48), (4, False, 32, 32, (16, 16), 16),
+    ],
+)  # fmt: skip
+def test_groups_are_quantised_as_on_the_host(
+    device: str, dtype: torch.dtype, bits: int, plain: bool, group: int, tokens: int, dims: tuple[int, int], part: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Byte for byte, into rows between others, which stay."""
+    kernel, parts = kernels("low_bit_triton", device, monkeypatch), -(-dims[1] // part)
+    keys, values = (states(tokens, dim, dtype, seed) for seed, dim in enumerate(dims))
+    shapes = (tokens // group + 2, dims[0], row_bytes(group, bits)), (parts, tokens + 2, row_bytes(part, bits))
+    expected, found = ([torch.full((2, 3, *shape), 77, dtype=torch.uint8) for shape in shapes] for _ in range(2))
+    found = [one.to(device) for one in found]
+    low_bit.pack(keys, values, bits, plain, expected[0][:, :, 1:-1], expected[1][:, :, :, 1:-1])
+    kernel.pack(
+        move(keys, device), move(values, device), bits, plain, found[0][:, :, 1:-1], found[1][:, :, :, 1:-1]
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.cpu(), other)
+    assert float(low_bit.unpacked(expected[0][:, :, 1:-1].contiguous(), bits).abs().max()) > LARGEST / 2
+
+
+@EACH_DEVICE
+def test_packing_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = kernels("low_bit_triton", device, monkeypatch)
+    keys, values = (torch.ones(1, 2, 64, 16, device=device) for _ in range(2))
+    rows = [torch.empty(1, 2, 1, size, row_bytes(group, 2), dtype=torch.uint8, device=device)
+            for size, group in ((16, 64), (64, 16))]  # fmt: skip
+    with Launches(kernel, monkeypatch) as launches:
+        kernel.pack(keys, values, 2, False, *rows)
+        kernel.pack(keys[:, :, :0], values[:, :, :0], 2, False, rows[0][:, :, :0], rows[1][:, :, :, :0])
+    assert (launches.count, launches.others) == (1, [])
