@@ -18,7 +18,7 @@ import torch
 from hf_offload_cache import kernels
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.kernels import on_a_device
-from hf_offload_cache.kernels.low_bit import row_bytes
+from hf_offload_cache.kernels.low_bit import ReplicaLayout, row_bytes
 from hf_offload_cache.stores import MemoryStore
 
 DEVICE, BUS = "device copy", "pinned copy"
@@ -84,8 +84,7 @@ def missing(name: str, device: torch.device) -> str | None:
     """Why the kernel `name` cannot be measured on `device`; None: it can."""
     if name not in CASES:
         return "eval.gpu_kernels has no case for it"
-    runs = on_a_device.has_step if name in on_a_device.TWINS else on_a_device.has_kernels
-    return None if name in OF_TORCH or runs(device) else "Triton's kernels do not run here"
+    return None if name in OF_TORCH or on_a_device.has_step(device) else "Triton's kernels do not run here"
 
 
 def every_name() -> list[str]:
@@ -190,6 +189,28 @@ def _of_copy(sizes: Sizes, device: torch.device) -> Case:
     given = scores, scores.logsumexp(3), 2, 0, 2, held, 4.0, 4, None
     run = functools.partial(kernel("mixed_attention.share"), *given)
     return Case(run, scores.nbytes + scores[:, :, 0].nbytes, least=0.6)
+
+
+@case("low_bit.pack")
+def _pack(sizes: Sizes, device: torch.device) -> Case:
+    """A part of a prompt, as a model gives it: each token's heads side by side."""
+    made, count = {"dtype": torch.bfloat16, "device": device}, min(sizes.tokens, _PIECE)
+    keys, values = (torch.randn(sizes.rows, count, sizes.kv_heads, sizes.dim, **made).transpose(1, 2) for _ in range(2))
+    heads, row = (sizes.rows, sizes.kv_heads), row_bytes(_GROUP, _BITS)
+    key_rows = random_bytes(*heads, count // _GROUP, sizes.dim, row, device=device)
+    value_rows = random_bytes(*heads, sizes.dim // _GROUP, count, row, device=device)
+    run = functools.partial(kernel("low_bit.pack"), keys, values, _BITS, False, key_rows, value_rows)
+    return Case(run, sum(one.nbytes for one in (keys, values, key_rows, value_rows)))
+
+
+@case("low_bit.unpack_replicas")
+def _unpack(sizes: Sizes, device: torch.device) -> Case:
+    """Records of 64 tokens of one sequence, as many as a step of `AbstractTreeCache` attends to."""
+    layout, count = ReplicaLayout(2 * _CHUNK * sizes.kv_heads * sizes.dim, 64), max(1, sizes.attended // _CHUNK)
+    replicas, every = random_bytes(count, layout.nbytes, device=device), torch.arange(count, device=device)
+    out = torch.empty(count, layout.width, dtype=torch.bfloat16, device=device)
+    run = functools.partial(kernel("low_bit.unpack_replicas"), layout, replicas, every, out, every)
+    return Case(run, replicas.nbytes + out.nbytes)
 
 
 class Records(NamedTuple):

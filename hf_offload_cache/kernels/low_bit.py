@@ -7,7 +7,9 @@ embeddings, whose compiled code packs and unpacks them on a CPU. One bit is spre
 
 from __future__ import annotations
 
-from functools import cache
+import math
+from dataclasses import dataclass
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -149,3 +151,74 @@ def weighted(shares: torch.Tensor, values: torch.Tensor, bits: int, group: int) 
                 parts = part @ unpacked(rows, bits).unflatten(0, (-1, group))  # one product per thread
                 into += parts.sum(0)
     return total
+
+
+# Replicas of records in 4 bits
+
+_AT_ONCE = 1 << 15
+"""Elements processed at a time in host memory."""
+
+
+@dataclass(frozen=True)
+class ReplicaLayout:
+    """A replica of `width` elements: one row for each `group` elements, a multiple of 4 that divides them."""
+
+    width: int
+    group: int
+
+    @classmethod
+    def of(cls, group: int, *widths: int) -> ReplicaLayout | None:
+        """For parts of these widths, each in separate groups of at most `group`, a power of two. None: some part has no
+        multiple of 4."""
+        own = math.gcd(group, *widths)
+        return None if own % 4 else cls(sum(widths), own)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return row_bytes(self.group, 4)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of one replica."""
+        return self.width // self.group * self.row_bytes
+
+    @cached_property
+    def at_once(self) -> int:
+        """Replicas processed at a time."""
+        return max(1, _AT_ONCE // self.width)
+
+    @property
+    def working_bytes(self) -> int:
+        """Memory of packing or unpacking besides its arguments: elements in 32 bits, a copy in 16, and rows."""
+        return self.at_once * (6 * self.width + self.nbytes)
+
+    def rows(self, replicas: torch.Tensor) -> torch.Tensor:
+        """The rows (n, rows, row_bytes) of replicas (n, at least nbytes) uint8."""
+        return replicas[:, : self.nbytes].reshape(len(replicas), -1, self.row_bytes)
+
+
+def pack_replicas(layout: ReplicaLayout, entries: torch.Tensor, out: torch.Tensor) -> None:
+    """Replicas of entries (n, width), none beyond `LARGEST`, into `out` (n, at least nbytes) uint8, in host memory.
+    Bytes after `nbytes` become zeros."""
+    out[:, layout.nbytes :] = 0
+    for start in range(0, len(entries), layout.at_once):
+        elements = entries[start : start + layout.at_once].float()
+        rows = _OPS.embedding_bag_4bit_prepack(elements.reshape(-1, layout.group))
+        out[start : start + len(elements), : layout.nbytes] = rows.view(len(elements), -1)
+
+
+@with_kernel()
+def unpack_replicas(
+    layout: ReplicaLayout, replicas: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, target: torch.Tensor
+) -> None:
+    """Entries of replica `rows[i]` of `replicas` (n, at least nbytes) uint8 into row `target[i]` of `out` (N, width).
+    `rows` and `target` are int64."""
+    if replicas.device.type != "cpu":
+        out[target] = unpacked_plainly(layout.rows(replicas[rows]), 4).flatten(1).to(out.dtype)
+        return
+    places, into, got = target.numpy(), out.view(torch.uint8).numpy(), rows.numpy()
+    packed = replicas.numpy()
+    for start in range(0, len(got), layout.at_once):
+        packed_part = torch.from_numpy(packed[got[start : start + layout.at_once], : layout.nbytes])
+        entries = _OPS.embedding_bag_4bit_unpack(packed_part.view(-1, layout.row_bytes)).to(out.dtype)
+        into[places[start : start + layout.at_once]] = entries.view(len(packed_part), -1).view(torch.uint8).numpy()

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .low_bit import LARGEST, group_of
+from .low_bit import LARGEST, ReplicaLayout, group_of
 
 _LARGEST = tl.constexpr(LARGEST)
 _TINY = tl.constexpr(torch.finfo(torch.float16).tiny)
@@ -20,6 +20,8 @@ _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 """Added to a small float32 number and subtracted again, it rounds to an integer, to nearest even."""
 _ELEMENTS = 4096
 """Elements that a program quantises."""
+_CODES = 1024
+"""Bytes of codes that a program unpacks."""
 
 
 @triton.jit
@@ -122,3 +124,38 @@ def pack(
         *key_rows.stride()[:4], *value_rows.stride()[:4], key, values.shape[3], bits, plain, group, group_wide,
         channels, part, part_wide, parts, at_once,
     )  # fmt: skip
+
+
+@triton.jit
+def _unpack(  # type: ignore[no-untyped-def]
+    replicas, sides, rows, out, target, replica_bytes, out_stride, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = GROUP // 2
+    here = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = here < WIDTH // 2
+    row = tl.load(rows + tl.program_id(0)).to(tl.int64) * replica_bytes
+    into = out + tl.load(target + tl.program_id(0)).to(tl.int64) * out_stride + 2 * here
+    group = here // HALF
+    both = tl.load(replicas + row + group * (HALF + 4) + here % HALF, mask=there, other=0).to(tl.int32)
+    side = sides + (row + group * (HALF + 4) + HALF) // 2
+    step = tl.load(side, mask=there, other=0).to(tl.float32)
+    least = tl.load(side + 1, mask=there, other=0).to(tl.float32)
+    low = (both & 15).to(tl.float32) * step + least
+    high = (both >> 4).to(tl.float32) * step + least
+    tl.store(into, low.to(out.dtype.element_ty), mask=there)
+    tl.store(into + 1, high.to(out.dtype.element_ty), mask=there)
+
+
+def unpack_replicas(
+    layout: ReplicaLayout, replicas: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, target: torch.Tensor
+) -> None:
+    """As `low_bit.unpack_replicas`, of tensors that are contiguous in the last dimension. Rows of `replicas` begin at
+    even bytes, and so do steps, because groups have a multiple of 4 elements."""
+    if not len(rows):
+        return
+    grid: Any = (len(rows), triton.cdiv(layout.width // 2, _CODES))
+    halves = replicas.view(torch.float16)
+    _unpack[grid](
+        replicas, halves, rows, out, target, replicas.stride(0), out.stride(0), layout.width, layout.group, _CODES
+    )

@@ -35,11 +35,6 @@ def _is_recent(device: torch.device | None) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
 
 
-def has_kernels(device: torch.device, *dims: int) -> bool:
-    """Whether Triton's kernels run on `device`, over heads of so many channels."""
-    return device.type == "cuda" and max(dims, default=0) <= MOST_CHANNELS and _triton() and _is_recent(device)
-
-
 TWINS: dict[str, tuple[Callable[..., Any], int]] = {}
 """The functions `with_kernel`, "module.name", each with the number of its launches: for tests."""
 

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache
-from hf_offload_cache.kernels.int4 import quantise
+from hf_offload_cache.kernels.low_bit import pack_replicas
 from hf_offload_cache.methods.abstract_tree import ChunkHistory
 from hf_offload_cache.methods.cluster import in_order
 from hf_offload_cache.stores import aligned_empty
@@ -440,7 +440,7 @@ class Tree(Sparse):
                 for store, some, out in ((history.store, records, kept), (replicas.store, ids, packed)):
                     cache.storage.prefetcher.read(store, some, out).wait()
                 expected = torch.zeros_like(packed)
-                quantise(replicas.form.layout, history.form.payload(kept), expected)
+                pack_replicas(replicas.form.layout, history.form.payload(kept), expected)
                 assert torch.equal(packed, expected)
 
     @invariant()

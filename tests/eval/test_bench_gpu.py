@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import Stream, moved, on_the_device
+from fake_device import CUDA, Stream, moved, on_the_device
 from harness import COMMON, build
 from transformers import LlamaConfig, LlamaForCausalLM
 from words import words
@@ -170,7 +171,7 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert attended["nbytes"] == 2 * 2 * 64 * 64 * 2
     floor = attended["nbytes"] * copy["median_seconds"] / copy["nbytes"]
     assert attended["share"] == pytest.approx(floor / attended["median_seconds"])
-    modules = "ranking", "slots", "kmeans", "bounds", "mixed_attention", "host_entries"
+    modules = "ranking", "slots", "kmeans", "bounds", "mixed_attention", "host_entries", "low_bit"
     assert by_name.keys() >= {name for name in on_a_device.TWINS if name.partition(".")[0] in modules}
     units, codes, entry = 256 // 4, 112, 2 * 2 * 64 * 2  # of 4 tokens; bytes of a token's codes, and of its entry
     assert by_name["ranking.score"]["nbytes"] == 4 * units * codes + 4 * 4 * units
@@ -178,6 +179,8 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert by_name["ranking.encode"]["nbytes"] == read + projection
     of_copy = 2 * 2 * 256 * 20 + 2 * 2 * (68 + 64 + 1) * 64 * 2  # rows of 64 codes in 2 bits; entries
     assert by_name["mixed_attention.attend"]["nbytes"] == of_copy + 4 * 4 * 2 * 256
+    assert by_name["low_bit.pack"]["nbytes"] == 256 * entry + 2 * 2 * 256 * 20
+    assert by_name["low_bit.unpack_replicas"]["nbytes"] == 64 * entry // 128 * 36 + 64 * entry
     assert by_name["slots.bring"]["nbytes"] == 32 * entry and by_name["slots.bring"]["floor"] == gpu_kernels.BUS
     assert by_name["slots.attend"]["nbytes"] == 64 * entry == attended["nbytes"]
     chunks, examined = 2 * 256 // 64, 2 * min(256, 4 * 64)  # of two key heads
@@ -219,6 +222,16 @@ def test_cases_call_the_kernels_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
     importlib.import_module("hf_offload_cache.kernels.ranking_triton").encode(*given, found, group, first)
     twin()  # which changes `codes`
     assert (found != codes).float().mean() < 1e-3  # a product near an integer may be rounded to either side of it
+    for function, written, apart in (("pack", 2, 0.0), ("unpack_replicas", 1, 2**-7)):  # bfloat16 is cut
+        twin = gpu_kernels.CASES[f"low_bit.{function}"](sizes, device).run
+        given, tensors = twin.args, [isinstance(one, torch.Tensor) for one in twin.args]
+        before, copied = ([one.clone() if isinstance(one, torch.Tensor) else one for one in given] for _ in range(2))
+        getattr(importlib.import_module("hf_offload_cache.kernels.low_bit_triton"), function)(*copied)
+        twin()
+        compared = list(itertools.compress(zip(before, copied, given, strict=True), tensors))
+        assert sum(not torch.equal(old, new) for old, _, new in compared) == written
+        for _, found, new in compared:
+            torch.testing.assert_close(found, new, rtol=apart, atol=0)
 
 
 def test_a_kernel_of_the_package_is_compared(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +241,8 @@ def test_a_kernel_of_the_package_is_compared(device: Any, tmp_path: Path, monkey
         return 2 * rows
 
     monkeypatch.setattr(on_a_device, "TWINS", {"step.twice": (twice, 1), "step.other": (twice, 1)})
-    monkeypatch.setattr(gpu_kernels, "CASES", dict(gpu_kernels.CASES))
+    calls = {name: gpu_kernels.CASES[name] for name in gpu_kernels.OF_TORCH}
+    monkeypatch.setattr(gpu_kernels, "CASES", calls)
 
     @gpu_kernels.case("step.twice")
     def make(sizes: gpu_kernels.Sizes, device: torch.device) -> gpu_kernels.Case:
@@ -247,7 +261,9 @@ def test_a_kernel_of_the_package_is_compared(device: Any, tmp_path: Path, monkey
     assert judged["share of the floor, step.twice"]["at_least"] == 0.8
     assert judged[f"step.twice over {gpu_kernels.GATHERED}"]["at_most"] == 1.5
     assert found["summary"]["left_out"]["step.other"] == "eval.gpu_kernels has no case for it"
-    assert found["summary"]["left_out"]["mixed_attention.attend"] == "Triton's kernels do not run here"
+    monkeypatch.setattr(on_a_device, "_has_marked", lambda: False)
+    assert gpu_kernels.missing("step.twice", CUDA) == "Triton's kernels do not run here"
+    assert gpu_kernels.missing(gpu_kernels.GATHERED, CUDA) is None
 
 
 # --- one call after the other ----------------------------------------------------------------------------------------

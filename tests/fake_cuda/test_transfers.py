@@ -3,6 +3,7 @@ counts."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -18,7 +19,7 @@ from harness import COMMON, build, prompt
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_offload_cache.kernels import on_a_device
+from hf_offload_cache.kernels import low_bit, on_a_device
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
 
@@ -294,9 +295,30 @@ def test_kernels_run_where_triton_compiles_for_the_device(
     on_a_device._is_recent.cache_clear()
     on_a_device._kernel.cache_clear()
     try:
-        assert on_a_device.has_kernels(CUDA, 128) is runs
-        assert not on_a_device.has_kernels(CUDA, 512) and not on_a_device.has_kernels(torch.device("cpu"))
+        assert on_a_device.has_step(CUDA, 128) is runs
+        assert not on_a_device.has_step(CUDA, 512) and not on_a_device.has_step(torch.device("cpu"))
         assert on_a_device._kernel(halved)(torch.ones(1)) == ("kernel" if runs else "twin")
     finally:
         on_a_device._is_recent.cache_clear()
         on_a_device._kernel.cache_clear()
+
+
+def test_a_device_without_kernels_packs_and_unpacks_as_the_host() -> None:
+    """Twins of `low_bit` run on its tensors."""
+    torch.manual_seed(0)
+    layout, keys, values = low_bit.ReplicaLayout(48, 8), torch.randn(2, 1, 64, 24), torch.randn(2, 1, 64, 11)
+    rows = torch.zeros(2, 1, 2, 24, 20, dtype=torch.uint8), torch.zeros(2, 1, 2, 64, 8, dtype=torch.uint8)
+    replicas, out = torch.zeros(5, layout.nbytes + 6, dtype=torch.uint8), torch.full((7, 48), torch.nan).bfloat16()
+    low_bit.pack_replicas(layout, 3 * torch.randn(5, 48), replicas)
+    places = torch.tensor([4, 0, 1]), torch.tensor([6, 1, 0])
+    found = []
+    for there in (False, True):
+        with fake_cuda() if there else contextlib.nullcontext():
+            pack, unpack = (on_a_device.TWINS[f"low_bit.{name}"][0] for name in ("pack", "unpack_replicas"))
+            given: list[Any] = [one.clone() for one in (keys, values, *rows, replicas, out, *places)]
+            keys_there, values_there, *both, stored, into, which, target = map(Fake, given) if there else given
+            pack(keys_there, values_there, 4, False, *both)
+            unpack(layout, stored, which, into, target)
+            found.append([values_of(one) for one in (*both, into)])
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+    assert not found[0][2][[6, 1, 0]].isnan().any() and found[0][2][[2, 3, 4, 5]].isnan().all()

@@ -18,7 +18,7 @@ from hf_offload_cache.errors import StoreError
 from hf_offload_cache.fetch import Areas, Choice, Fetcher, Link, LinkRates, Rates, SlotTier, Storage
 from hf_offload_cache.fetch import replica_link as link_rates
 from hf_offload_cache.history import RecordFormat
-from hf_offload_cache.kernels.int4 import dequantised, quantise
+from hf_offload_cache.kernels.low_bit import pack_replicas, unpacked
 from hf_offload_cache.methods.abstract_tree import ChunkHistory
 from hf_offload_cache.stores import MemoryStore
 
@@ -51,8 +51,8 @@ class Setting:
         assert replicas is not None
         self.replicas = replicas
         packed = torch.empty(2 * UNITS, replicas.record_bytes, dtype=torch.uint8)
-        quantise(replicas.form.layout, self.whole.flatten(0, 1), packed)
-        self.image = dequantised(replicas.form.layout, packed).view(self.whole.shape)
+        pack_replicas(replicas.form.layout, self.whole.flatten(0, 1), packed)
+        self.image = unpacked(replicas.form.layout.rows(packed), 4).view(self.whole.shape)
         self.areas, self.link = Areas(storage.account), Link(storage, replicas, share, self.rates)
         tiers = [SlotTier(slots, FORM.payload_width, FORM.dtype, CPU, storage.account)] if slots else []
         self.fetcher = Fetcher(storage, self.areas, tiers, most, link=self.link)

@@ -16,7 +16,7 @@ from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.errors import ContextError, StoreError
 from hf_offload_cache.fetch import ByteRows, Storage
 from hf_offload_cache.history import RecordFormat
-from hf_offload_cache.kernels.int4 import dequantised, quantise
+from hf_offload_cache.kernels.low_bit import pack_replicas, unpacked
 from hf_offload_cache.methods.abstract_tree import ChunkHistory, ReplicaFormat
 from hf_offload_cache.stores import MemoryStore, aligned_empty
 
@@ -49,8 +49,8 @@ def image(payloads: torch.Tensor) -> torch.Tensor:
     form = ReplicaFormat.of(FORM)
     assert form is not None
     replicas = torch.empty(len(payloads), form.record_bytes, dtype=torch.uint8)
-    quantise(form.layout, payloads, replicas)
-    return dequantised(form.layout, replicas)
+    pack_replicas(form.layout, payloads, replicas)
+    return unpacked(form.layout.rows(replicas), 4).flatten(1)
 
 
 def read(storage: Storage, store: Any, ids: np.ndarray) -> torch.Tensor:

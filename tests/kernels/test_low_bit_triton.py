@@ -7,7 +7,7 @@ import torch
 from triton_kernels import DEVICES, Launches, kernels, move
 
 from hf_offload_cache.kernels import low_bit
-from hf_offload_cache.kernels.low_bit import LARGEST, row_bytes
+from hf_offload_cache.kernels.low_bit import LARGEST, ReplicaLayout, row_bytes
 
 EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
@@ -52,7 +52,7 @@ def test_groups_are_quantised_as_on_the_host(
 
 
 @EACH_DEVICE
-def test_packing_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = kernels("low_bit_triton", device, monkeypatch)
     keys, values = (torch.ones(1, 2, 64, 16, device=device) for _ in range(2))
     rows = [torch.empty(1, 2, 1, size, row_bytes(group, 2), dtype=torch.uint8, device=device)
@@ -60,4 +60,29 @@ def test_packing_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> 
     with Launches(kernel, monkeypatch) as launches:
         kernel.pack(keys, values, 2, False, *rows)
         kernel.pack(keys[:, :, :0], values[:, :, :0], 2, False, rows[0][:, :, :0], rows[1][:, :, :, :0])
-    assert (launches.count, launches.others) == (1, [])
+        assert (launches.count, launches.others) == (1, [])
+        replicas, out, none = rows[1].flatten(0, 3), torch.empty(64, 8, device=device), rows[0][0, 0, 0, :0, 0]
+        kernel.unpack_replicas(ReplicaLayout(8, 8), replicas, replicas[:, 0], out, replicas[:, 0])
+        kernel.unpack_replicas(ReplicaLayout(8, 8), replicas, none, out, none)
+    assert (launches.count, launches.others) == (2, [])
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("width", "group"), [(8192, 32), (256, 4), (384, 8), (6020, 28)])
+def test_replicas_are_unpacked_as_on_the_host(
+    device: str, width: int, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, layout = kernels("low_bit_triton", device, monkeypatch), ReplicaLayout(width, group)
+    torch.manual_seed(0)
+    replicas = torch.zeros(5, -(-layout.nbytes // 64) * 64, dtype=torch.uint8)
+    low_bit.pack_replicas(layout, torch.randn(5, width).to(dtype), replicas)
+    out = torch.full((7, width), float("nan"), dtype=dtype, device=device)
+    target, rows = torch.tensor([6, 1, 0, 3, 5]), torch.tensor([4, 0, 1, 1, 3])
+    kernel.unpack_replicas(layout, replicas.to(device), rows.to(device), out, target.to(device))
+    expected = low_bit.unpacked_plainly(layout.rows(replicas), 4).flatten(1)[rows]
+    if dtype == torch.bfloat16:
+        assert ((out.cpu()[target].float() - expected).abs() <= expected.abs() * 2**-7).all()
+    else:
+        assert torch.equal(out.cpu()[target], expected.to(dtype))
+    assert out[[2, 4]].isnan().all()

@@ -43,7 +43,7 @@ def test_each_marked_function_has_its_kernel() -> None:
     modules = [one.name for one in pkgutil.iter_modules(kernels.__path__) if not one.name.endswith("_triton")]
     for name in modules:
         importlib.import_module(f"{kernels.__name__}.{name}")
-    assert {"ranking.pick", "slots.attend"} <= on_a_device.TWINS.keys()
+    assert {"ranking.pick", "slots.attend", "low_bit.pack", "low_bit.unpack_replicas"} <= on_a_device.TWINS.keys()
     assert unpaired(on_a_device.TWINS) == []
 
 

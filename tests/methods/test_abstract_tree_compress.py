@@ -16,7 +16,7 @@ from long_llama import feed, long_model
 
 from hf_offload_cache import AbstractTreeCache, AbstractTreeConfig, verify
 from hf_offload_cache.errors import ConfigError, CorruptRecordError
-from hf_offload_cache.kernels.int4 import dequantised, quantise
+from hf_offload_cache.kernels.low_bit import pack_replicas, unpacked
 from hf_offload_cache.methods.abstract_tree import AbstractTreeLayer
 from hf_offload_cache.model import Geometry
 
@@ -45,8 +45,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         history, replicas = layer.history, layer.history.replicas
         whole = torch.cat(history.whole(), 3)[:, 0, : history.units * 64]
         packed = torch.empty(history.rows * history.units, replicas.record_bytes, dtype=torch.uint8)
-        quantise(replicas.form.layout, whole.reshape(len(packed), -1), packed)
-        image = dequantised(replicas.form.layout, packed).view(whole.shape)
+        pack_replicas(replicas.form.layout, whole.reshape(len(packed), -1), packed)
+        image = unpacked(replicas.form.layout.rows(packed), 4).view(whole.shape)
         places = torch.from_numpy(fetched.of_chosen(history.positions(choice.units)))
         there = places >= 0 if fetched.valid is None else torch.from_numpy(fetched.valid)
         got = fetched.entries[:, : fetched.chosen]

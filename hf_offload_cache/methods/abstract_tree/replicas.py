@@ -16,9 +16,8 @@ from ...fetch.storage import Storage
 from ...history.base import frozen
 from ...history.records import RecordFormat
 from ...history.state import State, Table
-from ...kernels import int4
-from ...kernels.int4 import Int4Layout
-from ...kernels.on_a_device import has_kernels, to_device
+from ...kernels.low_bit import LARGEST, ReplicaLayout, pack_replicas, unpack_replicas
+from ...kernels.on_a_device import to_device
 from ...memory.dry_run import DryRun
 from ...stores.base import DEVICE_BLOCK, FreezableStore, Store, aligned_empty
 from ...stores.layered import LayeredStore, parts_that_stay
@@ -34,7 +33,7 @@ class ReplicaFormat:
     """One replica for each record of a `RecordFormat` (LeoAM, section 4.4: INT4, group-wise), padded to the device's
     block. A group has elements of one token, and either of its keys or of its values."""
 
-    layout: Int4Layout
+    layout: ReplicaLayout
     record_bytes: int
 
     @classmethod
@@ -42,9 +41,9 @@ class ReplicaFormat:
         """Format of the replicas of `form`; None: a replica would be no smaller than the record."""
         best: ReplicaFormat | None = None
         for group in _GROUPS:
-            entry = Int4Layout.of(group, form.key_width, form.entry_width - form.key_width)
+            entry = ReplicaLayout.of(group, form.key_width, form.entry_width - form.key_width)
             if entry is not None:
-                layout = Int4Layout(form.payload_width, entry.group)
+                layout = ReplicaLayout(form.payload_width, entry.group)
                 size = -(-layout.nbytes // DEVICE_BLOCK) * DEVICE_BLOCK
                 if size <= (form.record_bytes - 1 if best is None else best.record_bytes):
                     best = cls(layout, size)
@@ -106,13 +105,13 @@ class Replicas:
         """
         layout = self.form.layout
         with self._storage.account.holding("packing", layout.working_bytes + records.size * self.record_bytes):
-            fits = (payloads.amax(1) <= int4.LARGEST) & (payloads.amin(1) >= -int4.LARGEST)
+            fits = (payloads.amax(1) <= LARGEST) & (payloads.amin(1) >= -LARGEST)
             if not fits.all():
                 records, payloads = records[fits.numpy()], payloads[fits]
                 if not records.size:
                     return
             replicas = aligned_empty(records.size, self.record_bytes)
-            int4.quantise(layout, payloads, replicas)
+            pack_replicas(layout, payloads, replicas)
             ids = self.store.allocate(records.size)
             try:
                 self._storage.prefetcher.write(self.store, ids, replicas)
@@ -131,15 +130,7 @@ class Replicas:
         device = replicas.device
         indices, targets = (to_device(np.ascontiguousarray(part), device) for part in (rows, target))
         with self._storage.account.holding("unpacking", self.form.layout.working_bytes):
-            if has_kernels(device):
-                from ...kernels import int4_triton
-
-                int4_triton.dequantise(self.form.layout, replicas, indices, into.tensor, targets)
-            elif device.type != "cpu":
-                entries = int4.dequantised(self.form.layout, replicas[indices])
-                into.tensor[targets, : entries.shape[1]] = entries.to(into.tensor.dtype)
-            else:
-                int4.dequantise(self.form.layout, replicas, indices, into.tensor, targets)
+            unpack_replicas(self.form.layout, replicas, indices, into.tensor, targets)
 
     def forget(self, records: np.ndarray) -> None:
         """Drop the replicas of these records."""
