@@ -10,7 +10,8 @@ text: SmolLM2 on 32K tokens of text. Its positions end at 8K, so only the times 
 quality: SmolLM2 within its positions: distance to `DynamicCache` on texts, and planted needles.
 shape: steps of a few layers of Llama-3.1-8B's shape with random weights, filled with synthetic keys and values. Steps
 of two numbers of layers give those of all 32 (rows of "scaled").
-capped: the largest batch of all 32 layers, on a device that gives torch so much memory only.
+capped: the largest batch of all 32 layers, on a device that gives torch so much memory only. Many rows share the
+records of few prompts, so that the host has room for them; on the device nothing is shared.
 complete: as "shape", with all 32 layers, if device and host have the memory.
 
 Our caches keep their records in host memory. On the device they get 1/13 of the full KV, and `SpecCache` its copy in 2
@@ -34,10 +35,12 @@ from typing import Any
 
 import torch
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, QuantizedCache
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
+from hf_offload_cache import SpecCache
 from hf_offload_cache.config import parse_memory
 from hf_offload_cache.console import load_default_model
 from hf_offload_cache.core import OffloadCache
@@ -79,6 +82,11 @@ SETTLES, MOST_SECONDS = 24, 30.0
 take about as many seconds."""
 SEALED = 16
 """Graphed steps are measured by so many together, of which at least one seals: a group has no more tokens."""
+SHARED = 1 << 17
+"""Tokens of all prompts of rows within a cap; more rows share these prompts, and decode different tokens."""
+SPEC_LIKENESS = 0.8
+"""Likeness of successive tokens for `SpecCache`, which keeps entries until others have four times their attention. With
+guesses that are right it gives about the hit rate on text, 0.8."""
 PIECE = 65536
 """Tokens of all rows that a layer of ours gets at a time when it is filled."""
 SHAPE: Shape = LLAMA_8B
@@ -87,6 +95,8 @@ CAPS: tuple[tuple[int, int, tuple[str, ...]], ...] = (
     *((48, tokens, (DYNAMIC, "SpecCache")) for tokens in (2048, 8192, 32768)),
 )
 """GiB that torch gets, tokens of a row, and who is measured in them; 48 GB are those of SpeCache's table."""
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""torch's attention without cuDNN's, which plans anew for each length, so that a step of `DynamicCache` would wait."""
 ENDED = "a call of the command ended while this was measured"
 
 
@@ -110,7 +120,7 @@ def fields_of(name: str, model: Any, memory: str, tokens: int, batch: int, depth
     `BudgetError`."""
     cls = cache_class(OURS[name])
     if OURS[name] == "spec":
-        return {"engine": "memory", "bits": 2}
+        return {"engine": "memory", "bits": 2, "max_context": tokens}
     geometry = Geometry.of(model)
     depth = depth or len(geometry.layers)
     planned = dataclasses.replace(geometry, layers=geometry.layers[:1] * depth, num_blocks=depth)
@@ -374,11 +384,11 @@ def build(layers: int, device: torch.device) -> Any:
         return build_model(dataclasses.replace(SHAPE, layers=layers), device=device)
 
 
-def similar_tokens(model: Any, steps: int, batch: int) -> torch.Tensor:
+def similar_tokens(model: Any, steps: int, batch: int, likeness: float = LIKENESS) -> torch.Tensor:
     """Ids (steps, batch, 1) of successive tokens. Their embeddings, which this sets, are as similar from one step to
-    the next as `LIKENESS` says; random tokens would select anew in every step."""
+    the next as `likeness` says; random tokens would select anew in every step."""
     shape = dataclasses.replace(SHAPE, hidden=model.config.hidden_size)
-    inputs, table = Inputs(shape, LIKENESS, batch=batch), model.get_input_embeddings().weight
+    inputs, table = Inputs(shape, likeness, batch=batch), model.get_input_embeddings().weight
     steps = min(steps, len(table) // batch)
     rows = torch.cat([inputs.next()[:, 0] for _ in range(steps)])
     with torch.no_grad():
@@ -400,16 +410,21 @@ def measure_shape(
     the time of a prefill."""
     layers = model.config.num_hidden_layers
     shape = dataclasses.replace(SHAPE, layers=layers)
-    full = batch * tokens * shape.token_bytes
-    check_host(name, full)
+    full, prompts = batch * tokens * shape.token_bytes, batch
+    if gigabytes is not None and name in (DYNAMIC, *OURS):
+        prompts = max(1, min(batch, SHARED // tokens))
+    check_host(name, full // batch * prompts)
+    guesses = OURS.get(name) == "spec"
     with capped(gigabytes):
         fields = fields_of(name, model, arguments.memory, tokens + ROOM, batch, SHAPE.layers) if name in OURS else {}
-        ids = similar_tokens(model, SETTLES + arguments.steps, batch)
+        ids = similar_tokens(model, SETTLES + arguments.steps, batch, SPEC_LIKENESS if guesses else LIKENESS)
         weights = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         with torch.no_grad(), opened(name, model, tokens + ROOM, fields, arguments.path) as cache:
             start = time.perf_counter()
-            fill(cache, model, shape, tokens, batch, piece=max(64, PIECE // batch))
+            fill(cache, model, shape, tokens, prompts, piece=max(64, PIECE // prompts))
+            if prompts < batch:
+                cache.batch_select_indices(torch.arange(batch, device=ids.device) % prompts)
             if isinstance(cache, OffloadCache):
                 cache.storage.prefetcher.flush()
             torch.cuda.synchronize()
@@ -421,12 +436,15 @@ def measure_shape(
 
             def step(number: int, one: Callable[[torch.Tensor], Any] = one) -> None:
                 one(ids[number % len(ids)])
+                if guesses:  # random weights guess no successor
+                    assert isinstance(cache, SpecCache)
+                    cache._guess = ids[(number + 2) % len(ids)]
 
             row |= timed_steps(step, arguments.steps, together) | memory_in_use() | of_cache(cache)
             if isinstance(one, GraphedStep):
                 row |= {"replays": one.replays, "captures": one.captures, "not_replayed": one.reason}
             del step, one
-        row |= {"weight_bytes": weights, "full_kv_bytes": full, "fields": fields}
+        row |= {"weight_bytes": weights, "full_kv_bytes": full, "fields": fields, "prompts": prompts}
         row["device_share"] = (row["peak_bytes"] - weights) / full
     return row | {"tokens_per_second": batch / row["median_seconds"]}
 
@@ -518,7 +536,8 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
     for name, why in left_out.items():
         rows.say(f"left out: {name}: {why}")
     for part in arguments.parts:
-        PARTS[part](call, names, device, loaded)
+        with contextlib.nullcontext() if part == "kernels" else sdpa_kernel(ATTENTION):
+            PARTS[part](call, names, device, loaded)
     rows.drop(part=SCALED)
     for row in scaled(rows.where(part="shape"), SHAPE.layers):
         rows.add(**row)

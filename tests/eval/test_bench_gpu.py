@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import CUDA, Stream, moved, on_the_device
+from fake_device import CUDA, Stream, moved, on_the_device, values_of
 from harness import COMMON, build
 from transformers import LlamaConfig, LlamaForCausalLM
 from words import words
@@ -97,6 +97,7 @@ def test_a_part_measures_every_contender(
         monkeypatch.setattr(bench_gpu, "fields_of", lambda *_: {"engine": "memory", "num_selected": 64})
     if part == "capped":
         monkeypatch.setattr(bench_gpu, "CAPS", ((24, 640, bench_gpu.NAMES),))
+        monkeypatch.setattr(bench_gpu, "SHARED", 700)
         monkeypatch.setattr(bench_gpu, "next_batch", lambda rows, limit: None if len(rows) == 2 else 1 + len(rows))
     target, few = tmp_path / "gpu.json", ["--caches", *NAMES[part]] if part in NAMES else []
     assert bench_gpu.main(words_of(target, "--parts", part, *few), device) == 0
@@ -126,7 +127,7 @@ def _check_text(rows: list[dict[str, Any]]) -> None:
         assert row["beyond_training"] and row["prefill_repetitions"] == 2 and row["peak_bytes"] == 3 * GIB
         assert row["used_bytes"] == 20 * GIB and row["tokens_per_second"] == pytest.approx(1 / row["median_seconds"])
     fields = {row["name"]: row["fields"] for row in rows}
-    assert fields["SpecCache"] == {"engine": "memory", "bits": 2}
+    assert fields["SpecCache"] == {"engine": "memory", "bits": 2, "max_context": 640 + bench_gpu.ROOM}
     assert fields["DiskSwapCache"]["engine"] == "memory" and fields["DynamicCache"] == {}
 
 
@@ -160,7 +161,8 @@ def _check_quality(rows: list[dict[str, Any]]) -> None:
 
 def _check_capped(rows: list[dict[str, Any]]) -> None:
     assert [(row["name"], row["batch"]) for row in rows] == [(name, batch) for name in FEW for batch in (1, 2)]
-    assert {row["gigabytes"] for row in rows} == {24}
+    assert {row["gigabytes"] for row in rows} == {24} and {row["prompts"] for row in rows} == {1}
+    assert [row["full_kv_bytes"] for row in rows] == [640 * TINY.token_bytes, 2 * 640 * TINY.token_bytes] * len(FEW)
 
 
 def _check_kernels(rows: list[dict[str, Any]]) -> None:
@@ -269,17 +271,45 @@ def test_a_kernel_of_the_package_is_compared(device: Any, tmp_path: Path, monkey
 # --- one call after the other ----------------------------------------------------------------------------------------
 
 
-def test_a_model_of_the_shape_gets_similar_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("likeness", [LIKENESS, bench_gpu.SPEC_LIKENESS])
+def test_a_model_of_the_shape_gets_similar_tokens(likeness: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many layers in bfloat16 where it is asked for; embeddings of successive ids are as similar as inputs are."""
     monkeypatch.setattr(bench_gpu, "SHAPE", replace(TINY, hidden=256))
     model = bench_gpu.build(2, torch.device("cpu"))
     assert model.config.num_hidden_layers == 2 and model.dtype == torch.bfloat16 and not model.training
-    ids = bench_gpu.similar_tokens(model, 300, 4)
+    ids = bench_gpu.similar_tokens(model, 300, 4, likeness)
     assert ids.shape == (128, 4, 1) and ids.flatten().tolist() == list(range(512))  # as many as it has
     rows = model.get_input_embeddings()(ids)[:, :, 0].detach().float()
-    for apart, likeness in ((1, LIKENESS), (10, LIKENESS**10)):
+    for apart, similar in ((1, likeness), (10, likeness**10)):
         found = torch.nn.functional.cosine_similarity(rows[:-apart], rows[apart:], dim=2).mean()
-        assert float(found) == pytest.approx(likeness, abs=0.03)
+        assert float(found) == pytest.approx(similar, abs=0.03)
+
+
+def test_rows_within_a_cap_share_prompts(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as have so many tokens, row by row, and each decodes its own; guesses are the tokens that follow."""
+    monkeypatch.setattr(bench_gpu, "SHARED", 2 * 640)
+    monkeypatch.setattr(bench_gpu, "fields_of", lambda *_: {"engine": "memory", "num_selected": 16, "num_recent": 64})
+    monkeypatch.setattr(bench_gpu, "check_host", lambda name, nbytes: asked.append(nbytes))
+    asked, filled, guessed, cls = [], [], [], cache_class("spec")
+    plain = cls.begin_step, bench_gpu.fill
+
+    def begin_step(cache: Any, model: Any, kwargs: Any) -> Any:
+        changed = plain[0](cache, model, kwargs)
+        if changed is not None and changed["input_ids"].shape[1] == 2:
+            guessed.append(values_of(changed["input_ids"]))
+        return changed
+
+    monkeypatch.setattr(cls, "begin_step", begin_step)
+    monkeypatch.setattr(bench_gpu, "fill", lambda *given, **sizes: filled.append(given[4]) or plain[1](*given, **sizes))
+    arguments = bench_gpu.STUDY.parsed(words_of(tmp_path / "gpu.json"))
+    model = bench_gpu.build(2, CUDA)
+    row = bench_gpu.measure_shape(model, "SpecCache", 640, 3, arguments, 48)
+    a_row = 640 * replace(TINY, layers=2).token_bytes
+    assert row["prompts"] == 2 and filled == [2] and asked == [2 * a_row] and row["full_kv_bytes"] == 3 * a_row
+    assert row["tokens_per_second"] == pytest.approx(3 / row["median_seconds"])
+    following = [ids for ids in guessed if ids[0, 1] == ids[0, 0] + 3]
+    assert len(following) >= len(guessed) - 2 >= 2 and all(ids[:, 0].unique().numel() == 3 for ids in guessed)
+    assert bench_gpu.measure_shape(model, "SpecCache", 640, 3, arguments)["prompts"] == 3  # without a cap
 
 
 @pytest.mark.parametrize("name", OURS)
