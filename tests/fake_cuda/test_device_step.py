@@ -173,7 +173,8 @@ def test_kernels_attend_and_choose_as_mixed_attention_does(
     for fused in (True, False):
         with a_device(rows, seed if fused else None, SpecCache, **fields) as (model, cache, _):
             if not fused:
-                monkeypatch.setattr(FusedAttention, "fits", lambda *_: False)
+                for asked in ("fits", "plans"):
+                    monkeypatch.setattr(FusedAttention, asked, lambda *_: False)
             fed(model, cache, ids[:, :tokens], Fake, attention_mask=Fake(mask[:, :tokens]), logits_to_keep=1)
             steps = []
             for at in range(tokens, tokens + count):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_device import fake_cuda
 
 from hf_offload_cache.core import device_step
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.memory import DryRun, LayerPlan, MemoryAccount, MemoryPlan, Planned
 from hf_offload_cache.memory.account import host_side, staged
+from hf_offload_cache.methods import spec
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
 
@@ -147,6 +149,8 @@ def test_a_plan_has_two_sides_on_a_gpu(name: str, engine: str, monkeypatch: pyte
         assert not own.keys() & host_side("cuda", False) and host.keys() <= host_side("cuda", False)
     assert name == "spec" or ("selection" in alone.decode) == (engine != "memory")
     monkeypatch.setattr(device_step, "rehearse", lambda *_: False)
+    for module in (spec.attention, spec.copy):
+        monkeypatch.setattr(module, "plans_step", lambda *_: False)
     for device in ("cpu", "cuda"):
         limits = {"engine": engine, "max_context": 4096, "max_batch": 2}
         config = cls.config_class.load(None, {**limits, "block_tokens": 1024})  # a device's blocks are longer
@@ -164,6 +168,16 @@ def test_a_plan_has_two_sides_on_a_gpu(name: str, engine: str, monkeypatch: pyte
     assert ("records in memory" in cuda.host_decode) == (engine != "uring")
     records = cuda.host_bytes if engine == "memory" else cuda.disk_bytes
     assert records > 0.95 * cuda.full_kv_bytes and cuda.peak_bytes + cuda.host_bytes >= cpu.peak_bytes + cpu.host_bytes
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("engine", ["memory", "direct"])
+def test_a_plan_for_a_gpu_elsewhere_is_that_of_its_machine(name: str, engine: str) -> None:
+    cls, geometry = cache_class(name), Geometry.uniform(4, 8, 2, 32, torch.bfloat16, device="cuda")
+    config = cls.config_class.load(None, {"engine": engine, "max_context": 4096, "max_batch": 2})
+    elsewhere = cls.plan(geometry, config, 4096, 2)
+    with fake_cuda():
+        assert cls.plan(geometry, config, 4096, 2) == elsewhere
 
 
 def test_the_worst_moment_of_a_plan() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from ...history.records import RecordFormat
 from ...kernels.mixed_attention import attend
-from ...kernels.on_a_device import has_step
+from ...kernels.on_a_device import has_step, plans_step
 from .chosen_entries import Entries
 from .copy import LowBitCopy, Scores
 
@@ -32,6 +32,11 @@ class FusedAttention:
     def fits(form: RecordFormat, device: torch.device) -> bool:
         """True if the kernel runs on `device`, with entries of `form`."""
         return has_step(device, form.key_dim, form.value_dim) and form.dtype.itemsize <= 4
+
+    @staticmethod
+    def plans(form: RecordFormat, device_type: str) -> bool:
+        """As `fits`, for a plan: on a machine without CUDA, it is for a machine elsewhere that has the kernel."""
+        return plans_step(device_type, form.key_dim, form.value_dim) and form.dtype.itemsize <= 4
 
     def attend(
         self, replaced: Sequence[Entries], asked: Sequence[int] = (), *, last: bool = True

@@ -156,7 +156,7 @@ class SpecLayer(SelectiveLayer):
         asked = kind.num_heads, TOGETHER, scores_of(config, TOGETHER)  # candidates need no more
         predictor.rehearse(run, tokens, kind.num_heads, 0)
         latest = latest_tokens(form, config)
-        if kind.device == "cuda" and torch.cuda.is_available() and FusedAttention.fits(form, torch.device("cuda")):
+        if FusedAttention.plans(form, kind.device):
             scored = fused_bytes(form, rows, kind.num_heads, TOGETHER, config, tokens, latest)
             stored = joined_bytes(form, rows, config)
         else:
