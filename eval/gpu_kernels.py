@@ -232,11 +232,11 @@ def records(sizes: Sizes, group: int, device: torch.device) -> Records:
     return Records(form, torch.from_numpy(np.ascontiguousarray(found)).view(sizes.rows, -1).to(device), store)
 
 
-@case("host_entries.exchange")
+@case("mixed_attention.exchange")
 def _exchange_entries(sizes: Sizes, device: torch.device) -> Case:
     """68 tokens a key head, of which a third is new in each step; the steps alternate."""
     of_head = torch.arange(90, device=device).expand(sizes.rows, sizes.kv_heads, -1)
-    exchange = kernel("host_entries.exchange")
+    exchange = kernel("mixed_attention.exchange")
     held, turns = of_head[:, :, :68].contiguous(), [of_head[:, :, first : first + 68].contiguous() for first in (22, 0)]
 
     def run() -> None:
@@ -246,13 +246,13 @@ def _exchange_entries(sizes: Sizes, device: torch.device) -> Case:
     return Case(run, 4 * held.nbytes)
 
 
-@case("host_entries.bring")
+@case("mixed_attention.bring")
 def _entries(sizes: Sizes, device: torch.device) -> Case:
     made, heads = records(sizes, _GROUP, device), (sizes.rows, sizes.kv_heads)
     tokens = torch.randint(0, sizes.tokens, (*heads, sizes.attended), device=device)
     shape, options = (*heads, sizes.attended, sizes.dim), {"dtype": torch.bfloat16, "device": device}
     keys, values = (torch.empty(shape, **options) for _ in range(2))
-    run = functools.partial(kernel("host_entries.bring"), made.addresses, tokens, made.form, keys, values)
+    run = functools.partial(kernel("mixed_attention.bring"), made.addresses, tokens, made.form, keys, values)
     return Case(run, keys.nbytes + values.nbytes, BUS, least=0.8)
 
 

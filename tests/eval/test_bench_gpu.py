@@ -173,7 +173,7 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert attended["nbytes"] == 2 * 2 * 64 * 64 * 2
     floor = attended["nbytes"] * copy["median_seconds"] / copy["nbytes"]
     assert attended["share"] == pytest.approx(floor / attended["median_seconds"])
-    modules = "ranking", "slots", "kmeans", "bounds", "mixed_attention", "host_entries", "low_bit"
+    modules = "ranking", "slots", "kmeans", "bounds", "mixed_attention", "low_bit"
     assert by_name.keys() >= {name for name in on_a_device.TWINS if name.partition(".")[0] in modules}
     units, codes, entry = 256 // 4, 112, 2 * 2 * 64 * 2  # of 4 tokens; bytes of a token's codes, and of its entry
     assert by_name["ranking.score"]["nbytes"] == 4 * units * codes + 4 * 4 * units

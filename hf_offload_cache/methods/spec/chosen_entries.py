@@ -18,7 +18,7 @@ from ...fetch.fetcher import Fetcher
 from ...fetch.storage import Storage
 from ...history.records import places_within
 from ...history.state import Array, State
-from ...kernels.host_entries import MOST_EXCHANGED, bring, exchange
+from ...kernels.mixed_attention import MOST_EXCHANGED, bring, exchange
 from ...kernels.on_a_device import has_step
 from ...memory.account import MemoryAccount, lasting_empty
 
@@ -154,7 +154,7 @@ class ChosenEntries:
 
         Args:
             wanted: (rows, heads, at most `count`) of integers, -1: none; `complete`: there are none of these.
-            addresses: of each unit's record in pinned host memory, (rows, units) int64: see `kernels.host_entries`.
+            addresses: of each unit's record in pinned host memory, (rows, units) int64: see `kernels.mixed_attention`.
             stream: reads those entries.
 
         Returns the numbers of fetched entries: (rows, heads) int64.
