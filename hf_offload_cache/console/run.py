@@ -20,6 +20,7 @@ from ..errors import ConfigError
 from .arguments import add_cache_arguments, add_verb
 
 if TYPE_CHECKING:
+    from ..contexts.library import ContextLibrary
     from ..interop.offload import Offloading
 
 _SHELL = re.compile(rb"#!\s*/\S*sh\s*\n(?:'''exec'|'exec'|\"exec\")[ \t].*python")
@@ -32,6 +33,7 @@ def add(verbs: Any) -> None:
         "Run a Python program. Its calls of generate that pass no cache use one of this library, one per request: "
         "hf-offload-cache run --memory 1/13 transformers serve. PROGRAM is a Python script that the shell finds as a "
         "command, a file (NAME.py, or with its folder, ./NAME), or a module after -m. The exit code is the program's.",
+        max_bytes="--library-bytes", key="--key", encryption_key="--key", folder="--library",
     )  # fmt: skip
     add_cache_arguments(parser)
     add = parser.add_argument
@@ -40,7 +42,12 @@ def add(verbs: Any) -> None:
         help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
     add("--floor", metavar="SIZE", help="memory per sequence if that fraction is too small (default: 64MiB)")
     add("--strict", action="store_true", help="raise an error for such a request instead")
-    add("--path", metavar="DIR", help="folder on the disk to use (default: the temporary folder)")
+    add("--path", metavar="DIR", help="folder on the disk to use (default: the library's, or the temporary folder)")
+    add("--library", metavar="DIR",
+        help="folder of stored contexts: a request begins with the longest prefix that an earlier one has left there")
+    add("--library-bytes", metavar="SIZE",
+        help="most disk space of the library; the least recently used contexts are removed first (default: 200GB)")
+    add("--key", metavar="FILE", type=Path, help="encryption key of the library: 32 bytes or 64 hex digits")
     add("-m", dest="module", action="store_true", help="PROGRAM is a module")
     add("program", metavar="PROGRAM")
     add("rest", metavar="ARGUMENT", nargs=argparse.REMAINDER)
@@ -66,11 +73,25 @@ def run(arguments: argparse.Namespace) -> int:
         if module:
             _check_module(place)
         limits = {"memory": arguments.memory, "goal": arguments.goal, "floor": arguments.floor or FLOOR}
-        done = stack.enter_context(offload_all(name, path=arguments.path, strict=arguments.strict, **limits, **fields))
+        where = {"path": arguments.path, "library": _library(arguments)}
+        done = stack.enter_context(offload_all(name, strict=arguments.strict, **where, **limits, **fields))
         stack.callback(_say, done)
         if arguments.own_process:
             atexit.register(stack.pop_all().close)  # called after the handlers that the program registers
         return _run_program(place, module=module)
+
+
+def _library(arguments: argparse.Namespace) -> ContextLibrary | None:
+    """The library of `--library`. Raises `ConfigError`, `ContextError`, `EncryptionKeyError`."""
+    if arguments.library is None:
+        for name in ("library_bytes", "key"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} is for a library: give --library DIR too")
+        return None
+    from ..contexts.library import ContextLibrary
+
+    limit = {} if arguments.library_bytes is None else {"max_bytes": arguments.library_bytes}
+    return ContextLibrary(arguments.library, key=arguments.key, **limit)
 
 
 def _say(done: Offloading) -> None:
@@ -79,7 +100,10 @@ def _say(done: Offloading) -> None:
         plain = f", {done.requests_left_plain} were left plain (short ones, or with a cache of their own)"
     if done.requests_at_floor:
         plain = f" ({done.requests_at_floor} of them used --floor, because their share was too small){plain}"
-    print(f"{done.requests} requests were offloaded{plain}", file=sys.stderr)
+    reused = f", {done.tokens_reused:,} tokens of their prompts came from the library" if done.reuse else ""
+    if done.requests_repeated:
+        reused += f", {done.requests_repeated} were computed again without it, because a context could not be read"
+    print(f"{done.requests} requests were offloaded{plain}{reused}", file=sys.stderr)
     if done.report is not None:
         print(f"the latest one:\n{done.report}", file=sys.stderr)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -9,9 +10,11 @@ import hashlib
 import json
 import os
 import re
+import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,8 @@ from .state import ContextReader, NoRoomError, StoredLayer, most_of_cache, tenso
 
 NAME = re.compile(r"[0-9a-f]{32}")
 """Names of contexts in a library."""
+_WRITTEN = ".hf_offload_cache-written-"
+"""Beginning of the name of a day's file in a library."""
 _KEPT_BYTES = 64 * 2**20
 """Bytes of token ids that an index keeps; those of further contexts are read each time."""
 
@@ -70,7 +75,7 @@ _SAME = ("cache", "config", "batch", "tokens", "key_check", "state", "binding", 
 
 
 class PrefixIndex:
-    """Index of the contexts in `folder` whose names follow from their content. For one thread at a time.
+    """Index of the contexts in `folder` whose names follow from their content. For any thread.
 
     Tokens are read once, and kept as long as the context exists. A context that is removed is skipped, and so is a
     damaged one, with a warning that names it. If `look` does not show the damage, `found_damaged` is called with path,
@@ -84,6 +89,7 @@ class PrefixIndex:
         self._known: dict[tuple[str, int, int], Known] = {}
         self._ids: dict[str, np.ndarray] = {}
         self._ids_bytes = 0
+        self._lock = threading.Lock()
 
     def __call__(self) -> list[Known]:
         """The present contexts. Reads manifests that were not read before. Raises `ContextError`, `StoreError`."""
@@ -103,10 +109,11 @@ class PrefixIndex:
                 _warn_skipped(path, error)
                 continue
             known[place] = dataclasses.replace(context, last_used_ns=status.st_mtime_ns)
-        self._known = known
         names = {name for name, _, _ in known}
-        self._ids = {name: ids for name, ids in self._ids.items() if name in names}
-        self._ids_bytes = sum(ids.nbytes for ids in self._ids.values())
+        with self._lock:
+            self._known = known
+            self._ids = {name: ids for name, ids in self._ids.items() if name in names}
+            self._ids_bytes = sum(ids.nbytes for ids in self._ids.values())
         return list(known.values())
 
     def ids(self, known: Known, form: Mapping[str, Any]) -> np.ndarray | None:
@@ -114,8 +121,9 @@ class PrefixIndex:
 
         `form`: its `form_fields`, from which its name follows.
         """
-        if known.path.name in self._ids:
-            return self._ids[known.path.name]
+        kept = self._ids.get(known.path.name)
+        if kept is not None:
+            return kept
         try:
             ids = read_ids(known.path, known, self._key)
         except (ContextError, OSError) as error:
@@ -129,9 +137,10 @@ class PrefixIndex:
             _warn_skipped(known.path, ContextError(why))
             return None
         ids = ids.astype(np.int32) if ids.size and abs(ids).max() < 2**31 else ids
-        if self._ids_bytes + ids.nbytes <= _KEPT_BYTES:
-            self._ids[known.path.name] = ids
-            self._ids_bytes += ids.nbytes
+        with self._lock:
+            if self._ids_bytes + ids.nbytes <= _KEPT_BYTES:
+                self._ids[known.path.name] = ids
+                self._ids_bytes += ids.nbytes
         return ids
 
 
@@ -149,6 +158,33 @@ def read_ids(path: Path, manifest: Manifest | Known, key: bytes | None) -> np.nd
         return token_ids(tree, manifest.batch, manifest.tokens).numpy()
 
     return reading(path, read)
+
+
+class WrittenToday:
+    """Bytes written to a folder on the present day (UTC), by all processes, in a file of one number a line."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _path(self) -> Path:
+        return self._folder / f"{_WRITTEN}{datetime.now(UTC):%Y-%m-%d}"
+
+    def bytes(self) -> int:
+        try:
+            lines = self._path().read_text().split()
+        except FileNotFoundError:
+            return 0
+        return sum(int(line) for line in lines if line.isdecimal())
+
+    def add(self, size: int) -> None:
+        """Add to the day's bytes, and remove the files of other days. Raises nothing."""
+        path = self._path()
+        with contextlib.suppress(OSError):  # a full disk: the context itself is saved
+            if not path.exists():
+                for other in self._folder.glob(f"{_WRITTEN}*"):
+                    other.unlink(missing_ok=True)
+            with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w") as file:
+                file.write(f"{size}\n")
 
 
 def is_damage(error: Exception) -> bool:
@@ -217,6 +253,8 @@ class ContextLibrary:
 
     Args:
         max_bytes: maximum disk space of the contexts after a `save`; data that several contexts share counts once.
+        max_bytes_a_day: maximum bytes that `save` adds to the folder on one day (UTC), by all processes, because flash
+            memory wears. None: no limit. A cache's own writes before it is saved are in its report.
         key: key of an encrypted library: a file or a callback, as `encryption_key`. Contexts with another key, or with
             none, are skipped; a library without a key skips encrypted ones. `entries` notes them.
 
@@ -227,10 +265,12 @@ class ContextLibrary:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], max_bytes: int | str = "200GB", key: KeySource | None = None
-    ) -> None:
+        self, folder: str | os.PathLike[str], max_bytes: int | str = "200GB", key: KeySource | None = None,
+        *, max_bytes_a_day: int | str | None = None,
+    ) -> None:  # fmt: skip
         self.folder = Path(folder)
         self.max_bytes = parse_size(max_bytes, "max_bytes")
+        self.max_bytes_a_day = None if max_bytes_a_day is None else parse_size(max_bytes_a_day, "max_bytes_a_day")
         self._key = None if key is None else load_key(key)
         self._key_check = None if self._key is None else key_check(self._key)
         self._damaged: dict[str, str] = {}
@@ -245,6 +285,13 @@ class ContextLibrary:
                 f"folder {str(self.folder)!r} cannot be made ({error.strerror}): give one whose parent exists"
             ) from error
         self._index = PrefixIndex(self.folder, self._key, self._found_damaged)
+        self._day = WrittenToday(self.folder)
+
+    @property
+    def key_fields(self) -> dict[str, Any]:
+        """The fields that a cache needs for its content to be saved here: `encryption_key`, if there is a key."""
+        key = self._key
+        return {} if key is None else {"encryption_key": lambda: key}
 
     # --- find --------------------------------------------------------------------------------------------------
 
@@ -297,9 +344,7 @@ class ContextLibrary:
         and the next best is opened. If a later step reads damage, it raises `CorruptRecordError`; call this again to
         get the next best context.
         """
-        if self._key is not None:
-            key = self._key
-            fields = {"encryption_key": lambda: key, **fields}
+        fields = {**self.key_fields, **fields}
         for match, made_by in self._matches(input_ids, model, cls, attention_mask, least, fields, expect):
             same = {} if expect is None else {"expect": match.digest}
             try:
@@ -371,18 +416,21 @@ class ContextLibrary:
 
     # --- keep --------------------------------------------------------------------------------------------------
 
-    def save(self, cache: Any, tokenizer: Any = None) -> Path:
+    def save(self, cache: Any, tokenizer: Any = None, *, instead: bool = False) -> Path:
         """Save the context of `cache`; returns the directory. If an equal context exists, it only counts as used,
         unless it is known to be damaged, or `open` would not accept it: then it is replaced.
+
+        `instead`: remove the contexts of the same sequences that end earlier. This one serves their requests too,
+        unless it cannot be cropped: then they stay.
 
         Least recently used contexts are evicted first, until the new one fits (a damaged one with a warning). When this
         returns, the contexts take at most `max_bytes`, even if others save meanwhile. `tokenizer` is passed to
         `OffloadCache.save`.
 
-        Raises `BudgetError` for a context that is larger than `max_bytes`, which is not kept. Nothing is evicted then,
-        unless only its manifest made it too large. Raises `EncryptionKeyError` unless the cache's key is the library's;
-        `ValueError` for content that token ids do not identify (embeddings, images); and the errors of
-        `OffloadCache.save`.
+        Raises `BudgetError` for a context that is larger than `max_bytes`, or than what `max_bytes_a_day` leaves; it is
+        not kept. Nothing is evicted then, unless only its manifest made it too large. Raises `EncryptionKeyError`
+        unless the cache's key is the library's; `ValueError` for content that token ids do not identify (embeddings,
+        images); and the errors of `OffloadCache.save`.
         """
         if cache.storage.key != self._key:
             raise EncryptionKeyError(
@@ -396,25 +444,44 @@ class ContextLibrary:
                 "save it to a separate folder with cache.save"
             )
         form = form_fields(cache.config_class, saved_fields(cache.config))
-        name = prefix_name(type(cache).__name__, model_digest(full_fingerprint(cache.model)), form, ids, self._key)
+        model = model_digest(cache.identity or full_fingerprint(cache.given_model))
+        name = prefix_name(type(cache).__name__, model, form, ids, self._key)
         path = self.folder / name
         existing = look(path)
         if existing is None or not self._can_be_opened(existing, form) or not (touch(path) or look(path)):
             self._check_size(bytes_of(cache))
             kept = {inode for entry in listing(self.folder, sizes_only=True) for inode in entry.files}
-            self._make_room(self.max_bytes - min(self.max_bytes, bytes_of(cache, kept)))
+            new = bytes_of(cache, kept)
+            self._check_day(new)
+            self._make_room(self.max_bytes - min(self.max_bytes, new))
             try:
                 self._damaged.pop(cache.save(path, overwrite=existing is not None, tokenizer=tokenizer), None)
             except FileExistsError:
                 if look(path) is None:
                     raise
+            self._day.add(new)
         touch(path)
+        if instead and cache.is_croppable:
+            self._remove_beginnings(path, type(cache), ids)
         saved = look(path)
         if saved is not None and saved.bytes > self.max_bytes:
             remove(path)
             self._check_size(saved.bytes)
         self._make_room(self.max_bytes)
         return path
+
+    def _remove_beginnings(self, path: Path, cls: type[Any], ids: np.ndarray) -> None:
+        """Remove the contexts whose tokens are a proper beginning of `ids`, those of the context at `path`."""
+        listed = self._index()
+        model = next((known.model for known in listed if known.path == path), None)
+        for known in listed:
+            ours = (known.cache, known.model, known.batch) == (cls.__name__, model, len(ids))
+            if not ours or known.tokens >= ids.shape[1] or known.key_check != self._key_check:
+                continue
+            held = self._index.ids(known, form_fields(cls.config_class, known.config))
+            if held is not None and common_prefix(held, ids) == known.tokens:
+                with contextlib.suppress(ContextError):  # removed since
+                    remove(known.path)
 
     def _can_be_opened(self, entry: Entry, form: dict[str, Any]) -> bool:
         """Whether `open` would accept a context, without reading its records."""
@@ -431,6 +498,14 @@ class ContextLibrary:
                 "cache to a separate folder with cache.save"
             )
 
+    def _check_day(self, size: int) -> None:
+        most, before = self.max_bytes_a_day, self._day.bytes()
+        if most is not None and before + size > most:
+            raise BudgetError(
+                f"max_bytes_a_day is {most:,}, {before:,} were written today, and this context adds {size:,}: raise "
+                "max_bytes_a_day, or wait for tomorrow (UTC)"
+            )
+
     def _make_room(self, most_bytes: int) -> list[Entry]:
         eviction = evict(self.folder, most_bytes, lambda entry: NAME.fullmatch(entry.name) is not None)
         for entry, _ in eviction.removed:
@@ -444,6 +519,10 @@ class ContextLibrary:
                 f"({error}); remove it, or raise max_bytes"
             ) from error
         return [entry for entry, _ in eviction.removed]
+
+    def bytes_written_today(self) -> int:
+        """Bytes that `save` added to the folder since midnight (UTC), by all processes."""
+        return self._day.bytes()
 
     # --- look after --------------------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ class OffloadCache(Cache):
     config_class: ClassVar[type[OffloadConfig]] = OffloadConfig
     layer_class: ClassVar[type[OffloadLayer]] = OffloadLayer
     given: frozenset[str] = frozenset()  # names of the fields that the user gave to `for_budget`
+    identity: dict[str, str] | None = None  # the model's fingerprint to save with; None: the present one
     goals: ClassVar[Goals] = Goals()
     """The fields that `goal` of a budget stands for."""
     selects: ClassVar[bool] = False
@@ -459,8 +460,7 @@ class OffloadCache(Cache):
     def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
         """The `kept_values` of a saved `config`, for `fit`. Defaults that depend on the model's shape are replaced by
         the stored layers' values."""
-        values: dict[str, Any] = config.kept_values()
-        return values
+        return dict[str, Any](config.kept_values())
 
     # --- contexts ----------------------------------------------------------------------------------------------
 

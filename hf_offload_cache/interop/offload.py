@@ -7,18 +7,19 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..config import parse_memory, parse_size
+from ..contexts.library import ContextLibrary
 from ..core.budget import check_limits
 from ..core.cache import OffloadCache
-from ..errors import BudgetError, CacheUnusedError, ConfigError, UnsupportedModelError
+from ..errors import OURS, BudgetError, CacheUnusedError, ConfigError, StoreError, UnsupportedModelError
 from ..model.geometry import Geometry
-from ..model.own_generate import InRequest, OwnGenerate, Request, every_generate
+from ..model.own_generate import InRequest, OwnGenerate, Replay, Request, Run, every_generate
 from ..model.place import (
     generates_by_parts,
     has_own_generate,
@@ -31,6 +32,7 @@ from ..model.place import (
 from ..model.plain_caches import plain_caches
 from ..registry import cache_class
 from ..report.report import CacheReport
+from .reuse import Reuse, can_repeat
 
 FLOOR = "64MiB"
 """Default memory budget per sequence of a request whose share is too small for any cache."""
@@ -46,6 +48,7 @@ def request_cache(
     goal: str | None = None,
     floor: int | str = FLOOR,
     strict: bool = False,
+    always: bool = False,
     path: str | Path | None = None,
     **fields: Any,
 ) -> OffloadCache | None:
@@ -61,6 +64,7 @@ def request_cache(
         goal: with `memory`, what fields are chosen for, as in `for_budget`.
         floor: bytes or a size, per sequence.
         strict: raise `BudgetError` instead.
+        always: make a cache of the budget `floor` even where `DynamicCache` takes no more memory.
         path, fields: arguments of the cache.
 
     Raises the errors of `for_budget` and the constructor, such as `BudgetError` if `floor` is too small as well, and
@@ -79,9 +83,20 @@ def request_cache(
         if strict:
             raise
         full = Geometry.of(model).full_kv_bytes(tokens, rows)
-        if full <= _limit(memory, full, rows, floor):
-            return None
+        limit = _limit(memory, full, rows, floor)
+        if full <= limit:
+            return _without_notes(cls, model, limit, tokens, rows, goal, path, fields) if always else None
         return in_floor(make, error, memory, full, rows, floor)
+
+
+def _without_notes(
+    cls: type[OffloadCache], model: Any, memory: int, tokens: int, rows: int, goal: str | None,
+    path: str | Path | None, fields: dict[str, Any],
+) -> OffloadCache:  # fmt: skip
+    """As `for_budget`, for a request that is too short for its notes to matter."""
+    geometry = Geometry.of(model)
+    fields = cls.choose_store(geometry, (memory, tokens, rows), fields, path, goal)
+    return cls(model, path=path, config=cls.fit(geometry, memory, tokens, rows, fields, goal))
 
 
 def beyond_share(cache: OffloadCache, model: Any, memory: int | str | None) -> bool:
@@ -132,14 +147,30 @@ class Offloading:
     """Requests with transformers' own cache, because an offloading one was of no use or not used: short ones (see
     `request_cache`), those of models with nothing to offload (in `offload_all`), and generations that made their own
     cache (continuous batching, a model's own loop, a forward with `use_cache=True`)."""
+    requests_repeated: int = 0
+    """Requests that began with a context of the library which a step could not read, and were computed from the start
+    instead."""
+    tokens_reused: int = 0
+    """Tokens of prompts, over all requests and sequences, that came from the library."""
     report: CacheReport | None = None
     """Report of the latest of `requests`."""
+    reuse: Reuse | None = field(default=None, repr=False)
+    """The library of the requests; None: none."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def _note(self, report: CacheReport, at_floor: bool) -> None:
+    def private(self) -> AbstractContextManager[None]:
+        """Within it, requests of this thread take nothing from the library and leave nothing there."""
+        return contextlib.nullcontext() if self.reuse is None else self.reuse.private()
+
+    def _note(self, report: CacheReport, at_floor: bool, reused: int) -> None:
         with self._lock:
             self.requests, self.report = self.requests + 1, report
             self.requests_at_floor += at_floor
+            self.tokens_reused += reused
+
+    def _note_repeated(self) -> None:
+        with self._lock:
+            self.requests_repeated += 1
 
     def _note_plain(self) -> None:
         with self._lock:
@@ -156,6 +187,7 @@ def offload(
     floor: int | str = FLOOR,
     strict: bool = False,
     path: str | Path | None = None,
+    library: ContextLibrary | str | Path | None = None,
     **fields: Any,
 ) -> Iterator[Offloading]:
     """Within the `with`, `model.generate(...)` uses such a cache unless its caller names one. This includes pipelines,
@@ -175,7 +207,12 @@ def offload(
         strict: such a request raises `BudgetError`. A generation that makes its own cache raises
             `UnsupportedModelError`, and one that left its cache unused `CacheUnusedError`; without `strict` both warn
             once per model.
-        path: folder on the disk to use; None: the temporary folder.
+        path: folder on the disk to use; None: the library's, or the temporary folder.
+        library: a `ContextLibrary`, or the folder of one. A request starts from the longest beginning of its prompt
+            that an earlier one has left there, in whichever process, and leaves its own text, which is saved after its
+            result has been returned. The end of the `with` waits for that. Prompts with other content than token ids
+            (pictures, embeddings) do not use it. A request that meets a damaged context is computed from the start.
+            With a library short requests, too, have an offloading cache.
         fields: fields of the cache's configuration.
 
     Yields a record of the requests. Raises `ConfigError` for an invalid name, field, memory or goal, and
@@ -183,33 +220,35 @@ def offload(
     raises the cache's errors, such as `BudgetError` for a budget that is too small, before the model runs.
     """
     cls = _checked(cache, fields, floor, memory, goal)
-    inner, way = inner_model(model), _Way(cls, memory, goal, floor, strict, path, fields)
+    inner = inner_model(model)
     why = no_place(model)
     if why is not None and not generates_by_parts(inner):
         raise UnsupportedModelError(why)
     parts = weakref.WeakSet(module for module in inner.modules() if is_model(module))
 
-    def note(part: Any, why: str) -> None:
-        if part in parts:
-            way.note_unseen(part, why)
+    with _way(cls, memory, goal, floor, strict, path, library, fields) as way:
 
-    with plain_caches(note, way.within):
-        if has_own_generate(inner) and not has_own_loop(inner):
-            # it may call the class's or a part's `generate`, not the model's attribute
-            def make_for_part(part: Any, request: Request) -> AbstractContextManager[OffloadCache | None]:
-                return way.cache(part, request) if part in parts else contextlib.nullcontext()
+        def note(part: Any, why: str) -> None:
+            if part in parts:
+                way.note_unseen(part, why)
 
-            with every_generate(make_for_part, way.within):
+        with plain_caches(note, way.within):
+            if has_own_generate(inner) and not has_own_loop(inner):
+                # it may call the class's or a part's `generate`, not the model's attribute
+                def serve_part(part: Any, request: Request, run: Run, kwargs: Mapping[str, Any]) -> Any:
+                    return way.serve(part, request, run, kwargs) if part in parts else run(None)
+
+                with every_generate(serve_part, way.within):
+                    yield way.done
+                return
+            serve = functools.partial(way.serve, model)
+            ours = OwnGenerate(inner, vars(inner).get("generate"), serve, way.within)
+            inner.__dict__["generate"] = ours
+            try:
                 yield way.done
-            return
-        make = functools.partial(way.cache, model)
-        ours = OwnGenerate(inner, vars(inner).get("generate"), make, way.within)
-        inner.__dict__["generate"] = ours
-        try:
-            yield way.done
-        finally:
-            ours.stop()
-            OwnGenerate.unlink(inner, lambda method: method is ours)
+            finally:
+                ours.stop()
+                OwnGenerate.unlink(inner, lambda method: method is ours)
 
 
 @contextlib.contextmanager
@@ -221,29 +260,29 @@ def offload_all(
     floor: int | str = FLOOR,
     strict: bool = False,
     path: str | Path | None = None,
+    library: ContextLibrary | str | Path | None = None,
     **fields: Any,
 ) -> Iterator[Offloading]:
     """As `offload`, for every model of this process, also one that is loaded later, such as a server's. A model without
     a place for such a cache (an encoder-decoder, PEFT's prefix tuning), or with nothing to offload (Mamba, RWKV, only
     sliding windows), is left alone, after one warning."""
-    way = _Way(_checked(cache, fields, floor, memory, goal), memory, goal, floor, strict, path, fields)
+    cls = _checked(cache, fields, floor, memory, goal)
+    with _way(cls, memory, goal, floor, strict, path, library, fields) as way:
 
-    @contextlib.contextmanager
-    def make(model: Any, request: Request) -> Iterator[OffloadCache | None]:
-        why = nothing_to_offload(model)
-        if why is None:
-            with way.cache(model, request) as request_cache:
-                yield request_cache
-            return
-        way.warn_plain(model, why)
-        yield None
-        way.done._note_plain()
+        def serve(model: Any, request: Request, run: Run, kwargs: Mapping[str, Any]) -> Any:
+            why = nothing_to_offload(model)
+            if why is None:
+                return way.serve(model, request, run, kwargs)
+            way.warn_plain(model, why)
+            result = run(None)
+            way.done._note_plain()
+            return result
 
-    def note(model: Any, why: str) -> None:
-        way.note_unseen(model, f"{why}; offload(model) gives that loop another" if has_own_loop(model) else why)
+        def note(model: Any, why: str) -> None:
+            way.note_unseen(model, f"{why}; offload(model) gives that loop another" if has_own_loop(model) else why)
 
-    with plain_caches(note, way.within), every_generate(make, way.within):
-        yield way.done
+        with plain_caches(note, way.within), every_generate(serve, way.within):
+            yield way.done
 
 
 def _checked(
@@ -259,6 +298,19 @@ def _checked(
     return cls
 
 
+@contextlib.contextmanager
+def _way(
+    cls: type[OffloadCache], memory: int | str | None, goal: str | None, floor: int | str, strict: bool,
+    path: str | Path | None, library: ContextLibrary | str | Path | None, fields: dict[str, Any],
+) -> Iterator[_Way]:
+    reuse = None if library is None else Reuse(library)
+    with contextlib.nullcontext() if reuse is None else contextlib.closing(reuse):
+        if reuse is not None:
+            fields = {**fields, **reuse.library.key_fields}
+            path = reuse.library.folder if path is None else path  # where records can be linked into it
+        yield _Way(cls, memory, goal, floor, strict, path, fields, Offloading(reuse=reuse))
+
+
 @dataclass(frozen=True)
 class _Way:
     """Settings by which requests get their caches."""
@@ -270,28 +322,74 @@ class _Way:
     strict: bool
     path: str | Path | None
     fields: dict[str, Any]
-    done: Offloading = field(default_factory=Offloading)
+    done: Offloading
     within: InRequest = field(default_factory=InRequest)
     warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
 
-    @contextlib.contextmanager
-    def cache(self, model: Any, request: Request) -> Iterator[OffloadCache | None]:
-        """A cache for this request, closed and counted at its end; None if `DynamicCache` is better."""
-        fields = {"candidates": True, **self.fields} if request.candidates else self.fields
-        cache = request_cache(
-            self.cls, model, request.tokens, request.rows,
-            memory=self.memory, goal=self.goal, floor=self.floor, strict=self.strict, path=self.path, **fields,
+    def serve(self, model: Any, request: Request, run: Run, kwargs: Mapping[str, Any]) -> Any:
+        """The result of this request, with a cache unless `DynamicCache` is better."""
+        reuse = self.done.reuse
+        if reuse is None or not reuse.serves(request):
+            return self._with_cache(model, request, self._made(model, request), run)
+        opened = self._opened(model, request, reuse)
+        if opened is None:
+            return self._with_cache(model, request, self._made(model, request, always=True), run, reuse)
+        replay = Replay(model, kwargs)
+        try:
+            return self._with_cache(model, request, opened[0], functools.partial(run, **replay.first), reuse, opened[1])
+        except StoreError as error:
+            if not can_repeat(error):
+                raise
+            reuse.note(f"a request was computed from the start, because its context could not be read: {error}")
+        self.done._note_repeated()
+        again = functools.partial(run, **replay.second())
+        return self._with_cache(model, request, self._made(model, request, always=True), again, reuse)
+
+    def _made(self, model: Any, request: Request, always: bool = False) -> OffloadCache | None:
+        """A new cache for this request; None if `DynamicCache` is better."""
+        return request_cache(
+            self.cls, model, request.tokens, request.rows, memory=self.memory, goal=self.goal, floor=self.floor,
+            strict=self.strict, always=always, path=self.path, **self._fields(request),
         )  # fmt: skip
+
+    def _opened(self, model: Any, request: Request, reuse: Reuse) -> tuple[OffloadCache, int] | None:
+        """A cache that holds the beginning of this request, and the number of its tokens."""
+        limits = [self.memory]
+        if self.memory is not None:
+            full = Geometry.of(model).full_kv_bytes(request.tokens, request.rows)
+            floor = _limit(self.memory, full, request.rows, self.floor)
+            limits += [floor] if floor > parse_memory(self.memory, full) and not self.strict else []
+        return reuse.take(request, model, self.cls, limits, path=self.path, **self._fields(request))
+
+    def _fields(self, request: Request) -> dict[str, Any]:
+        return {"candidates": True, **self.fields} if request.candidates else self.fields
+
+    def _with_cache(
+        self, model: Any, request: Request, cache: OffloadCache | None, run: Run, reuse: Reuse | None = None,
+        reused: int = 0,
+    ) -> Any:  # fmt: skip
+        """The result of `run` with this cache, which is counted, and closed or left to the library."""
         if cache is None:
-            yield None
+            result = run(None)
             self.done._note_plain()
-            return
-        with cache:
-            yield cache
+            return result
+        with contextlib.ExitStack() as closing:
+            closing.enter_context(cache)
+            try:
+                result = run(cache)
+            except Exception as error:
+                if reuse is not None and not isinstance(error, OURS) and cache.held():  # the text up to there is whole
+                    reuse.leave(cache, request)
+                    closing.pop_all()
+                raise
             if not cache.held():
                 self._note_unused(model)
-                return
-            self.done._note(cache.report(), beyond_share(cache, model, self.memory))
+                return result
+            self.done._note(cache.report(), beyond_share(cache, model, self.memory), reused * request.rows)
+            if reuse is not None:
+                reuse.leave(cache, request)
+                closing.pop_all()
+            return result
 
     def note_unseen(self, model: Any, why: str) -> None:
         """Note that `model` begins a generation with its own cache. With `strict`, and a place for a cache of this

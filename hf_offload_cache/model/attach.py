@@ -102,6 +102,9 @@ class PrepareInputs(MethodOnModel):
             self.turn_to_others()
         else:
             first, some = bool(kwargs.get("is_first_iteration")), kwargs.get("next_sequence_length") is not None
+            if first and not some and kwargs.get("inputs_embeds") is None and (held := cache.held()):
+                # with candidates transformers would compute the stored tokens again, and append them
+                kwargs["next_sequence_length"], some = input_ids.shape[1] - held, True
             if first and some:
                 cache.check_prompt(input_ids, kwargs.get("inputs_embeds"))
             cache.prepare_step(first=first or not some)  # transformers 5.17 calls no piece of a prompt first

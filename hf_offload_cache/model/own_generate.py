@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
 
 from ..errors import CacheUnusedError, PromptError
 from .geometry import rows_of_ids
@@ -31,6 +33,10 @@ class Request(NamedTuple):
     that may be dropped."""
     candidates: bool = False
     """It verifies candidates."""
+    ids: torch.Tensor | None = None
+    """The prompt's token ids (B, T), if they identify all of its content; `rows` is a multiple of B."""
+    mask: torch.Tensor | None = None
+    """Its attention mask (B, T), 0 at padding."""
 
 
 USE_CACHE_IS_FALSE = (
@@ -38,8 +44,10 @@ USE_CACHE_IS_FALSE = (
     "past_key_values out to run without a cache"
 )
 
-MakeCache = Callable[[Request], AbstractContextManager[Any]]
-"""A cache for one request, closed on leaving; None: the call stays as it is."""
+Run = Callable[..., Any]
+"""Generates with the cache that it is given, or as the caller asked (None). Keywords replace the caller's arguments."""
+Serve = Callable[[Request, Run, Mapping[str, Any]], Any]
+"""The result of a request: calls the `Run`, once or again. The mapping has the caller's keyword arguments."""
 
 
 class InRequest(threading.local):
@@ -62,11 +70,11 @@ class OwnGenerate(MethodOnModel):
         self,
         model: PreTrainedModel,
         given: Callable[..., Any] | None,
-        make: MakeCache | None,
+        serve: Serve | None,
         within: InRequest | None = None,
     ) -> None:
         super().__init__(model, given)
-        self._make = make
+        self._serve = serve
         """None: all calls are left unchanged."""
         self._within = within or InRequest()
 
@@ -79,10 +87,10 @@ class OwnGenerate(MethodOnModel):
 
     def stop(self) -> None:
         """Leave all calls unchanged, even if another method was put over this one."""
-        self._make = None
+        self._serve = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _through(self._make, self._within, self.model, self.method(), args, kwargs)
+        return _through(self._serve, self._within, self.model, self.method(), args, kwargs)
 
 
 class GivenCache(MethodOnModel):
@@ -100,7 +108,7 @@ class GivenCache(MethodOnModel):
 
 @contextmanager
 def every_generate(
-    make: Callable[[PreTrainedModel, Request], AbstractContextManager[Any]], within: InRequest
+    serve: Callable[[PreTrainedModel, Request, Run, Mapping[str, Any]], Any], within: InRequest
 ) -> Iterator[None]:
     """Like `OwnGenerate`, for all models in this process, except the calls that a `generate` makes itself (an
     assistant's)."""
@@ -111,7 +119,7 @@ def every_generate(
             method = functools.partial(plain, model)
             if within.now:
                 return method(*args, **kwargs)
-            return _through(functools.partial(make, model), within, model, method, args, kwargs)
+            return _through(functools.partial(serve, model), within, model, method, args, kwargs)
 
         return generate
 
@@ -171,7 +179,7 @@ class _Asked:
 
 
 def _through(
-    make: MakeCache | None,
+    serve: Serve | None,
     within: InRequest,
     model: Any,
     method: Callable[..., Any],
@@ -179,22 +187,25 @@ def _through(
     kwargs: dict[str, Any],
 ) -> Any:
     """The result of `method`, with a cache if its caller names none."""
+
+    def run(cache: Attachable | None, **changed: Any) -> Any:
+        if cache is None:
+            return method(*args, **{**kwargs, **changed})
+        result = generate_with(cache, model, method, args, {**kwargs, **changed})
+        if getattr(result, "past_key_values", None) is not None:
+            result.past_key_values = None
+        return result
+
     asked = _Asked(model, args, kwargs)
     named = kwargs.get("past_key_values") is not None or asked.by_caller("cache_implementation") is not None
     before, within.now = within.now, True
     try:
         # an assistant's result continues in its next call
-        if make is None or named or asked.by_caller("use_cache") is False or asked("is_assistant"):
+        if serve is None or named or asked.by_caller("use_cache") is False or asked("is_assistant"):
             return method(*args, **kwargs)
-        with make(_request(model, args, kwargs, asked)) as cache:
-            if cache is None:
-                return method(*args, **kwargs)
-            result = generate_with(cache, model, method, args, kwargs)
+        return serve(_request(model, args, kwargs, asked), run, kwargs)
     finally:
         within.now = before
-    if getattr(result, "past_key_values", None) is not None:
-        result.past_key_values = None
-    return result
 
 
 def _request(
@@ -217,7 +228,35 @@ def _request(
     ahead = max(looked_up, (asked("num_assistant_tokens") or 20) if assisted or looked_up else 0)
     adapter = prompt_adapter(model, model)
     virtual = 0 if adapter is None else adapter.num_virtual_tokens
-    return Request(rows, int(end + ahead + 1 + virtual + _picture_tokens(model, kwargs)), ahead > 0)
+    most = int(end + ahead + 1 + virtual + _picture_tokens(model, kwargs))
+    ids, mask = (None, None) if virtual else _text_of(model, args, kwargs, rows)
+    return Request(rows, most, ahead > 0, ids, mask)
+
+
+def _text_of(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Ids and attention mask of a prompt of nothing but text; else None. Other tensors, such as pictures, embeddings or
+    positions, change keys that have the same ids."""
+    given = [*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")]
+    prompts = [one for one in given if isinstance(one, torch.Tensor)]
+    texts = ("inputs", "input_ids", "attention_mask")
+    others = [one for name, one in kwargs.items() if name not in texts and _has_tensor(one)]
+    mask = kwargs.get("attention_mask")
+    if len(prompts) != 1 or others or prompts[0].ndim != 2 or prompts[0].is_floating_point():
+        return None, None
+    ids = prompts[0]
+    if not ids.numel() or rows % len(ids) or rows_of_ids(model) > 1:
+        return None, None
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
+        return None, None
+    return ids, mask
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(map(_has_tensor, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.Tensor)
 
 
 def _picture_tokens(model: PreTrainedModel, kwargs: dict[str, Any]) -> int:
@@ -227,3 +266,89 @@ def _picture_tokens(model: PreTrainedModel, kwargs: dict[str, Any]) -> int:
         return 0
     counts = (getattr(module, "image_patch_tokens", None) for module in model.modules())
     return max((count for count in counts if isinstance(count, int)), default=0)
+
+
+# ------------------------------------------------------------------------------------------- a request once more
+
+
+class Replay:
+    """A generation that is repeated with another cache if its first one could not be read.
+
+    The second one draws the same random numbers. It begins with the tokens that a streamer already has, and that one
+    gets none twice.
+    """
+
+    def __init__(self, model: Any, kwargs: Mapping[str, Any]) -> None:
+        self._kwargs = kwargs
+        self._device = next(model.parameters()).device
+        self._random = torch.get_rng_state(), _device_random(self._device)
+        self._streamer = None if kwargs.get("streamer") is None else _Streamer(kwargs["streamer"])
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """Arguments that the first generation has instead of the caller's."""
+        return {} if self._streamer is None else {"streamer": self._streamer}
+
+    def second(self) -> dict[str, Any]:
+        """Those of the second one; sets the random numbers back."""
+        torch.set_rng_state(self._random[0])
+        if self._random[1] is not None:
+            getattr(torch, self._device.type).set_rng_state(self._random[1], self._device)
+        if self._streamer is None:
+            return {}
+        given = [*(self._kwargs.get("logits_processor") or ()), self._streamer.begin_again()]
+        return {"streamer": self._streamer, "logits_processor": LogitsProcessorList(given)}
+
+
+def _device_random(device: torch.device) -> torch.Tensor | None:
+    own: Any = getattr(torch, device.type, None)
+    return own.get_rng_state(device) if hasattr(own, "get_rng_state") else None
+
+
+class _Streamer(BaseStreamer):
+    """Passes a generation's prompt and tokens on to a streamer. If the generation is repeated, each token is passed on
+    once."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._prompt: torch.Size | None = None
+        self._passed: list[int] = []
+        self._skipped = 0
+        """How many of `_passed` the present generation does not pass on."""
+
+    def begin_again(self) -> LogitsProcessor:
+        """Pass on only what follows the present tokens. The processor makes a generation begin with them."""
+        self._skipped = len(self._passed)
+        rows, prompt = self._prompt or (1, 0)
+        return _Again(torch.tensor(self._passed[rows * prompt :], device="cpu").reshape(-1, rows), prompt)
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._prompt is None:
+            self._prompt = value.shape
+        known = min(self._skipped, value.numel())
+        self._skipped -= known
+        if known < value.numel():
+            new = value if not known else value.reshape(-1)[known:]
+            self._passed += new.reshape(-1).tolist()
+            self._streamer.put(new)
+
+    def end(self) -> None:
+        self._streamer.end()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._streamer, name)
+
+
+class _Again(LogitsProcessor):
+    """Chooses these tokens (steps, B) after a prompt of `start` tokens; later steps are left as they are."""
+
+    def __init__(self, tokens: torch.Tensor, start: int) -> None:
+        self._tokens = tokens
+        self._start = start
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        step = input_ids.shape[1] - self._start
+        if step >= len(self._tokens):
+            return scores
+        chosen = self._tokens[step].to(scores.device)[:, None]
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)

@@ -477,6 +477,7 @@ class FittedKeys:
             self.close()  # other first tokens may replace the sinks
         if self.keys is not None:
             self.keys.truncate(units * self.form.group_size)
+            self.fitted_at = min(self.fitted_at, units * self.form.group_size)  # another text may follow
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Replace row i by row `rows[i]`."""

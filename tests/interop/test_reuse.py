@@ -1,0 +1,345 @@
+"""`offload(library=...)`: turns and requests begin with what earlier ones left, and say the same as without."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from harness import COMMON, PAD, build, padding, prompt, tiny
+from long_llama import long_model
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from hf_offload_cache import ContextLibrary, DiskSwapCache, offload, offload_all
+from hf_offload_cache.errors import StoreFullError
+from hf_offload_cache.registry import CACHES
+
+NEW, ADDED = 8, 20
+"""Tokens of an answer, and of the question after it."""
+
+
+def model() -> Any:
+    return build(LlamaForCausalLM, LlamaConfig(**COMMON))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No thread and no descriptor."""
+    gc.collect()
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+@contextlib.contextmanager
+def counted(own: Any) -> Iterator[list[int]]:
+    """The tokens of each forward of the model, of all rows."""
+    computed: list[int] = []
+    hook = own.get_input_embeddings().register_forward_hook(lambda _, given, __: computed.append(given[0].numel()))
+    yield computed
+    hook.remove()
+
+
+def generated(own: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    torch.manual_seed(0)
+    options = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids), **options}
+    with torch.no_grad():
+        found: torch.Tensor = own.generate(ids, **options)
+    return found
+
+
+def next_turn(own: Any, ids: torch.Tensor, mask: torch.Tensor, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The prompt after the answer `ids`, with a question, and its mask."""
+    ids = torch.cat([ids, prompt(own, len(ids), ADDED, seed=turn)], 1)
+    return ids, torch.nn.functional.pad(mask, (0, NEW + ADDED), value=1)
+
+
+def talk(own: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, count: int = 3, **options: Any) -> Any:
+    """The answers of a conversation, and the tokens that each turn computes before its first answered one."""
+    mask, answers, tokens = torch.ones_like(ids) if mask is None else mask, [], []
+    for turn in range(count):
+        with counted(own) as computed:
+            answers.append(generated(own, ids, attention_mask=mask, **options))
+        tokens.append(computed[0])
+        ids, mask = next_turn(own, answers[-1], mask, turn)
+    return answers, tokens
+
+
+def flip(folder: Path, offset: int = 100) -> None:
+    """One bit in each file of records of all contexts."""
+    for path in folder.glob("*/*.records"):
+        with open(path, "r+b") as file:
+            file.seek(offset)
+            byte = file.read(1)
+            file.seek(offset)
+            file.write(bytes([byte[0] ^ 4]))
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ turns
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_turn_computes_its_own_tokens_only(name: str, tmp_path: Path) -> None:
+    own, ids = model(), prompt(model(), 1, 120)
+    expected, _ = talk(own, ids)
+    with offload(own, name, exact=True, library=tmp_path) as done:
+        answers, tokens = talk(own, ids)
+    assert equal(answers, expected) and tokens == [120, ADDED + 1, ADDED + 1]
+    assert done.requests == 3 and done.tokens_reused == (119 + NEW) + (119 + 2 * NEW + ADDED)
+    with offload(own, name, exact=True, library=tmp_path):  # as after a restart
+        answers, tokens = talk(own, ids)
+    assert equal(answers, expected) and tokens == [1, 1, 1]
+    assert len(ContextLibrary(tmp_path).entries()) == 1, "the longest has all the others"
+
+
+def test_two_conversations_alternate(tmp_path: Path) -> None:
+    own = model()
+    texts = [prompt(own, 1, 90, seed=1), prompt(own, 1, 100, seed=2)]
+    expected = [talk(own, ids)[0] for ids in texts]
+    masks, answers = [torch.ones_like(ids) for ids in texts], ([], [])  # type: ignore[var-annotated]
+    with offload(own, exact=True, library=tmp_path):
+        for turn in range(3):
+            for row, (ids, mask) in enumerate(zip(texts, masks, strict=True)):
+                with counted(own) as computed:
+                    answers[row].append(generated(own, ids, attention_mask=mask))
+                assert computed[0] == (ids.shape[1] if turn == 0 else ADDED + 1)
+                texts[row], masks[row] = next_turn(own, answers[row][-1], mask, turn)
+    assert all(map(equal, answers, expected))
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "padded rows", "beams", "several answers", "candidates"])
+def test_turns_in_other_modes_say_the_same(kind: str, tmp_path: Path) -> None:
+    own, options, rows, mask = model(), dict[str, Any](), 1, None
+    if kind == "bfloat16":
+        own = copy.deepcopy(own).to(torch.bfloat16)
+    elif kind == "padded rows":
+        rows, mask = 2, padding(2, 80)
+    elif kind == "candidates":
+        options["prompt_lookup_num_tokens"] = 3
+    ids = prompt(own, rows, 80)
+    ids = ids if mask is None else ids.masked_fill(mask == 0, PAD)
+    if kind in ("beams", "several answers"):
+        options = {"num_beams": 3} if kind == "beams" else {"do_sample": True, "num_return_sequences": 3}
+
+        def asked() -> tuple[torch.Tensor, int]:
+            with counted(own) as computed:
+                return generated(own, ids, **options), computed[0]
+
+        expected, _ = asked()
+        with offload(own, exact=True, library=tmp_path):
+            (first, all_rows), (second, few) = asked(), asked()
+        assert torch.equal(first, expected) and torch.equal(second, expected)
+        assert (all_rows, few) == (3 * 80, 3), "the prompt's last token in each row"
+        return
+    expected, _ = talk(own, ids, mask, **options)
+    with offload(own, exact=True, library=tmp_path) as done:
+        answers, tokens = talk(own, ids, mask, **options)
+    assert equal(answers, expected) and tokens[0] == rows * 80 and max(tokens[1:]) <= rows * (ADDED + 4)
+    assert done.tokens_reused > 0 and not done.reuse.trouble
+
+
+def test_a_model_with_windows_continues_complete_contexts(tmp_path: Path) -> None:
+    own, ids = tiny("gemma3"), prompt(tiny("gemma3"), 1, 60)
+    expected, _ = talk(own, ids)
+    with offload(own, exact=True, library=tmp_path):
+        answers, tokens = talk(own, ids)
+        assert equal(answers, expected) and tokens == [60, ADDED + 1, ADDED + 1]
+        changed = ids.clone()
+        changed[0, 30] += 1
+        assert talk(own, changed, count=1)[1] == [60], "its window is at the end of another text"
+
+
+def test_a_prompt_that_parts_from_an_earlier_one(tmp_path: Path) -> None:
+    """As a template that rewrites the last turn: the common beginning is kept, and no more."""
+    own, ids = model(), prompt(model(), 1, 120)
+    other = torch.cat([ids[:, :70], prompt(own, 1, 60, seed=3)], 1)
+    expected = generated(own, other)
+    with offload(own, exact=True, library=tmp_path), counted(own) as computed:
+        generated(own, ids)
+        computed.clear()
+        assert torch.equal(generated(own, other), expected) and computed[0] == 60
+    assert len(ContextLibrary(tmp_path).entries()) == 2
+
+
+def test_another_document_after_a_common_beginning_is_fitted_anew(tmp_path: Path) -> None:
+    """Directions and maps of compact keys are those of the text, not of the one that was stored first."""
+    own, ids = long_model(), prompt(long_model(), 1, 1400)
+    other = torch.cat([ids[:, :20], prompt(own, 1, 1380, seed=3)], 1)
+
+    def directions(fields: dict[str, Any]) -> torch.Tensor:
+        found = []
+        with offload(own, num_selected=64, **fields) as done:
+            if "library" in fields:
+                generated(own, ids)
+            plain = own.forward
+
+            def forward(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+                result = plain(*args, past_key_values=past_key_values, **kwargs)
+                found.append(past_key_values.selective[0].predictor.fitted.fitted_at)
+                return result
+
+            own.forward = forward
+            try:
+                generated(own, other)
+            finally:
+                del own.forward
+            assert done.tokens_reused == (20 if "library" in fields else 0)
+        return torch.tensor(found)
+
+    assert directions({"library": tmp_path / "library"})[-1] == directions({"path": tmp_path})[-1] > 1300
+
+
+# ------------------------------------------------------------------------------------------------ damage
+
+
+class Heard(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.reshape(-1).tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+@pytest.mark.parametrize("when", ["before", "between steps"])
+def test_a_damaged_context_costs_a_prefill(when: str, tmp_path: Path) -> None:
+    """A sampled and streamed answer is the same, and each token of it is streamed once."""
+    own, ids, options = model(), prompt(model(), 1, 200), {"do_sample": True}
+    longer = torch.cat([ids, prompt(own, 1, ADDED, seed=5)], 1)
+    heard, expected = Heard(), generated(own, longer, **options)
+    with offload(own, exact=True, engine="mapped", library=tmp_path) as done:
+        generated(own, ids)
+        done.reuse.settle()
+
+        def at_step(sequences: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if sequences.shape[1] == longer.shape[1] + 3:
+                flip(tmp_path)
+            return scores
+
+        options |= {"logits_processor": [at_step]} if when == "between steps" else {}
+        if when == "before":
+            flip(tmp_path)
+        with pytest.warns(UserWarning, match="computed from the start"):
+            assert torch.equal(generated(own, longer, streamer=heard, **options), expected)
+        assert heard.tokens == [*expected[0].tolist(), -1]
+        assert done.requests == 2 and done.requests_repeated == 1
+        done.reuse.settle()
+        assert done.tokens_reused == 0
+        with counted(own) as computed:
+            assert torch.equal(generated(own, longer, **{**options, "logits_processor": None}), expected)
+        assert computed[0] == 1, "it was stored again"
+
+
+def test_a_manifest_that_cannot_be_read_costs_a_prefill(tmp_path: Path) -> None:
+    own, ids = model(), prompt(model(), 1, 80)
+    expected = generated(own, ids)
+    with offload(own, exact=True, library=tmp_path) as done:
+        generated(own, ids)
+        done.reuse.settle()
+        (manifest,) = tmp_path.glob("*/manifest.json")
+        manifest.write_bytes(b"{}")
+        with pytest.warns(UserWarning, match="passed over"):
+            assert torch.equal(generated(own, ids), expected)
+    assert done.requests == 2 and done.tokens_reused == 0
+
+
+def test_a_full_disk_loses_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, ids = model(), prompt(model(), 1, 80)
+    expected = generated(own, ids)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise StoreFullError(28, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskSwapCache, "save", full)
+        warned = pytest.warns(UserWarning, match="was not kept.*no room")
+        with offload(own, exact=True, library=tmp_path) as done, warned:
+            assert torch.equal(generated(own, ids), expected)
+            done.reuse.settle()
+    assert done.requests == 1 and "no room" in done.reuse.trouble[0] and not ContextLibrary(tmp_path).entries()
+
+
+# ------------------------------------------------------------------------------------------------ who gets what
+
+
+def test_what_may_not_be_shared(tmp_path: Path) -> None:
+    """Private requests, embeddings, another adapter, and another key."""
+    own, ids = model(), prompt(model(), 1, 80)
+    with offload(own, exact=True, library=tmp_path) as done:
+        with done.private():
+            generated(own, ids)
+        embedded = own.get_input_embeddings()(ids)
+        own.generate(inputs_embeds=embedded, max_new_tokens=NEW, do_sample=False)
+        done.reuse.settle()
+        assert not done.reuse.library.entries()
+        generated(own, ids)
+        with done.private(), counted(own) as computed:
+            generated(own, ids)
+        assert computed[0] == 80 and done.tokens_reused == 0
+    adapted = peft.get_peft_model(copy.deepcopy(own), peft.LoraConfig(r=4, init_lora_weights=False))
+    with offload(adapted, exact=True, library=tmp_path), counted(adapted) as computed:
+        first = generated(adapted, ids)
+        with adapted.disable_adapter():
+            assert torch.equal(generated(adapted, ids), generated(own, ids))
+        computed.clear()
+        assert torch.equal(generated(adapted, ids), first) and computed[0] == 1
+    locked = ContextLibrary(tmp_path, key=lambda: bytes(32))
+    with offload(own, exact=True, library=locked), counted(own) as computed:
+        generated(own, ids)
+        generated(own, ids)
+    assert (computed[0], computed[NEW]) == (80, 1) and sum(entry.encrypted for entry in locked.entries()) == 1
+
+
+def test_an_answer_that_is_interrupted_leaves_its_prompt(tmp_path: Path) -> None:
+    own, ids = model(), prompt(model(), 1, 80)
+
+    def fail(sequences: torch.Tensor, scores: torch.Tensor) -> bool:
+        if sequences.shape[1] == 83:
+            raise KeyError("gone")
+        return False
+
+    with offload(own, exact=True, library=tmp_path), counted(own) as computed:
+        with pytest.raises(KeyError, match="gone"):
+            generated(own, ids, stopping_criteria=[fail])
+        computed.clear()
+        assert torch.equal(generated(own, ids), generated(model(), ids)) and computed[0] == 1
+
+
+def test_short_requests_and_every_model(tmp_path: Path) -> None:
+    """Requests whose full KV is below the floor are stored, too."""
+    own, ids = model(), prompt(model(), 1, 30)
+    with offload_all(memory="1/13", exact=True, library=tmp_path) as done:
+        _, tokens = talk(own, ids)
+    assert tokens == [30, ADDED + 1, ADDED + 1] and (done.requests, done.requests_left_plain) == (3, 0)
+
+
+def test_a_days_bytes_are_counted_and_limited(tmp_path: Path) -> None:
+    own, ids = model(), prompt(model(), 1, 200)
+    library = ContextLibrary(tmp_path, max_bytes_a_day="1GB")
+    assert library.bytes_written_today() == 0
+    with offload(own, exact=True, library=library) as done:
+        generated(own, ids)
+        done.reuse.settle()
+        written = library.bytes_written_today()
+        assert sum(entry.bytes for entry in library.entries()) * 0.8 < written < 10 * 2**20
+        library.max_bytes_a_day = written + 1
+        with pytest.warns(UserWarning, match="max_bytes_a_day is .* were written today"):
+            generated(own, prompt(own, 1, 200, seed=9))
+            done.reuse.settle()
+        assert len(library.entries()) == 1 and ContextLibrary(tmp_path).bytes_written_today() == written
