@@ -47,6 +47,7 @@ def add(verbs: Any) -> None:
         help="folder of stored contexts: a request begins with the longest prefix that an earlier one has left there")
     add("--library-bytes", metavar="SIZE",
         help="most disk space of the library; the least recently used contexts are removed first (default: 200GB)")
+    add("--library-memory", metavar="SIZE", help="memory for contexts of the library that stay open (default: none)")
     add("--key", metavar="FILE", type=Path, help="encryption key of the library: 32 bytes or 64 hex digits")
     add("-m", dest="module", action="store_true", help="PROGRAM is a module")
     add("program", metavar="PROGRAM")
@@ -73,8 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
         if module:
             _check_module(place)
         limits = {"memory": arguments.memory, "goal": arguments.goal, "floor": arguments.floor or FLOOR}
-        where = {"path": arguments.path, "library": _library(arguments)}
-        done = stack.enter_context(offload_all(name, strict=arguments.strict, **where, **limits, **fields))
+        library = {"library": _library(arguments), "library_memory": arguments.library_memory or 0}
+        where = {"path": arguments.path, "strict": arguments.strict, **library}
+        done = stack.enter_context(offload_all(name, **where, **limits, **fields))
         stack.callback(_say, done)
         if arguments.own_process:
             atexit.register(stack.pop_all().close)  # called after the handlers that the program registers
@@ -84,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _library(arguments: argparse.Namespace) -> ContextLibrary | None:
     """The library of `--library`. Raises `ConfigError`, `ContextError`, `EncryptionKeyError`."""
     if arguments.library is None:
-        for name in ("library_bytes", "key"):
+        for name in ("library_bytes", "library_memory", "key"):
             if getattr(arguments, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')} is for a library: give --library DIR too")
         return None

@@ -102,11 +102,20 @@ def opened_config(
         )
     if exact:
         saved = {name: value for name, value in saved.items() if name not in config_class.not_with_exact}
+    return planned_config(cls, saved, (manifest.tokens, manifest.batch), model, memory, path, fields)
+
+
+def planned_config(
+    cls: type[Any], saved: dict[str, Any], size: tuple[int, int], model: Any, memory: int | str | None,
+    path: str | Path | None, fields: dict[str, Any],
+) -> tuple[OffloadConfig, list[str]]:  # fmt: skip
+    """As `opened_config`, for the `saved` fields of a context of `size`, tokens a sequence and sequences."""
+    config_class: type[OffloadConfig] = cls.config_class
     if memory is None:
         return config_class.load(None, {**saved, **fields}), []
     geometry = Geometry.of(model)
-    context = fields.get("max_context") or manifest.tokens + _SPARE_TOKENS
-    batch = fields.get("max_batch") or manifest.batch
+    context = fields.get("max_context") or size[0] + _SPARE_TOKENS
+    batch = fields.get("max_batch") or size[1]
     engine = cls.choose_store(geometry, (None, context, batch), {**saved, **fields}, path)["engine"]
     fields = {**fields, "engine": engine}
     limit = parse_memory(memory, geometry.full_kv_bytes(context, batch))

@@ -352,7 +352,7 @@ class ContextLibrary:
                 with closed_on_error(cache):
                     if cache.tokens != match.tokens:
                         raise ContextError("it was replaced by something else")
-                    cache.storage.on_damage(functools.partial(self._found_damaged, match.path, match.digest))
+                    self.watch(cache, match)
                     if match.matched < match.tokens:
                         cache.crop(match.matched - match.tokens)
             except ContextMismatchError:
@@ -407,6 +407,10 @@ class ContextLibrary:
                 match = Match(known.path, known.tokens, matched, known.digest)
                 matches.append((matched, known.last_used_ns, known.path.name, match, made_by))
         return [ranked[3:] for ranked in sorted(matches, key=lambda ranked: ranked[:3], reverse=True)]
+
+    def watch(self, cache: Any, match: Match) -> None:
+        """Mark the context of `match` for all processes if `cache`, which reads it, finds damage."""
+        cache.storage.on_damage(functools.partial(self._found_damaged, match.path, match.digest))
 
     def _found_damaged(self, path: Path, digest: str, why: str) -> None:
         """Keep all processes from opening the context at `path`, if it still has that digest. For any thread; raises

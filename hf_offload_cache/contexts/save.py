@@ -24,7 +24,7 @@ from ..model.fingerprint import full_fingerprint
 from ..stores.base import FreezableStore
 from ..stores.encryption import encrypt, key_check
 from ..stores.engines import share_store
-from .configuration import fields_in_states, saved_fields
+from .configuration import fields_in_states, planned_config, saved_fields
 from .folder import MANIFEST_NAME, write_file
 from .manifest import LayerEntry, Manifest, RecordsFile, StateFile, records_name
 from .open import capture_kept, closed_on_error, restore_kept
@@ -32,13 +32,18 @@ from .publish import publish
 from .state import StoredLayer, pack, tensor_bytes
 
 
-def fork(cache: Any) -> Any:
-    """See `OffloadCache.fork`."""
+def fork(cache: Any, memory: int | str | None = None, **limits: Any) -> Any:
+    """See `OffloadCache.fork`. `limits`: `max_context` and `max_batch` of the twin, with `memory` a budget for them, as
+    in `open`; without either it has the cache's own."""
     cache.freeze()
     storage, key = cache.storage, cache.storage.key
     same_key = None if key is None else (lambda: key)  # the user's function might return another one by now
     changes: dict[str, Any] = {"engine": storage.engine, "trace": None, "encryption_key": same_key}
     config = dataclasses.replace(cache.config, **changes, **fields_in_states(cache.config_class))
+    if limits:
+        size, changes = (cache.tokens, cache.sequences), {**changes, **limits}
+        saved = saved_fields(cache.config)
+        config, _ = planned_config(type(cache), saved, size, cache.model, memory, storage.directory, changes)
     twin = type(cache)(cache.given_model, path=storage.directory, config=config)
     with closed_on_error(twin):
         for layer_idx, (layer, other) in enumerate(zip(cache.layers, twin.layers, strict=True)):

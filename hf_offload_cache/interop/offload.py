@@ -188,6 +188,7 @@ def offload(
     strict: bool = False,
     path: str | Path | None = None,
     library: ContextLibrary | str | Path | None = None,
+    library_memory: int | str = 0,
     **fields: Any,
 ) -> Iterator[Offloading]:
     """Within the `with`, `model.generate(...)` uses such a cache unless its caller names one. This includes pipelines,
@@ -213,6 +214,8 @@ def offload(
             result has been returned. The end of the `with` waits for that. Prompts with other content than token ids
             (pictures, embeddings) do not use it. A request that meets a damaged context is computed from the start.
             With a library short requests, too, have an offloading cache.
+        library_memory: maximum memory, bytes or a size, of the latest contexts, which stay open after they were saved,
+            so that a request begins with one of them sooner. It is not part of a request's `memory`.
         fields: fields of the cache's configuration.
 
     Yields a record of the requests. Raises `ConfigError` for an invalid name, field, memory or goal, and
@@ -226,7 +229,7 @@ def offload(
         raise UnsupportedModelError(why)
     parts = weakref.WeakSet(module for module in inner.modules() if is_model(module))
 
-    with _way(cls, memory, goal, floor, strict, path, library, fields) as way:
+    with _way(cls, memory, goal, floor, strict, path, library, library_memory, fields) as way:
 
         def note(part: Any, why: str) -> None:
             if part in parts:
@@ -261,13 +264,14 @@ def offload_all(
     strict: bool = False,
     path: str | Path | None = None,
     library: ContextLibrary | str | Path | None = None,
+    library_memory: int | str = 0,
     **fields: Any,
 ) -> Iterator[Offloading]:
     """As `offload`, for every model of this process, also one that is loaded later, such as a server's. A model without
     a place for such a cache (an encoder-decoder, PEFT's prefix tuning), or with nothing to offload (Mamba, RWKV, only
     sliding windows), is left alone, after one warning."""
     cls = _checked(cache, fields, floor, memory, goal)
-    with _way(cls, memory, goal, floor, strict, path, library, fields) as way:
+    with _way(cls, memory, goal, floor, strict, path, library, library_memory, fields) as way:
 
         def serve(model: Any, request: Request, run: Run, kwargs: Mapping[str, Any]) -> Any:
             why = nothing_to_offload(model)
@@ -301,9 +305,10 @@ def _checked(
 @contextlib.contextmanager
 def _way(
     cls: type[OffloadCache], memory: int | str | None, goal: str | None, floor: int | str, strict: bool,
-    path: str | Path | None, library: ContextLibrary | str | Path | None, fields: dict[str, Any],
-) -> Iterator[_Way]:
-    reuse = None if library is None else Reuse(library)
+    path: str | Path | None, library: ContextLibrary | str | Path | None, library_memory: int | str,
+    fields: dict[str, Any],
+) -> Iterator[_Way]:  # fmt: skip
+    reuse = None if library is None else Reuse(library, library_memory)
     with contextlib.nullcontext() if reuse is None else contextlib.closing(reuse):
         if reuse is not None:
             fields = {**fields, **reuse.library.key_fields}

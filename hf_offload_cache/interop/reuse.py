@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from ..config import parse_size
 from ..contexts.library import ContextLibrary
 from ..contexts.open import closed_on_error
+from ..contexts.save import fork
 from ..core.cache import OffloadCache
 from ..errors import BudgetError, ContextError, StoreError, StoreFullError
 from ..model.fingerprint import full_fingerprint
@@ -28,15 +30,22 @@ class Reuse:
 
     Args:
         library: a `ContextLibrary`, or the folder of one.
+        memory: maximum memory of the contexts that stay open after they were saved, the latest ones, for requests that
+            begin with them.
     """
 
-    def __init__(self, library: ContextLibrary | str | Path) -> None:
+    def __init__(self, library: ContextLibrary | str | Path, memory: int | str = 0) -> None:
         self.library = library if isinstance(library, ContextLibrary) else ContextLibrary(library)
         self.trouble: list[str] = []
         """Why contexts were not used or not kept, a sentence each, each once."""
         self._private = threading.local()
         self._saver = ThreadPoolExecutor(1, "hf-offload-cache-contexts")
         self._saving: set[Future[None]] = set()
+        self._memory = parse_size(memory, "library_memory")
+        self._open: dict[Path, OffloadCache] = {}
+        """Saved caches by the path of their contexts, the least recently used one first."""
+        self._lock = threading.Lock()
+        """For `_open`, and while one of them is forked."""
 
     def serves(self, request: Request) -> bool:
         """Whether the request's ids identify its content, and it may use the library."""
@@ -65,7 +74,8 @@ class Reuse:
         assert ids is not None
         for memory in limits:
             try:
-                found = self.library.open(
+                found = self._forked(request, model, cls, memory, fields)
+                found = found or self.library.open(
                     ids, model, cls, attention_mask=request.mask, least=LEAST, memory=memory,
                     max_context=request.tokens, max_batch=request.rows, **fields,
                 )  # fmt: skip
@@ -81,32 +91,73 @@ class Reuse:
         self.note(why)
         return None
 
+    def _forked(
+        self, request: Request, model: Any, cls: type[OffloadCache], memory: int | str | None, fields: dict[str, Any]
+    ) -> tuple[OffloadCache, int] | None:
+        """A fork of the open cache of the context that the library would open; None: that one is not open here."""
+        if not self._open or request.ids is None:
+            return None
+        match = self.library.find(request.ids, model, cls, attention_mask=request.mask, least=LEAST)
+        with self._lock:
+            cache = None if match is None else self._open.get(match.path)
+            if cache is None or match is None or not _is_on(cache, model):
+                return None
+            self._open[match.path] = self._open.pop(match.path)  # used last
+            limits = {"max_context": request.tokens, "max_batch": request.rows}
+            twin = fork(cache, memory, **limits, **{name: fields[name] for name in ("candidates",) if name in fields})
+        with closed_on_error(twin):
+            self.library.watch(twin, match)
+            twin.crop(match.matched - match.tokens)
+        return twin, match.matched
+
     def leave(self, cache: OffloadCache, request: Request) -> None:
         """Save the content of `cache` and close it, in another thread. Raises nothing."""
         if cache.adapters != {"adapters": "none"}:
             cache.identity = full_fingerprint(cache.given_model)  # the next request may switch them
-        saved = self._saver.submit(self._save, cache, request)
+        saved = self._saver.submit(self._save, cache, request, cache.given_model)
         self._saving.add(saved)
         saved.add_done_callback(self._saving.discard)
 
-    def _save(self, cache: OffloadCache, request: Request) -> None:
+    def _save(self, cache: OffloadCache, request: Request, model: Any) -> None:
+        """`model` is kept alive until then: the cache does not do that."""
         try:
-            with cache:
+            with contextlib.ExitStack() as closing:
+                closing.enter_context(cache)
                 assert request.ids is not None
                 each = cache.sequences // max(1, len(request.ids))
                 if each > 1:  # beams, and several answers to a prompt, share its tokens
                     cache.crop(min(0, request.ids.shape[1] - cache.tokens))
                     cache.batch_select_indices(torch.arange(0, cache.sequences, each, device="cpu"))
                 if cache.tokens >= LEAST:
-                    self.library.save(cache, instead=True)
+                    path = self.library.save(cache, instead=True)
+                    if self._memory:
+                        closing.pop_all()
+                        self._keep_open(path, cache)
         except (OSError, ValueError, RuntimeError) as error:  # what `save` raises
             self.note(f"a context was not kept: {error}")
+
+    def _keep_open(self, path: Path, cache: OffloadCache) -> None:
+        """Keep a saved cache open, and close the least recently used ones that exceed the memory."""
+        with self._lock:
+            before = self._open.pop(path, None)
+            self._open[path] = cache
+            leaving = [] if before is None else [before]
+            while self._open and sum(one.memory_bytes for one in self._open.values()) > self._memory:
+                leaving.append(self._open.pop(next(iter(self._open))))
+        for one in leaving:
+            one.close()
 
     def note(self, why: str) -> None:
         """Warn, once, and keep it in `trouble`."""
         if why not in self.trouble:
             self.trouble.append(why)
             warnings.warn(why, UserWarning, stacklevel=3)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory in use by contexts that are kept open, in bytes."""
+        with self._lock:
+            return sum(cache.memory_bytes for cache in self._open.values())
 
     def settle(self) -> None:
         """Wait for contexts that are being saved."""
@@ -115,6 +166,16 @@ class Reuse:
 
     def close(self) -> None:
         self._saver.shutdown()
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def _is_on(cache: OffloadCache, model: Any) -> bool:
+    """Whether the cache was made for this very model."""
+    try:
+        return cache.given_model is model
+    except RuntimeError:  # it is gone
+        return False
 
 
 def can_repeat(error: BaseException) -> bool:

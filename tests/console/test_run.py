@@ -50,6 +50,24 @@ def program(tmp_path: Path) -> Path:
     return file
 
 
+def test_requests_of_a_program_use_a_library(
+    program: Path, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    folder = str(tmp_path / "library")
+    own = ["run", "--set", "exact=true", "--library", folder, "--key", str(key), "--library-bytes"]
+    for reused in (0, 39):
+        assert cli.main([*own, "1GB", str(program), str(tiny), "0"]) == 0
+        out, err = capsys.readouterr()
+        assert out == f"answer {answer_of(tiny)}\n"
+        assert f"1 requests were offloaded, {reused} tokens of their prompts came from the library\n" in err
+    assert cli.main(["run", "--library-bytes", "1GB", str(program), str(tiny), "0"]) == 2
+    assert "--library-bytes is for a library: give --library DIR too" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="a context was not kept: max_bytes is 1 and"):
+        assert cli.main([*own, "1", str(program), str(tiny), "0"]) == 0
+
+
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_file_runs_with_its_arguments_and_its_models_are_offloaded(
     code: int, program: Path, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

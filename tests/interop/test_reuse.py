@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_offload_cache import ContextLibrary, DiskSwapCache, offload, offload_all
 from hf_offload_cache.errors import StoreFullError
-from hf_offload_cache.registry import CACHES
+from hf_offload_cache.registry import CACHES, cache_class
 
 NEW, ADDED = 8, 20
 """Tokens of an answer, and of the question after it."""
@@ -201,6 +201,25 @@ def test_another_document_after_a_common_beginning_is_fitted_anew(tmp_path: Path
         return torch.tensor(found)
 
     assert directions({"library": tmp_path / "library"})[-1] == directions({"path": tmp_path})[-1] > 1300
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_contexts_that_stay_open_are_forked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, ids = model(), prompt(model(), 1, 120)
+    expected, _ = talk(own, ids)
+    with offload(own, name, exact=True, library=tmp_path, library_memory="64MiB") as done:
+        answers, tokens = talk(own, ids)
+        assert equal(answers, expected) and tokens == [120, ADDED + 1, ADDED + 1]
+        done.reuse.settle()
+        assert 0 < done.reuse.memory_bytes < 64 * 2**20
+        with monkeypatch.context() as patch:
+            patch.setattr(cache_class(name), "open", None)
+            again, tokens = talk(own, ids, count=1)
+        assert equal(again, expected[:1]) and tokens == [1], "a part of the longest, which is open"
+    with offload(own, name, exact=True, library=tmp_path / "other", library_memory=1) as done:
+        talk(own, ids, count=1)
+        done.reuse.settle()
+        assert done.reuse.memory_bytes == 0
 
 
 # ------------------------------------------------------------------------------------------------ damage
