@@ -332,6 +332,7 @@ class ContextLibrary:
         attention_mask: torch.Tensor | None = None,
         least: int = 1,
         expect: Collection[str] | None = None,
+        alike: bool = False,
         **fields: Any,
     ) -> tuple[Any, int] | None:
         """Open the context that `find` finds. Returns a cache with the matching tokens and their number; None without a
@@ -340,12 +341,13 @@ class ContextLibrary:
         The cache has the class that saved the context, or `cls` (whose name is the same).
         `model.generate(input_ids, past_key_values=cache)` continues from there. The context counts as used now.
         `fields` are those of `OffloadCache.open`, including `memory` and `path`; contexts whose stored format has other
-        values are not considered. Raises the errors of `OffloadCache.open` for `fields`. A damaged context is skipped,
-        and the next best is opened. If a later step reads damage, it raises `CorruptRecordError`; call this again to
-        get the next best context.
+        values are not considered. `alike`: only contexts of caches that were exact, or were not, as `fields` say:
+        tokens that sparse steps generated are not those of an exact cache. Raises the errors of `OffloadCache.open` for
+        `fields`. A damaged context is skipped, and the next best is opened. If a later step reads damage, it raises
+        `CorruptRecordError`; call this again to get the next best context.
         """
         fields = {**self.key_fields, **fields}
-        for match, made_by in self._matches(input_ids, model, cls, attention_mask, least, fields, expect):
+        for match, made_by in self._matches(input_ids, model, cls, attention_mask, least, fields, expect, alike):
             same = {} if expect is None else {"expect": match.digest}
             try:
                 cache = made_by.open(match.path, model, **same, **fields)
@@ -377,6 +379,7 @@ class ContextLibrary:
         least: int,
         fields: dict[str, Any],
         expect: Collection[str] | None,
+        alike: bool = False,
     ) -> list[tuple[Match, type[Any]]]:
         """Matches, the best first, each with the class that opens it."""
         inner = inner_model(model)
@@ -398,6 +401,8 @@ class ContextLibrary:
                 continue  # its keys may differ from this prompt's
             form, croppable = form_fields(made_by.config_class, known.config), may_crop(inner)
             if not _fits(form, fields) or (known.tokens > limit and not croppable):
+                continue
+            if alike and bool(form.get("exact")) is not bool(fields.get("exact")):
                 continue
             ids = self._index.ids(known, form)
             if ids is None:
@@ -466,7 +471,7 @@ class ContextLibrary:
             self._day.add(new)
         touch(path)
         if instead and cache.is_croppable:
-            self._remove_beginnings(path, type(cache), ids)
+            self._remove_beginnings(path, type(cache), form, ids)
         saved = look(path)
         if saved is not None and saved.bytes > self.max_bytes:
             remove(path)
@@ -474,15 +479,18 @@ class ContextLibrary:
         self._make_room(self.max_bytes)
         return path
 
-    def _remove_beginnings(self, path: Path, cls: type[Any], ids: np.ndarray) -> None:
-        """Remove the contexts whose tokens are a proper beginning of `ids`, those of the context at `path`."""
+    def _remove_beginnings(self, path: Path, cls: type[Any], form: dict[str, Any], ids: np.ndarray) -> None:
+        """Remove the contexts of this `form` whose tokens are a proper beginning of `ids`, those of the context at
+        `path`."""
         listed = self._index()
         model = next((known.model for known in listed if known.path == path), None)
         for known in listed:
             ours = (known.cache, known.model, known.batch) == (cls.__name__, model, len(ids))
             if not ours or known.tokens >= ids.shape[1] or known.key_check != self._key_check:
                 continue
-            held = self._index.ids(known, form_fields(cls.config_class, known.config))
+            if form_fields(cls.config_class, known.config) != form:
+                continue
+            held = self._index.ids(known, form)
             if held is not None and common_prefix(held, ids) == known.tokens:
                 with contextlib.suppress(ContextError):  # removed since
                     remove(known.path)

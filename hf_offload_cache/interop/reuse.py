@@ -40,12 +40,12 @@ class Reuse:
         """Why contexts were not used or not kept, a sentence each, each once."""
         self._private = threading.local()
         self._saver = ThreadPoolExecutor(1, "hf-offload-cache-contexts")
-        self._saving: set[Future[None]] = set()
+        self._saving: list[Future[None]] = []
         self._memory = parse_size(memory, "library_memory")
         self._open: dict[Path, OffloadCache] = {}
         """Saved caches by the path of their contexts, the least recently used one first."""
         self._lock = threading.Lock()
-        """For `_open`, and while one of them is forked."""
+        """For `_saving` and `_open`, and while an open one is forked."""
 
     def serves(self, request: Request) -> bool:
         """Whether the request's ids identify its content, and it may use the library."""
@@ -76,7 +76,7 @@ class Reuse:
             try:
                 found = self._forked(request, model, cls, memory, fields)
                 found = found or self.library.open(
-                    ids, model, cls, attention_mask=request.mask, least=LEAST, memory=memory,
+                    ids, model, cls, attention_mask=request.mask, least=LEAST, alike=True, memory=memory,
                     max_context=request.tokens, max_batch=request.rows, **fields,
                 )  # fmt: skip
                 if found is None or len(ids) == request.rows:
@@ -115,8 +115,8 @@ class Reuse:
         if cache.adapters != {"adapters": "none"}:
             cache.identity = full_fingerprint(cache.given_model)  # the next request may switch them
         saved = self._saver.submit(self._save, cache, request, cache.given_model)
-        self._saving.add(saved)
-        saved.add_done_callback(self._saving.discard)
+        with self._lock:
+            self._saving = [one for one in self._saving if not one.done()] + [saved]
 
     def _save(self, cache: OffloadCache, request: Request, model: Any) -> None:
         """`model` is kept alive until then: the cache does not do that."""
@@ -161,7 +161,7 @@ class Reuse:
 
     def settle(self) -> None:
         """Wait for contexts that are being saved."""
-        for saved in tuple(self._saving):
+        for saved in self._saving:  # replaced, never changed
             saved.exception()
 
     def close(self) -> None:

@@ -325,6 +325,19 @@ def test_what_may_not_be_shared(tmp_path: Path) -> None:
     assert (computed[0], computed[NEW]) == (80, 1) and sum(entry.encrypted for entry in locked.entries()) == 1
 
 
+def test_what_sparse_steps_generated_is_not_exact(tmp_path: Path) -> None:
+    own, ids = long_model(), prompt(long_model(), 1, 700)
+    with offload(own, num_selected=40, library=tmp_path):
+        sparse = generated(own, ids)
+    longer = next_turn(own, sparse, torch.ones_like(ids), 0)[0]
+    expected = generated(own, longer)
+    with offload(own, exact=True, library=tmp_path) as done:
+        assert torch.equal(generated(own, longer), expected) and done.tokens_reused == 0
+    with offload(own, num_selected=40, library=tmp_path) as done:
+        generated(own, longer)
+        assert done.tokens_reused == 699 + NEW
+
+
 def test_an_answer_that_is_interrupted_leaves_its_prompt(tmp_path: Path) -> None:
     own, ids = model(), prompt(model(), 1, 80)
 
