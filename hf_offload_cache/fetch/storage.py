@@ -15,7 +15,7 @@ import torch
 
 from ..config import OffloadConfig, parse_size
 from ..errors import StalledError
-from ..memory.account import MemoryAccount, host_side
+from ..memory.account import MemoryAccount, host_side, staged
 from ..memory.dry_run import DryRun
 from ..memory.plan import LayerPlan
 from ..report.counters import Counters
@@ -183,6 +183,15 @@ class Storage:
             self._copies.add(store)
         return self._outgoing[records.device].copied(records, not store.in_memory, into)
 
+    def write_out(self, records: torch.Tensor, store: Store, ids: np.ndarray) -> None:
+        """Write the `records` (n, record_bytes) of a device to `store` as `ids` (n,), ascending: adjacent ones in the
+        store's own memory where that is possible. As `Prefetcher.write`, but never blocks there."""
+        self.prefetcher.check_written(store, ids[:0])  # before a copy replaces what is stored
+        pinned = store.pinned_runs(ids) if store.in_memory and store not in self._copies else None
+        each = [len(ids)] if pinned is None else [len(run) for run in pinned]
+        for part, there in zip(np.split(ids, np.cumsum(each)[:-1]), records.split(each), strict=True):
+            self.prefetcher.write(store, part, *self.copied_out(there, store, part))
+
     def catch_up(self, store: Store, device: torch.device) -> None:
         """Let work that the current stream of a CUDA device gets from now on read, in host memory, what was written to
         `store`. Blocks only for what the writer copies there."""
@@ -201,6 +210,21 @@ class Storage:
         return self._streams[device]
 
     # --- reading -----------------------------------------------------------------------------------------------
+
+    def read_to(self, store: Store, ids: np.ndarray, device: torch.device) -> torch.Tensor:
+        """Records `ids` of `store`, uint8 (n, record_bytes), new, on a CUDA device, which nothing waits for. Each is
+        checked, as within `audited`. They are booked as "stream buffers" while the host reads them."""
+        nbytes, owners = len(ids) * store.record_bytes, staged("stream buffers", device.type)
+        self.account.hold_all(owners, nbytes)
+        try:
+            host = aligned_empty(len(ids), store.record_bytes, pinned=True)
+            self.wait_for(self.prefetcher.read(store, ids, host))
+            if isinstance(store, FreezableStore):
+                store.verify(ids, host)
+            return host.to(device, non_blocking=True)
+        finally:
+            for owner in owners:
+                self.account.release(owner, nbytes)
 
     def wait_for(self, ticket: Ticket, layer_idx: int | None = None) -> None:
         """Wait for a read; counted as stalled, on the timeline as "wait". Raises as `Ticket.wait` does."""

@@ -56,6 +56,7 @@ def device() -> Iterator[Any]:
 def made(engine: str, tmp_path: Any, rows: int = 3, form: RecordFormat = FORM) -> tuple[Storage, ClusterHistory]:
     config = replace(CONFIG, engine=engine, write_queue="64KiB")
     storage = Storage(config, tmp_path)
+    storage.pinned = engine == "memory"
     return storage, ClusterHistory(storage, form, rows, CUDA, config, "layer 0", CLUSTERS, NobodyReads())
 
 
@@ -218,12 +219,16 @@ def test_what_comes_later_is_joined_settled_and_cut_without_a_blocking_copy(devi
     try:
         history.append(Fake(keys[:, :, :300].clone()), Fake(values[:, :, :300].clone()))
         used = history.clustered.partition.used.sum()
+        storage.catch_up(history.store, history.device)  # as a step does
         device.clear()
         for token in range(300, 400):
             history.append(Fake(keys[:, :, token : token + 1].clone()), Fake(values[:, :, token : token + 1].clone()))
         history.clustered.settle_all()
         assert history.clustered.partition.used.sum() > used + 3 and not device.blocking
+        assert set(device.syncs) == {"kernels/on_a_device.py:to_host"}  # pages are read and written without a wait
+        assert storage.account.by_owner["stream buffers"] == storage.account.by_owner["stream buffers, host"] == 0
         assert not history.clustered.buffer.counts.any()
+        assert history.store not in storage._copies  # the device fills records in place: a step need not wait for them
         check(history, keys, values)
         history.truncate(250)
         assert not device.blocking

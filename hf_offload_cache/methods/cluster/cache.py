@@ -156,8 +156,9 @@ class ClusterLayer(SelectiveLayer):
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         super().rehearse(run, kind, context)
         if run.alone:  # pages that settle are read from the store
-            pages = self.history.clustered.pages.largest
-            run.stages("stream buffers", decode=2 * pages * kind.form.record_bytes)
+            clustered = self.history.clustered
+            pages = max(clustered.pages.largest, clustered.most_settled)
+            run.stages("stream buffers", decode=pages * kind.form.record_bytes)
 
     def make_predictor(self) -> ClusterPredictor:
         return ClusterPredictor(self.history.clustered, self.config, self.shared.storage.account)

@@ -23,7 +23,7 @@ from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
 from .config import ClusterForm
 from .new_clusters import NewClusters
-from .pages import ClusterPages, PageWriter, in_order, pieces
+from .pages import ClusterPages, PageWriter, StoredCounts, pieces
 from .partition import Moments, Partition, counted
 from .plan import (
     Part,
@@ -163,44 +163,7 @@ class Settling:
         return out
 
 
-# Entries and pages of each cluster in the store
-
-class StoredCounts:
-    """Entries and pages of each cluster in the store, computed once.
-
-    They are `counts` (rows, clusters) members less the buffered ones. `waiting` (rows, n) are buffered tokens, -1:
-    none; `labels` (rows, tokens) are the tokens' clusters.
-    """
-
-    def __init__(self, counts: np.ndarray, labels: np.ndarray, waiting: np.ndarray, group: int) -> None:
-        rows, columns = (waiting >= 0).nonzero()
-        self.entries = counts.copy()
-        """(rows, clusters) int32: members in pages."""
-        np.subtract.at(self.entries, (rows, labels[rows, waiting[rows, columns]]), 1)
-        self.pages = -(-self.entries // group)
-        """(rows, clusters) int32: pages of `group` entries that are not empty."""
-        self.most_pages = int(self.pages.sum(1).max(initial=0))
-        self.sizes: np.ndarray | None = None
-        """By record, see `make_sizes`; None: not computed since the last change."""
-
-    def rehearse(self, pages: np.ndarray, records: int) -> None:
-        """Take the size of `pages` (rows, clusters) in a store of `records`, in a dry run."""
-        self.entries, self.pages, self.sizes = np.empty_like(pages), pages, np.empty(records, dtype=np.uint16)
-        self.most_pages = int(pages.sum(1).max(initial=0))
-
-    @property
-    def nbytes(self) -> int:
-        return self.entries.nbytes + self.pages.nbytes + (0 if self.sizes is None else self.sizes.nbytes)
-
-    def make_sizes(self, places: ClusterPages) -> np.ndarray:
-        """Compute the pages of the cluster that each record belongs to, (records,) uint16. `places`: where the pages
-        are; valid until the next change."""
-        pages = in_order(self.pages)
-        ids = places.records(*pages)
-        self.sizes = np.ones(int(ids.max(initial=0)) + 1, dtype=np.uint16)
-        self.sizes[ids] = self.pages[pages[0], pages[1]]
-        return self.sizes
-
+# Tables that follow the clusters
 
 class Changes:
     """Counts changes, and remembers which clusters the latest ones changed, if copies on a device follow them."""
@@ -415,7 +378,9 @@ class ClusteredEntries:
 
     def read(self, rows: np.ndarray, clusters: np.ndarray, numbers: np.ndarray) -> torch.Tensor:
         """Read pages of clusters of rows, (n,) each: entries (n, group_size, width), a copy."""
-        ids, form = self.pages.records(rows, clusters, numbers), self.form
+        ids, form, device = self.pages.records(rows, clusters, numbers), self.form, self.buffer.entries.device
+        if device.type == "cuda":
+            return form.unpacked(form.payload(self._storage.read_to(self.store, ids, device)))
         out = self.buffer.entries.new_empty(len(ids), form.group_size, form.entry_width)
         with self._storage.audited():
             streamed = self._storage.stream(self.store, ids, self.pages.largest, out.device)

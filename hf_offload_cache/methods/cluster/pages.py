@@ -73,7 +73,7 @@ class PageWriter:
         if device.type == "cuda":
             there = torch.cat(self._pages).index_select(0, to_device(order, device))
             self._ids, self._pages, self._bytes = [], [], 0
-            self._storage.prefetcher.write(self._store, ids, *self._storage.copied_out(there, self._store))
+            self._storage.write_out(there, self._store, ids)
             return ids, self._form.payload(there)
         target = torch.from_numpy(np.argsort(order))
         records = aligned_empty(len(ids), self._form.record_bytes)
@@ -258,3 +258,42 @@ def pieces(counts: np.ndarray, most: int, group_size: int) -> Iterator[slice]:
         stop = int(np.searchsorted(pages, (pages[start - 1] if start else 0) + most, "right"))
         yield slice(start, max(stop, start + 1))
         start = max(stop, start + 1)
+
+
+# Entries and pages of each cluster in the store
+
+class StoredCounts:
+    """Entries and pages of each cluster in the store, computed once.
+
+    They are `counts` (rows, clusters) members less the buffered ones. `waiting` (rows, n) are buffered tokens, -1:
+    none; `labels` (rows, tokens) are the tokens' clusters.
+    """
+
+    def __init__(self, counts: np.ndarray, labels: np.ndarray, waiting: np.ndarray, group: int) -> None:
+        rows, columns = (waiting >= 0).nonzero()
+        self.entries = counts.copy()
+        """(rows, clusters) int32: members in pages."""
+        np.subtract.at(self.entries, (rows, labels[rows, waiting[rows, columns]]), 1)
+        self.pages = -(-self.entries // group)
+        """(rows, clusters) int32: pages of `group` entries that are not empty."""
+        self.most_pages = int(self.pages.sum(1).max(initial=0))
+        self.sizes: np.ndarray | None = None
+        """By record, see `make_sizes`; None: not computed since the last change."""
+
+    def rehearse(self, pages: np.ndarray, records: int) -> None:
+        """Take the size of `pages` (rows, clusters) in a store of `records`, in a dry run."""
+        self.entries, self.pages, self.sizes = np.empty_like(pages), pages, np.empty(records, dtype=np.uint16)
+        self.most_pages = int(pages.sum(1).max(initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        return self.entries.nbytes + self.pages.nbytes + (0 if self.sizes is None else self.sizes.nbytes)
+
+    def make_sizes(self, places: ClusterPages) -> np.ndarray:
+        """Compute the pages of the cluster that each record belongs to, (records,) uint16. `places`: where the pages
+        are; valid until the next change."""
+        pages = in_order(self.pages)
+        ids = places.records(*pages)
+        self.sizes = np.ones(int(ids.max(initial=0)) + 1, dtype=np.uint16)
+        self.sizes[ids] = self.pages[pages[0], pages[1]]
+        return self.sizes
