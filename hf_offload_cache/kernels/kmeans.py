@@ -16,9 +16,10 @@ _AT_ONCE = 1 << 24
 
 @with_kernel()
 def assign(points: torch.Tensor, centroids: torch.Tensor, closed: torch.Tensor | None = None) -> torch.Tensor:
-    """The nearest of each row's `centroids` (R, C, D) float32 for each point: labels. Of several, the first; 0 if a row
-    has none. Centroids that are `closed` (R, C) bool are not assigned to. A distance that is not a number is never the
-    smallest."""
+    """The nearest of each row's `centroids` (R, C, D) float32 or float16, contiguous in the last two dimensions, for
+    each point: labels. Of several, the first; 0 if a row has none. Centroids that are `closed` (R, C) bool are not
+    assigned to. A distance that is not a number is never the smallest."""
+    centroids = centroids.float()
     norms = (centroids * centroids).sum(2).div_(2)
     if closed is not None:
         norms = norms.masked_fill(closed, float("inf"))

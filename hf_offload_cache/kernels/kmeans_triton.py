@@ -21,7 +21,7 @@ _LABELS = 128
 
 @triton.jit(do_not_specialize=["count", "clusters"])
 def _assign(  # type: ignore[no-untyped-def]
-    points, centroids, closed, labels, count, clusters, row_stride, point_stride, DIM: tl.constexpr,
+    points, centroids, closed, labels, count, clusters, row_stride, point_stride, centroid_stride, DIM: tl.constexpr,
     WIDE: tl.constexpr, CLOSED: tl.constexpr, POINTS: tl.constexpr, CENTROIDS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -37,9 +37,9 @@ def _assign(  # type: ignore[no-untyped-def]
         centroid = first + tl.arange(0, CENTROIDS)
         known = centroid < clusters
         own = tl.load(
-            centroids + (row * clusters + centroid)[:, None] * DIM + channel[None, :],
+            centroids + row * centroid_stride + centroid[:, None] * DIM + channel[None, :],
             mask=known[:, None] & (channel < DIM)[None, :], other=0.0,
-        )  # fmt: skip
+        ).to(tl.float32)  # fmt: skip
         if CLOSED:
             known = known & (tl.load(closed + row * clusters + centroid, mask=known, other=1) == 0)
         products = tl.dot(states, tl.trans(own), input_precision="tf32x3")
@@ -146,15 +146,15 @@ def _sorted(labels: torch.Tensor, clusters: int, capacity: int = 0) -> tuple[tor
 
 def assign(points: torch.Tensor, centroids: torch.Tensor, closed: torch.Tensor | None = None) -> torch.Tensor:
     """As `kmeans.assign`, on a CUDA device and its current stream; under `TRITON_INTERPRET=1` on a CPU, for tests. The
-    channels of a point are contiguous, and so are `centroids` and `closed`; so it is for the others."""
+    channels of a point are contiguous, and so are `closed` and a row's `centroids`; so it is for the others."""
     (rows, count, dim), clusters = points.shape, centroids.shape[1]
     labels = torch.empty(rows, count, dtype=torch.int32, device=points.device)
     if labels.numel():
         grid: Any = (rows, triton.cdiv(count, _POINTS))
         hidden = centroids if closed is None else closed.view(torch.uint8)
         _assign[grid](
-            points, centroids, hidden, labels, count, clusters, points.stride(0), points.stride(1), dim, wide(dim),
-            closed is not None, _POINTS, 64 if dim <= 128 else 32,
+            points, centroids, hidden, labels, count, clusters, points.stride(0), points.stride(1),
+            centroids.stride(0), dim, wide(dim), closed is not None, _POINTS, 64 if dim <= 128 else 32,
         )  # fmt: skip
     return labels
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -89,10 +89,32 @@ def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
     device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
     if device is None:
         return [tensor.cpu() for tensor in tensors]
-    copies = [_pinned(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")) for tensor in tensors]
-    for copy, tensor in zip(copies, tensors, strict=True):
-        copy.copy_(tensor, non_blocking=True)
+    copies = _copies(tensors)
     torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+class Arriving:
+    """Copies of a CUDA device's `tensors` in pinned host memory, on their way there. They follow the device's current
+    stream, and nothing waits for them until somebody asks."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self._copies, self._arrived = _copies(tensors), torch.cuda.Event()
+        self._arrived.record(torch.cuda.current_stream(tensors[0].device))
+
+    def wait(self) -> list[torch.Tensor]:
+        """The copies. Blocks only if the device has not come that far."""
+        if not self._arrived.query():
+            self._arrived.synchronize()
+        return self._copies
+
+
+def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Pinned copies, which the current stream makes."""
+    copies = []
+    for tensor in tensors:
+        copies.append(_pinned(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")))
+        copies[-1].copy_(tensor, non_blocking=True)
     return copies
 
 

@@ -26,6 +26,7 @@ def test_each_point_gets_the_first_of_the_nearest(at_once: int, monkeypatch: pyt
     labels = kmeans.assign(points, centroids, closed)
     assert labels.tolist() == distances.numpy().argmin(2).tolist() and labels.dtype == torch.int32
     assert not kmeans.assign(points, centroids, torch.ones_like(closed)).any()
+    assert torch.equal(kmeans.assign(points, centroids.half(), closed), labels)
     centroids[1, :2] = torch.nan
     assert set(kmeans.assign(points, centroids)[1].unique().tolist()) <= set(range(2, 9))
 

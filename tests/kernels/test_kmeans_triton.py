@@ -55,6 +55,11 @@ def test_the_kernels_give_what_their_twins_give(
         torch.testing.assert_close(by_kernel, by_twin, rtol=1e-5, atol=1e-5)
         assert (labels == expected).float().mean() > 0.98
         assert hidden is None or not hidden.gather(1, labels.long()).any()
+    narrow = random(rows, clusters + 2, dim, seed=1).half()[:, 1:-1]  # as means that are kept: rows are apart
+    labels = on_device.assign(there, narrow.to(device), None).cpu()
+    expected = kmeans.assign(points, narrow)
+    by_twin, by_kernel = (kmeans.apart(points, each, narrow.float()) for each in (expected, labels))
+    torch.testing.assert_close(by_kernel, by_twin, rtol=1e-5, atol=1e-5)
     found, counts = on_device.means(there, labels.to(device), centroids.to(device))
     expected_means, expected_counts = kmeans.means(points, labels, centroids)
     torch.testing.assert_close(found.cpu(), expected_means, rtol=1e-5, atol=1e-5)

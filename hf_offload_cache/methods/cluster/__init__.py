@@ -1,9 +1,10 @@
 """`ClusterCache`: DynaKV. Clusters of keys that adapt to a long generation.
 
 A decoding step in reading order: `entries.py` adds new tokens to clusters (`add`), `predictor.py` selects clusters, and
-`cache.py` attends to them and settles buffered entries (`settle`). `partition.py` has the clusters themselves, their
-statistics and splits. `new_clusters.py` orders a prompt's clusters on disk. `pages.py`, `append_buffer.py` and
-`history.py` store the entries. `plan.py` fits a budget.
+`cache.py` attends to them and settles buffered entries (`settle`). For a step on a device, `on_device.py` does the
+first and the last of these (`join`, `settle`). `partition.py` has the clusters themselves, their statistics and splits.
+`new_clusters.py` orders a prompt's clusters on disk. `pages.py`, `append_buffer.py` and `history.py` store the entries.
+`plan.py` fits a budget.
 
 Where to find the paper:
 
@@ -12,7 +13,8 @@ Where to find the paper:
     * prefill, NewCluster: `NewClusters`, `Partition.add`, `k_means`, on a device `clusters_of_rows`; the buffers:
       `AppendBuffer`
     * load the top-k clusters by query-centroid similarity: `ClusterPredictor.select`
-    * assign the new entry to its nearest cluster: `ClusteredEntries.add`, `Partition.nearest`
+    * assign the new entry to its nearest cluster: `ClusteredEntries.add`, `Partition.nearest`, on a device
+      `DeviceClusters.join`
     * UpdateVar, UpdateStats: `Partition.join`
     * the threshold tau and the flag Split: `Partition.to_split`, `ClusterConfig.split_threshold`
     * buffer the entry: `AppendBuffer.add`; AddEntry: `ClusteredEntries.settle`

@@ -23,7 +23,8 @@ from ...fetch.choice import Choice, DeviceChoice, Fetched
 from ...fetch.policy import MostUsed, Policy
 from ...history.base import History
 from ...history.records import RecordFormat
-from ...kernels.on_a_device import to_device, to_host
+from ...kernels.on_a_device import to_device
+from ...memory.account import beside
 from ...memory.dry_run import DryRun
 from ...memory.fit import LOST_BY, Search
 from ...model.attention_call import AttentionCall
@@ -33,6 +34,7 @@ from ...stores.base import FreezableStore
 from .config import USUAL_SIZE, ClusterConfig
 from .entries import fullest
 from .history import ClusterHistory
+from .on_device import DeviceClusters
 from .plan import fit_cluster
 from .predictor import ClusterPredictor
 
@@ -159,6 +161,8 @@ class ClusterLayer(SelectiveLayer):
             clustered = self.history.clustered
             pages = max(clustered.pages.largest, clustered.most_settled)
             run.stages("stream buffers", decode=pages * kind.form.record_bytes)
+            at_once = 2 + kind.layers // self.history.together  # layers whose clusters settle before the next step
+            run.passes(beside("stream buffers"), decode=at_once * DeviceClusters.most_sent(clustered), together=True)
 
     def make_predictor(self) -> ClusterPredictor:
         return ClusterPredictor(self.history.clustered, self.config, self.shared.storage.account)
@@ -196,7 +200,8 @@ class ClusterLayer(SelectiveLayer):
 
     def end_step(self) -> None:
         if self.is_filled:
-            self.history.place()
+            if self.history.held_back:
+                self.history.place()
             self.history.clustered.partition.rest()  # in case no attention has used the centroids
         super().end_step()
 
@@ -212,18 +217,13 @@ class ClusterLayer(SelectiveLayer):
         return output
 
     def attended_on_device(self, choice: DeviceChoice) -> None:
-        """As `combine` does, settle clusters each time that tokens leave the tail. The host waits for the choice
-        then, and reads the clusters' pages."""
-        history, clustered, turn = self.history, self.history.clustered, self.length + self.layer_idx
-        if turn // history.together == (turn - 1) // history.together or not clustered.waiting.any():
+        """As `combine` does, settle clusters each time that tokens leave the tail. The next step does so at its
+        beginning, when the device's choice has arrived: nothing waits for it."""
+        history, turn = self.history, self.length + self.layer_idx
+        if turn // history.together == (turn - 1) // history.together or not history.clustered.buffer.counts.any():
             return
         assert self.predictor is not None
-        retrieved = clustered.waiting > 0
-        if history.records > self.budget:
-            assert self.predictor.kept is not None
-            retrieved &= to_host(self.predictor.kept)[0].numpy() > 0
-        others = fullest(np.where(retrieved, 0, clustered.waiting), clustered.buffer.most)
-        clustered.settle(clustered.read, *map(np.concatenate, zip(retrieved.nonzero(), others, strict=True)))
+        self.predictor.on_device.settle(self.predictor.kept if history.records > self.budget else None)
 
     def settle(self, choice: Choice, fetched: Fetched) -> None:
         """Algorithm 1 after attention: settle the clusters that the step retrieved, and, over the buffer budget, the

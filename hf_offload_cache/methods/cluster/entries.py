@@ -3,7 +3,6 @@ sections 4.2 and 5)."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from .append_buffer import AppendBuffer
 from .arrivals import Arrivals
 from .config import ClusterForm
 from .new_clusters import NewClusters
-from .pages import ClusterPages, PageWriter, StoredCounts, pieces
+from .pages import Changes, ClusterPages, PageWriter, StoredCounts, pieces
 from .partition import Moments, Partition, counted
 from .plan import (
     Part,
@@ -54,6 +53,10 @@ class Readers(Protocol):
 PagesOf = Callable[[np.ndarray, np.ndarray, np.ndarray], torch.Tensor]
 """Reads pages: rows, clusters and page indices, (n,) each, give entries (n, group_size, width). Pages are as they were
 before any change of the current `settle`."""
+
+
+KeysOf = dict[tuple[int, int], np.ndarray]
+"""All keys (n, D) float32 of a cluster, by its row and number."""
 
 
 def fullest(waiting: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -149,6 +152,14 @@ class Settling:
         order = np.lexsort((tokens, owners))[(owners < 0).sum() :]
         return rows[order], columns[order]
 
+    def places(self, some: np.ndarray) -> list[tuple[int, int]]:
+        """Row and cluster of each of `some` (n,) bool of the clusters."""
+        return list(zip(self.rows[some].tolist(), self.clusters[some].tolist(), strict=True))
+
+    def keys(self, keys: np.ndarray) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+        """Row and cluster, and its part of `keys` (sum of counts, D), of each cluster, all of which are `wide`."""
+        return zip(self.places(self.wide), np.split(keys, np.cumsum(self.counts)[:-1]), strict=True)
+
     def entries(self, pages: PagesOf, waiting: torch.Tensor, group: int) -> torch.Tensor:
         """Collect the entries to write: (sum of counts, width), new, cluster by cluster, in sequence order. `waiting`
         (w, width) are the buffered ones, in the order of `waits_at`."""
@@ -163,33 +174,7 @@ class Settling:
         return out
 
 
-# Tables that follow the clusters
-
-class Changes:
-    """Counts changes, and remembers which clusters the latest ones changed, if copies on a device follow them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.number = 0
-        self._latest: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=4 if device.type == "cuda" else 0)
-
-    def note(self, rows: np.ndarray, clusters: np.ndarray) -> None:
-        """These clusters of rows (n,) have changed."""
-        self.number += 1
-        self._latest.append((rows, clusters))
-
-    def note_all(self) -> None:
-        """Any cluster may have changed."""
-        self.number += 1
-        self._latest.clear()
-
-    def since(self, number: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Rows and clusters, (n,) each, that changed after so many changes; None: maybe all."""
-        missed = self.number - number
-        if number < 0 or missed > len(self._latest):
-            return None
-        rows, clusters = zip(*list(self._latest)[len(self._latest) - missed :], strict=True)
-        return np.concatenate(rows), np.concatenate(clusters)
-
+# Entries of all clusters
 
 class ClusteredEntries:
     """The tokens 0 to `sealed` - 1 of each row, each a member of one cluster of `partition` (DynaKV, algorithm 1).
@@ -223,6 +208,10 @@ class ClusteredEntries:
         """Of counts, centroids or labels; and of pages."""
         self._count_stored()
         self._storage, self._readers = storage, readers
+        self.join_there: Callable[[Arrivals], bool] | None = None
+        """`DeviceClusters.join`; set by the owner of these."""
+        self.late: list[Callable[[], None]] = []
+        """Changes for which numbers are on their way from a device, oldest first: see `catch_up`."""
 
     @property
     def labels(self) -> np.ndarray:
@@ -296,10 +285,14 @@ class ClusteredEntries:
 
         Raises `StoreFullError`, or an earlier write's `StoreError`, with nothing changed but the entries' places.
         """
+        if self.late:
+            self.catch_up()
         labels = np.full((coming.rows, coming.count), -1, dtype=np.int64)
         self._label(self.sealed + coming.count)  # first what can fail
         if coming.count <= self.buffer.joining:  # few enough to join clusters; first make room in the buffer
             self.settle(self.read, *fullest(self.waiting, self.buffer.most))
+            if self.join_there is not None and self.join_there(coming):
+                return
             points = to_host(coming.points_of(np.arange(coming.rows), 0, coming.count).float())[0].numpy()
             labels = self.partition.nearest(points)
         joins = np.logical_and.reduce(labels >= 0, axis=1)
@@ -326,6 +319,26 @@ class ClusteredEntries:
         few = labels.shape[1] <= self.buffer.joining
         changed = np.repeat(np.arange(len(labels)), labels.shape[1]), labels.reshape(-1)
         self._count_stored(changed if few else None, joined=few and bool(joins.all()))
+
+    def buffer_all(self, coming: Arrivals) -> int:
+        """Buffer the next tokens of all rows, whose clusters `joined` will say. Returns the first one's number."""
+        first = self.sealed
+        self.buffer.add(np.arange(coming.rows), coming.between(0, coming.count), first)
+        self.sealed += coming.count
+        self._labels[:, first : self.sealed] = 0
+        return first
+
+    def joined(self, keys: np.ndarray, labels: np.ndarray, first: int) -> None:
+        """Let keys (rows, n, D) of the buffered tokens from `first` on join the clusters `labels` (rows, n) int64."""
+        self.partition.join(keys, labels)
+        self._labels[:, first : first + labels.shape[1]] = labels
+        self._count_stored((np.repeat(np.arange(len(labels)), labels.shape[1]), labels.reshape(-1)), joined=True)
+
+    def catch_up(self) -> None:
+        """Make the `late` changes, in order. Blocks for a device only if it has not come to where they began. Raises as
+        `settle` does; what is left is still `late` then, without the change that raised."""
+        while self.late:
+            self.late.pop(0)()
 
     def _label(self, tokens: int) -> None:
         """Make room for the labels of so many tokens."""
@@ -380,7 +393,10 @@ class ClusteredEntries:
         """Read pages of clusters of rows, (n,) each: entries (n, group_size, width), a copy."""
         ids, form, device = self.pages.records(rows, clusters, numbers), self.form, self.buffer.entries.device
         if device.type == "cuda":
-            return form.unpacked(form.payload(self._storage.read_to(self.store, ids, device)))
+            fits = self._storage.account.has_room(len(ids) * form.record_bytes)  # as a rule
+            edges = range(0, len(ids), len(ids) if fits else self.pages.largest)
+            parts = [self._storage.read_to(self.store, some, device) for some in np.split(ids, edges[1:])]
+            return form.unpacked(form.payload(torch.cat(parts)))
         out = self.buffer.entries.new_empty(len(ids), form.group_size, form.entry_width)
         with self._storage.audited():
             streamed = self._storage.stream(self.store, ids, self.pages.largest, out.device)
@@ -388,20 +404,31 @@ class ClusteredEntries:
                 piece.copy_(form.unpacked(form.payload(records)))
         return out
 
-    def settle(self, pages: PagesOf, rows: np.ndarray, clusters: np.ndarray) -> None:
+    def assembled(self, rows: np.ndarray, clusters: np.ndarray) -> Iterator[tuple[Settling, torch.Tensor]]:
+        """All entries (n, width) of clusters (k,) of rows (k,), in the order of the sequence, some clusters at a time.
+        Changes nothing."""
+        sizes = self.stored, self.waiting, self.form.group_size, self.most_settled
+        for piece in Settling.in_pieces(rows, clusters, np.ones(len(rows), dtype=bool), *sizes):
+            with self.holding(settling(self.form, piece.written_pages(self.form.group_size))):
+                waits = piece.waits_at(self.buffer, self._labels, self.partition.clusters)
+                yield piece, piece.entries(self.read, self.buffer.at(*waits), self.form.group_size)
+
+    def settle(
+        self, pages: PagesOf, rows: np.ndarray, clusters: np.ndarray, *, known: KeysOf | None = None
+    ) -> None:
         """Move these clusters' buffered entries into their pages, and split those that are too wide. Algorithm 1:
         AddEntry, the delayed SplitCluster, and the reset of Buf_j and f_j.
 
-        `rows` and `clusters` (n,) are distinct pairs; `pages` reads their pages. Raises with the unsettled ones
-        unchanged.
+        `rows` and `clusters` (n,) are distinct pairs; `pages` reads their pages; some clusters' keys may be `known`.
+        Raises with the unsettled ones unchanged.
         """
         form, wide = self.form, self.partition.to_split[rows, clusters]
         sizes = self.stored, self.waiting, form.group_size, self.most_settled
         for piece in Settling.in_pieces(rows, clusters, wide, *sizes):
             with self.holding(settling(form, piece.written_pages(form.group_size))):
-                self._settle(pages, piece)
+                self._settle(pages, piece, known or {})
 
-    def _settle(self, pages: PagesOf, batch: Settling) -> None:
+    def _settle(self, pages: PagesOf, batch: Settling, known: KeysOf) -> None:
         """Settle some clusters in one write."""
         partition, group = self.partition, self.form.group_size
         waits = batch.waits_at(self.buffer, self._labels, partition.clusters)
@@ -410,7 +437,11 @@ class ClusteredEntries:
         owner = np.repeat(np.arange(len(batch.counts)), batch.counts)
         wide, parts = batch.wide[owner], np.zeros(len(owner), dtype=np.int64)
         if wide.any():
-            keys = self.points(entries[where(wide, entries.device)])
+            of_wide = [known[place] for place in batch.places(batch.wide) if place in known]
+            if len(of_wide) == batch.wide.sum():
+                keys = np.concatenate(of_wide)
+            else:
+                keys = self.points(entries[where(wide, entries.device)])
             parts[wide] = self._parts(batch, keys)
         both = np.stack([owner, parts])  # the parts, cluster by cluster
         (of, part), at, counts = np.unique(both, axis=1, return_index=True, return_counts=True)

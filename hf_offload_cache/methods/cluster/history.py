@@ -27,6 +27,7 @@ from .append_buffer import AppendBuffer
 from .arrivals import Arrivals, clusters_there
 from .config import ClusterForm
 from .entries import ClusteredEntries, Readers, Settling, where
+from .on_device import MOST_JOINING, DeviceClusters
 from .pages import in_order
 from .partition import Moments, Partition, counted
 from .plan import most_packing, parts_there, settling, streaming
@@ -150,7 +151,8 @@ class ClusterHistory:
         self.holds_back = False
         """If True, the clusters of a long `append` are written by `place`, which runs before the given tensors may
         change."""
-        self._seen: tuple[int, int, torch.Tensor | None] = -1, 0, None  # see `unsealed`; and the change it is of
+        # see `unsealed`; and the change and number of tokens it is of
+        self._seen: tuple[tuple[int, int], int, torch.Tensor | None] = (-1, 0), 0, None
         self._before: tuple[torch.Tensor, int] | None = None  # tail and length before the clusters that are held back
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         sizes = clusters.size, clusters.places(form.group_size), clusters.threshold
@@ -181,6 +183,9 @@ class ClusterHistory:
             part = parts_there(rows, queue)[-1 if self._limited else 0]
         # what streams in a step frees its areas first
         at_once, a_group = most_packing(form, clusters, tokens, queue, part)
+        if run.device_type == "cuda":
+            keys = min(MOST_JOINING, clusters.together(form.group_size))
+            a_group = max(a_group, DeviceClusters.joining_bytes(rows, keys, form.key_width))
         run.passes("packing", prefill=max(at_once, streaming(form, pages, block, tokens)), decode=a_group)
 
     # An attrgetter makes no Python frame, unlike a function: steps read this often.
@@ -204,7 +209,7 @@ class ClusterHistory:
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> Sealed:
         """As `History.append`. Fewer than `HELD_BACK` tokens join existing clusters, at most `join_every` at a time. If
         such a part raises, the earlier ones are added, as `length` says, and `truncate` drops them."""
-        if self._before is not None:
+        if self._before is not None or self.clustered.late:
             self.place()
         partition, step = self.clustered.partition, self.clustered.buffer.joining
         first = self._num_recent + step - self.tail.length
@@ -248,7 +253,10 @@ class ClusterHistory:
 
         Clusters that the same `queries` (rows, heads, n, D), scaled, retrieve, `wanted` tokens each, lie side by side.
         Raises `StoreFullError`, or an earlier write's `StoreError`; `truncate` to the earlier length then drops them.
+        Changes for which numbers came from a device are made too: see `ClusteredEntries.catch_up`.
         """
+        if self.clustered.late:
+            self.clustered.catch_up()
         if self._before is not None:
             self.clustered.place(None if queries is None else to_host(queries.float())[0].numpy(), wanted)
             self._before = None
@@ -257,7 +265,7 @@ class ClusterHistory:
 
     def extents(self, units: np.ndarray) -> Extents:
         """As `History.extents`: one run for each page."""
-        if self._before is not None:
+        if self._before is not None or self.clustered.late:
             self.place()
         rows, page, column, at, width = self._laid_out(units)
         shape = len(units), width
@@ -294,13 +302,13 @@ class ClusterHistory:
         return DeviceChoice(to_device(units, self.device), to_device(keep, self.device))
 
     def unsealed(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        buffer, tail, number = self.clustered.buffer, self.tail, self.clustered.changes.number
-        if self._seen[0] != number:
+        buffer, tail, now = self.clustered.buffer, self.tail, (self.clustered.changes.number, self.clustered.sealed)
+        if self._seen[0] != now:
             used, mask = int((buffer.places >= 0).nonzero()[1].max(initial=-1)) + 1, None
             if used:
                 seen = np.pad(buffer.places[:, :used] >= 0, ((0, 0), (0, tail.capacity)), constant_values=True)
                 mask = to_device(seen, self.device)
-            self._seen = number, used, mask
+            self._seen = now, used, mask
         _, used, mask = self._seen
         if mask is None:
             return tail.entries, None
@@ -308,6 +316,7 @@ class ClusterHistory:
         return entries, mask[:, : entries.shape[1]]
 
     def positions(self, units: np.ndarray) -> np.ndarray:
+        self.place()
         rows, page, column, at, width = self._laid_out(units)
         tokens = np.full((len(units), width, self.form.group_size), -1, dtype=np.int64)
         tokens[rows, at] = members(self.clustered, rows, units[rows, column], page)
@@ -385,6 +394,7 @@ class ClusterHistory:
 
     def close(self) -> None:
         self._storage.close_store(self.store)
+        self.clustered.late.clear()
         self.tail.close()
         self.clustered.buffer.close()
 

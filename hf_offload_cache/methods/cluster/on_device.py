@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
-from ...kernels.on_a_device import to_device
-from ...memory.account import MemoryAccount
+from ...kernels import kmeans
+from ...kernels.on_a_device import Arriving, to_device
+from ...memory.account import MemoryAccount, beside
 from ...memory.dry_run import DryRun
-from .entries import ClusteredEntries
+from .arrivals import Arrivals
+from .entries import ClusteredEntries, Settling, fullest
 
-_OWNER = "centroids"
+_OWNER, _SENT = "centroids", beside("stream buffers")
+MOST_JOINING = 128
+"""Most keys of a row that join clusters on a device, where each is compared with each."""
 
 
 class DeviceClusters:
     """Copies of a layer's centroids and counts on its device. The account books them as "centroids".
 
-    They are renewed when clusters have changed, which waits for nothing. For the thread that runs the model.
+    They are renewed when clusters have changed, which waits for nothing. Keys that `join` change them at once, before
+    the host knows which clusters they have joined. For the thread that runs the model.
     """
 
     def __init__(self, clustered: ClusteredEntries, num_sinks: int, account: MemoryAccount) -> None:
@@ -24,6 +31,8 @@ class DeviceClusters:
         self._number = -1  # of the change that is known
         self._centroids: torch.Tensor | None = None
         self._tables: torch.Tensor | None = None
+        self._sent: list[tuple[Settling, Arriving]] = []  # keys of clusters that may be split
+        self._sent_bytes = 0
 
     @staticmethod
     def rehearse(run: DryRun, rows: int, clusters: int, largest: int, dim: int) -> None:
@@ -43,12 +52,59 @@ class DeviceClusters:
         assert self._centroids is not None and self._tables is not None
         return self._centroids[:, : self._tables.shape[2]], self._tables
 
+    @staticmethod
+    def joining_bytes(rows: int, keys: int, dim: int) -> int:
+        """Upper bound on the bytes that `join` uses for so many keys a row."""
+        return rows * keys * (2 * keys + 6 * 4 * dim + 64)
+
+    def join(self, coming: Arrivals) -> bool:
+        """Algorithm 1 on the device: assign the next tokens of all rows to their nearest clusters, and buffer them. The
+        clusters of the host follow in `ClusteredEntries.catch_up`. Nothing waits.
+
+        False, with nothing changed: the copies are not those of the latest clusters, some row has no open cluster, or
+        more than `MOST_JOINING` tokens come. Raises `BudgetError`, with nothing changed."""
+        clustered, partition = self._clustered, self._clustered.partition
+        known = self._number == clustered.changes.number and self._tables is not None
+        if not known or coming.count > MOST_JOINING or not ((partition.counts > 0) & ~partition.closed).any(1).all():
+            return False
+        keys = coming.points_of(np.arange(coming.rows), 0, coming.count)
+        arriving, first = Arriving(self._joined(keys), keys), clustered.buffer_all(coming)
+
+        def caught_up() -> None:
+            labels, of_host = arriving.wait()
+            clustered.joined(of_host.float().numpy(), labels.numpy().astype(np.int64), first)
+
+        clustered.late.append(caught_up)
+        return True
+
+    def _joined(self, keys: torch.Tensor) -> torch.Tensor:
+        """Nearest open clusters, (rows, n) int32, new, of keys (rows, n, D). UpdateStats: their counts and centroids
+        change as `Partition.join` will change those on the host."""
+        centroids, tables, partition, count = self._centroids, self._tables, self._clustered.partition, keys.shape[1]
+        assert centroids is not None and tables is not None
+        with self._account.holding("packing", self.joining_bytes(len(keys), count, keys.shape[2])):
+            closed, means = tables[0] == 0, centroids[:, : tables.shape[2]]
+            if partition.closed.any():
+                closed |= to_device(np.ascontiguousarray(partition.closed), keys.device)
+            labels = kmeans.assign(keys, means, closed)
+            at = labels.long()
+            of_label = (at[:, :, None] == at[:, None]).byte().argmax(2)  # the first key with the same label
+            sums, counts = kmeans.means(keys, of_label.int(), keys.new_zeros(keys.shape, dtype=torch.float32))
+            channels = of_label[..., None].expand(keys.shape)
+            joined, before = counts.gather(1, of_label), tables[0].gather(1, at)
+            own = means.gather(1, at[..., None].expand(keys.shape)).float()
+            own += (sums.gather(1, channels) - own) * (joined / (before + joined))[..., None]
+            largest = torch.finfo(torch.float16).max
+            means.scatter_(1, at[..., None].expand(keys.shape), own.clamp_(-largest, largest).half())
+            tables[0].scatter_(1, at, before + joined)
+        return labels
+
     def _renew(self) -> None:
         clustered, partition = self._clustered, self._clustered.partition
         device, centroids = clustered.buffer.entries.device, partition.centroids
         (rows, count, dim), before, changed = centroids.shape, self._centroids, clustered.changes.since(self._number)
         if before is None or len(before) != rows or before.shape[1] < count:
-            self.close()
+            self._free()
             self._centroids = self._empty(rows, _room(count), dim, dtype=torch.float16, device=device).zero_()
             changed = None
         if self._tables is None or self._tables.shape[1:] != (rows, count):
@@ -68,11 +124,66 @@ class DeviceClusters:
         self._tables.copy_(to_device(tables, device))
         self._number = clustered.changes.number
 
+    # --- settling ----------------------------------------------------------------------------------------------
+
+    def settle(self, kept: torch.Tensor | None) -> None:
+        """Algorithm 1 after attention: settle the clusters with buffered entries of which a step has kept some, and,
+        over the buffer budget, the fullest others. `ClusteredEntries.catch_up` does so when the numbers have arrived.
+
+        `kept` (rows, clusters) int32 are the entries that the step has kept, on the device; None: of all clusters. Keys
+        of clusters that may be split are copied to the host now. Raises `StoreError` or `BudgetError`, with nothing
+        changed."""
+        clustered = self._clustered
+        if not clustered.late:  # otherwise it is not known which clusters these are
+            self._send_keys(*(clustered.partition.to_split & (clustered.waiting > 0)).nonzero())
+        clustered.late.append(partial(self._settle, None if kept is None else Arriving(kept)))
+
+    def _settle(self, kept: Arriving | None) -> None:
+        clustered, waiting = self._clustered, self._clustered.waiting
+        retrieved = waiting > 0
+        if kept is not None:
+            retrieved &= kept.wait()[0].numpy() > 0
+        others = fullest(np.where(retrieved, 0, waiting), clustered.buffer.most)
+        known = {
+            place: keys for piece, sent in self._sent for place, keys in piece.keys(sent.wait()[0].float().numpy())
+        }  # fmt: skip
+        try:
+            places = map(np.concatenate, zip(retrieved.nonzero(), others, strict=True))
+            clustered.settle(clustered.read, *places, known=known)
+        finally:
+            self._drop_sent()
+
+    def _send_keys(self, rows: np.ndarray, clusters: np.ndarray) -> None:
+        """Begin to copy the keys of clusters (n,) of rows (n,) to the host, unless it has no memory for them."""
+        clustered, form = self._clustered, self._clustered.form
+        count = int(clustered.partition.counts[rows, clusters].sum())
+        nbytes = count * form.key_width * form.dtype.itemsize
+        if self._account.has_room(nbytes, _SENT):
+            for piece, entries in clustered.assembled(rows, clusters):
+                self._sent.append((piece, Arriving(entries[:, : form.key_width])))
+            self._account.hold(_SENT, nbytes)
+            self._sent_bytes = nbytes
+
+    def _drop_sent(self) -> None:
+        self._account.release(_SENT, self._sent_bytes)
+        self._sent, self._sent_bytes = [], 0
+
+    @staticmethod
+    def most_sent(clustered: ClusteredEntries) -> int:
+        """Upper bound on the bytes of keys that `settle` copies to the host."""
+        form, buffer, partition = clustered.form, clustered.buffer, clustered.partition
+        waiting = partition.rows * (buffer.most + buffer.joining)  # each in another full cluster
+        return waiting * (partition.capacity + 1) * form.key_width * form.dtype.itemsize
+
     def _empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._account.empty(_OWNER, *shape, dtype=dtype, device=device)
 
     def close(self) -> None:
         """Free the memory; it is taken again when it is needed."""
+        self._free()
+        self._drop_sent()
+
+    def _free(self) -> None:
         for one in (self._centroids, self._tables):
             if one is not None:
                 self._account.free(_OWNER, one)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -297,3 +298,29 @@ class StoredCounts:
         self.sizes = np.ones(int(ids.max(initial=0)) + 1, dtype=np.uint16)
         self.sizes[ids] = self.pages[pages[0], pages[1]]
         return self.sizes
+
+
+class Changes:
+    """Counts changes, and remembers which clusters the latest ones changed, if copies on a device follow them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.number = 0
+        self._latest: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=4 if device.type == "cuda" else 0)
+
+    def note(self, rows: np.ndarray, clusters: np.ndarray) -> None:
+        """These clusters of rows (n,) have changed."""
+        self.number += 1
+        self._latest.append((rows, clusters))
+
+    def note_all(self) -> None:
+        """Any cluster may have changed."""
+        self.number += 1
+        self._latest.clear()
+
+    def since(self, number: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Rows and clusters, (n,) each, that changed after so many changes; None: maybe all."""
+        missed = self.number - number
+        if number < 0 or missed > len(self._latest):
+            return None
+        rows, clusters = zip(*list(self._latest)[len(self._latest) - missed :], strict=True)
+        return np.concatenate(rows), np.concatenate(clusters)

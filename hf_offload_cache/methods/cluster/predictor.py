@@ -52,6 +52,7 @@ class ClusterPredictor(Predictor):
         self.fitted_at = 0
         """Tokens of the history at the latest fit; 0 before the first."""
         self.on_device = DeviceClusters(clustered, config.num_sinks, account)
+        clustered.join_there = self.on_device.join
         self.kept: torch.Tensor | None = None
         """Entries of each cluster that `choose_on_device` chose last, (rows, clusters) int32, on the device."""
 
@@ -103,6 +104,8 @@ class ClusterPredictor(Predictor):
 
     def select(self, query: Query, budget: int, guess: bool) -> Decision:
         clustered = self.clustered
+        if clustered.late:
+            clustered.catch_up()
         rows, count = clustered.partition.counts.shape
         heads = query.states.shape[0] * query.states.shape[1] // rows
         nbytes = _score_bytes(clustered.form, rows, count, heads, self._clusters)
