@@ -41,14 +41,16 @@ def score(
         recent: (R, t, D), the latest keys, contiguous in the last dimension.
         scaling: factor of all scores.
 
-    Returns `scores` (R, h, C) float32; and of each `BLOCK` clusters, and then of each `BLOCK` latest keys, their
-    largest score `tops` (R, h, n) float32, the logarithm of the cluster's number of keys included, `HIDDEN` if there
-    is none, and `sums`, of the same shape, of exp(score - top). All are new.
+    Returns `scores` (R, h, C) float32, `HIDDEN` for what is no number; and of each `BLOCK` clusters, and then of each
+    `BLOCK` latest keys, their largest score `tops` (R, h, n) float32, the logarithm of the cluster's number of keys
+    included, `HIDDEN` if there is none, and `sums`, of the same shape, of exp(score - top). All are new.
     """
     rows, clusters = centroids.shape[:2]
     asked = states.float().reshape(rows, -1, states.shape[2])
-    scores = (asked @ centroids.float().transpose(1, 2)) * scaling
-    near = (asked @ recent.float().transpose(1, 2)) * scaling
+    scores, near = (
+        ((asked @ keys.float().transpose(1, 2)) * scaling).nan_to_num_(HIDDEN, torch.inf, -torch.inf)
+        for keys in (centroids, recent)
+    )  # fmt: skip
     counted = (scores + tables[0].float().log()[:, None]).clamp_(min=HIDDEN)
     parts = [torch.nn.functional.pad(part, (0, -part.shape[2] % BLOCK), value=HIDDEN) for part in (counted, near)]
     padded = torch.cat(parts, 2).unflatten(2, (-1, BLOCK))
@@ -80,7 +82,8 @@ def choose(
     members, stored, sinks = tables
     top = tops.amax(2, keepdim=True)
     total = (sums * (tops - top).exp()).sum(2, keepdim=True)
-    shares = (scores - (top + total.log())).exp_().sum(1).masked_fill_(stored == 0, 0)
+    of_heads = (scores - (top + total.log())).exp_().nan_to_num_(0).masked_fill_(scores <= HIDDEN, 0)
+    shares = of_heads.sum(1).masked_fill_(stored == 0, 0)
     first = (sinks > 0) & (stored > 0)
     pages = (stored + group - 1) // group
     wants = (wanted - (members - stored).sum(1) - sinks.sum(1)).clamp_(min=0)[:, None]

@@ -45,7 +45,8 @@ def _products(  # type: ignore[no-untyped-def]
             keys + at[None, :] * key_row + channel[:, None], mask=there[None, :] & within[:, None], other=0.0
         ).to(tl.float32)
         total += _times(state, key, PRECISION)
-    return total * scaling
+    total *= scaling
+    return tl.where(total == total, total, _HIDDEN)
 
 
 @triton.jit(do_not_specialize=["heads", "clusters", "latest", "blocks", "each"])
@@ -124,7 +125,8 @@ def _choose(  # type: ignore[no-untyped-def]
         most_of_all = tl.max(top, 0)
         total_of_all = tl.sum(total * tl.exp(top - most_of_all), 0)
         own = tl.load(scores + at * clusters + cluster, mask=there, other=_HIDDEN)
-        found += tl.exp(own - (most_of_all + tl.log(total_of_all)))
+        share = tl.exp(own - (most_of_all + tl.log(total_of_all)))
+        found += tl.where((own > _HIDDEN) & (share == share), share, 0.0)
     tables += row * table_row
     members = tl.load(tables + cluster, mask=there, other=0)
     stored = tl.load(tables + of_table + cluster, mask=there, other=0)

@@ -29,6 +29,7 @@ from hf_offload_cache.methods.cluster import (
     arrivals,
     clusters_of_rows,
     new_clusters,
+    on_device,
 )
 from hf_offload_cache.methods.cluster.arrivals import Arrivals
 from hf_offload_cache.methods.cluster.on_device import DeviceClusters
@@ -233,6 +234,79 @@ def test_what_comes_later_is_joined_settled_and_cut_without_a_blocking_copy(devi
         history.truncate(250)
         assert not device.blocking
         check(history, keys[:, :, :250], values[:, :, :250])
+    finally:
+        storage.close()
+
+
+def test_tokens_join_the_clusters_that_a_processor_would_choose(device: Any, tmp_path: Any) -> None:
+    """Also where clusters are closed, and where keys and means are not numbers. Counts and means on the device become
+    those of the host."""
+    storage, history = made("memory", tmp_path)
+    keys, values = some_keys_and_values(3, 330)
+    keys[0, :, 300], keys[1, :, 301, 0], keys[2, :, 299:303] = torch.nan, torch.nan, keys[2, :, 299:300].clone()
+    try:
+        history.append(Fake(keys[:, :, :290].clone()), Fake(values[:, :, :290].clone()))
+        own, partition = history.clustered, history.clustered.partition
+        copies, labels = DeviceClusters(own, 2, storage.account), list[np.ndarray]()
+        partition._closed[0, :3], partition._closed[1, ::2], partition._centroids[2, 4, 1] = True, True, np.nan
+        first, made_of = own.sealed, partition.clusters
+
+        def joined(coming: Any) -> bool:
+            points = values_of(coming.points_of(np.arange(3), 0, coming.count).float()).numpy()
+            labels.append(partition.nearest(points))
+            _, tables = copies.latest
+            device.clear()
+            assert copies.join(coming) and own.late and not device.syncs and not device.blocking
+            assert values_of(tables)[0].sum() == partition.counts.sum() + 3 * coming.count
+            centroids, found = map(values_of, copies.latest)
+            own.catch_up()
+            assert np.array_equal(own.labels[:, own.sealed - coming.count :], labels[-1])
+            assert np.array_equal(found[0].numpy(), partition.counts)
+            np.testing.assert_allclose(centroids.numpy(), partition.centroids, rtol=2e-3, atol=1e-4)
+            return True
+
+        own.join_there = joined
+        for token in range(290, 330):
+            history.append(Fake(keys[:, :, token : token + 1].clone()), Fake(values[:, :, token : token + 1].clone()))
+        expected = np.concatenate(labels, 1)
+        assert expected.shape[1] > 30
+        assert expected[0, 300 - first] == 3 and expected[1, 301 - first] == 1
+        assert not ((expected[1] % 2 == 0) & (expected[1] < made_of)).any()  # later ones are open
+        assert not (expected[2] == 4).any() and len(set(expected[2, 299 - first : 303 - first])) == 1
+        assert storage.account.by_owner["packing"] == 0
+    finally:
+        storage.close()
+
+
+@pytest.mark.parametrize("why", ["too many keys", "not the latest clusters", "no open cluster", "no memory"])
+def test_what_cannot_join_on_a_device_changes_nothing(
+    why: str, device: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, history = made("memory", tmp_path)
+    keys, values = some_keys_and_values(3, 304)
+    try:
+        history.append(Fake(keys[:, :, :300].clone()), Fake(values[:, :, :300].clone()))
+        own, copies = history.clustered, DeviceClusters(history.clustered, 2, storage.account)
+        before = [values_of(one) for one in copies.latest]
+        latest = [Fake(part[:, :, 300:].clone()) for part in (keys, values)]
+        coming = Arrivals(FORM, history.tail.entries, *latest, 4)
+        if why == "too many keys":
+            monkeypatch.setattr(on_device, "MOST_JOINING", 3)
+        elif why == "not the latest clusters":
+            own.changes.note_all()
+        elif why == "no open cluster":
+            own.partition._closed[1] = True
+        else:
+            storage.account.limit = storage.account.current - storage.account.host_bytes
+        sealed = own.sealed
+        if why == "no memory":
+            with pytest.raises(BudgetError):
+                copies.join(coming)
+        else:
+            assert not copies.join(coming)
+        storage.account.limit = None
+        assert own.sealed == sealed and not own.late and not own.buffer.counts.any()
+        assert all(torch.equal(values_of(now), one) for now, one in zip(copies.latest, before, strict=True))
     finally:
         storage.close()
 

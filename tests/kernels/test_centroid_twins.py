@@ -50,6 +50,59 @@ def queries(layer: ClusterLayer, rows: int, real: bool) -> torch.Tensor:
     return 3 * (keys[:, :, some].flatten(1, 2).float() + 0.3 * states)
 
 
+def same_choice(layer: ClusterLayer, query: Query, scored: Any, tables: torch.Tensor, budget: int) -> Any:
+    """The processor's choice; the kept entries and shares of the device's, which has the same entries of the same
+    clusters in the same pages."""
+    predictor, own, form = layer.predictor, layer.history.clustered, layer.history.form
+    assert predictor is not None
+    choice = predictor.select(query, budget, False)
+    assert isinstance(choice, type(layer.choose(query))) and choice.keep is not None
+    most = layer.most_records(layer.config, form.group_size, budget)
+    sizes = most, most, own.pages.largest, form.group_size
+    units, keep, kept, shares = choose(*scored, tables, budget * form.group_size, *sizes)
+    for row, clusters in enumerate(choice.units):
+        entry = np.arange(choice.keep.shape[2])
+        expected = [
+            (cluster, int(place))
+            for cluster, chosen in zip(clusters.tolist(), choice.keep[row], strict=True)
+            for place in entry[chosen & (entry < own.stored[row, cluster])] if cluster >= 0
+        ]  # fmt: skip
+        found = []
+        for unit, chosen in zip(units[row].tolist(), keep[row], strict=True):
+            assert bool(chosen.any()) == (unit >= 0)
+            cluster, page = divmod(unit, own.pages.largest)
+            found += [(cluster, page * form.group_size + int(place)) for place in chosen.nonzero()]
+        assert found == expected
+        there = units[row][units[row] >= 0]
+        assert there.tolist() == sorted(set(there.tolist())) and (units[row, len(there) :] == -1).all()
+        assert np.array_equal(kept[row], np.bincount([one for one, _ in expected], minlength=kept.shape[1]))
+    return choice, kept, shares
+
+
+@pytest.mark.parametrize("what", ["a head's query", "all queries", "a centroid", "a recent key", "the first token"])
+def test_what_is_not_a_number_is_chosen_as_on_the_processor(what: str) -> None:
+    """It counts for nothing: of clusters without a share the first are chosen."""
+    with a_layer(2, 30, num_selected=40, cluster_size=10, cluster_capacity=16) as layer:
+        own, form = layer.history.clustered, layer.history.form
+        states, centroids = queries(layer, 2, True), own.partition.centroids
+        recent = form.split(layer.history.recent.clone())[0]
+        spoilt: dict[str, Any] = {
+            "a head's query": states[:, :1], "all queries": states, "a centroid": centroids[:, 3],
+            "a recent key": recent[1, :, 2], "the first token": centroids[:, own.labels[0, 0]],
+        }  # fmt: skip
+        spoilt[what][..., -1] = np.nan
+        query = Query(states, form.key_dim**-0.5, None, lambda: recent)
+        tables, means = tables_of(layer), torch.from_numpy(centroids.copy())
+        scored = score(states, means, tables, recent[:, 0], query.scaling)
+        for budget in (layer.budget, 1, 4 * layer.budget):
+            _, kept, shares = same_choice(layer, query, scored, tables, budget)
+            assert not shares.isnan().any() and kept.any()
+        if what == "a centroid":
+            assert not shares[:, 3].any() and shares.any(1).all()
+        if what == "all queries":
+            assert not shares.any() and kept[:, 0].all()
+
+
 @pytest.mark.parametrize("real", [False, True])
 @pytest.mark.parametrize(
     ("rows", "steps", "fields"),
@@ -73,29 +126,9 @@ def test_choices_and_estimates_equal_the_processors(
         recent = form.split(layer.history.recent)[0][:, 0]
         scored = score(states, means, tables, recent, scaling)
         for budget in (layer.budget, 1, layer.budget + 3, 4 * layer.budget):
-            choice = predictor.select(query, budget, False)
-            assert isinstance(choice, type(layer.choose(query))) and choice.keep is not None
-            most = layer.most_records(layer.config, form.group_size, budget)
-            sizes = most, most, own.pages.largest, form.group_size
-            units, keep, kept, shares = choose(*scored, tables, budget * form.group_size, *sizes)
+            choice, kept, shares = same_choice(layer, query, scored, tables, budget)
             host = predictor.shares(query, own.partition.counts)
             np.testing.assert_allclose(shares, np.where(own.stored > 0, host, 0), rtol=1e-4, atol=1e-9)
-            for row, clusters in enumerate(choice.units):
-                entry = np.arange(choice.keep.shape[2])
-                expected = [
-                    (cluster, int(place))
-                    for cluster, chosen in zip(clusters.tolist(), choice.keep[row], strict=True)
-                    for place in entry[chosen & (entry < own.stored[row, cluster])] if cluster >= 0
-                ]  # fmt: skip
-                found = []
-                for unit, chosen in zip(units[row].tolist(), keep[row], strict=True):
-                    assert bool(chosen.any()) == (unit >= 0)
-                    cluster, page = divmod(unit, own.pages.largest)
-                    found += [(cluster, page * form.group_size + int(place)) for place in chosen.nonzero()]
-                assert found == expected
-                there = units[row][units[row] >= 0]
-                assert there.tolist() == sorted(set(there.tolist())) and (units[row, len(there) :] == -1).all()
-                assert np.array_equal(kept[row], np.bincount([one for one, _ in expected], minlength=kept.shape[1]))
             on_device = [torch.from_numpy(np.asarray(part)) for part in (
                 predictor.maps.maps, predictor.maps.scale, predictor.maps.log_ratio
             )]  # fmt: skip

@@ -98,6 +98,28 @@ def test_scores_and_their_softmax(
 
 @EACH_DEVICE
 @EACH_SHAPE
+@pytest.mark.parametrize("what", ["query", "centroid", "recent key"])
+def test_what_is_not_a_number_counts_for_nothing(
+    device: str, shape: Shape, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, kernel = Inputs(shape, 3), kernels("centroids_triton", device, monkeypatch)
+    states = given.normal(shape.batch, shape.each * shape.heads, shape.key)
+    recent = given.normal(shape.rows, 9, shape.key)
+    some = {"query": states[:1, 0], "centroid": given.centroids[:1, 0], "recent key": recent[:1, 3]}
+    some[what][:, -1] = torch.nan
+    args = states, given.centroids, given.tables, recent, 0.3
+    scored, limits = centroids.score(*args), (9, 99, shape.clusters, shape.largest, shape.group)
+    fill_what_is_empty(monkeypatch)
+    found = kernel.score(*on(device, *args))
+    pairs = zip([*found, *kernel.choose(*on(device, *scored, given.tables), *limits)],
+                [*scored, *centroids.choose(*scored, given.tables, *limits)], strict=True)  # fmt: skip
+    for own, expected in pairs:
+        torch.testing.assert_close(own.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert not scored[0].isnan().any()
+
+
+@EACH_DEVICE
+@EACH_SHAPE
 @pytest.mark.parametrize("ties", [False, True])
 def test_pages_are_chosen_as_the_twin_chooses_them(
     device: str, shape: Shape, ties: bool, monkeypatch: pytest.MonkeyPatch

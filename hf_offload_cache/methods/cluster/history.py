@@ -395,6 +395,7 @@ class ClusterHistory:
     def close(self) -> None:
         self._storage.close_store(self.store)
         self.clustered.late.clear()
+        self.clustered.join_there = None  # its owner has these clusters: only a search for cycles would free them
         self.tail.close()
         self.clustered.buffer.close()
 

@@ -86,8 +86,9 @@ class DeviceClusters:
             closed, means = tables[0] == 0, centroids[:, : tables.shape[2]]
             if partition.closed.any():
                 closed |= to_device(np.ascontiguousarray(partition.closed), keys.device)
-            labels = kmeans.assign(keys, means, closed)
-            at = labels.long()
+            at = kmeans.assign(keys, means, closed).long()
+            # a key without a distance that is a number gets the row's first open cluster, as on the host
+            at = torch.where(closed.gather(1, at), closed.byte().argmin(1, keepdim=True), at)
             of_label = (at[:, :, None] == at[:, None]).byte().argmax(2)  # the first key with the same label
             sums, counts = kmeans.means(keys, of_label.int(), keys.new_zeros(keys.shape, dtype=torch.float32))
             channels = of_label[..., None].expand(keys.shape)
@@ -97,7 +98,7 @@ class DeviceClusters:
             largest = torch.finfo(torch.float16).max
             means.scatter_(1, at[..., None].expand(keys.shape), own.clamp_(-largest, largest).half())
             tables[0].scatter_(1, at, before + joined)
-        return labels
+        return at.int()
 
     def _renew(self) -> None:
         clustered, partition = self._clustered, self._clustered.partition

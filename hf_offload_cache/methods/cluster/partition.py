@@ -257,7 +257,8 @@ class Partition:
 
     def nearest(self, keys: np.ndarray) -> np.ndarray:
         """Algorithm 1, assign to the nearest cluster: numbers (rows, n) int64 for keys (rows, n, D), of open clusters
-        of their row; -1: there are none."""
+        of their row; -1: there are none. A distance that is not a number is never the smallest; a key without another
+        one gets its row's first open cluster."""
         if not self.clusters:
             return np.full(keys.shape[:2], -1, dtype=np.int64)
         centroids = torch.from_numpy(self.centroids).float()
@@ -265,7 +266,11 @@ class Partition:
         norms[torch.from_numpy(self.closed | (self.counts == 0))] = torch.inf
         distances = (norms[:, None] - 2 * (torch.from_numpy(keys) @ centroids.transpose(1, 2))).numpy()
         labels = distances.argmin(2)
-        labels[np.isinf(np.take_along_axis(distances, labels[..., None], 2)[..., 0])] = -1
+        if not np.isfinite(np.take_along_axis(distances, labels[..., None], 2)).all():
+            distances[np.isnan(distances)] = np.inf
+            labels, opened = distances.argmin(2), (self.counts > 0) & ~self.closed
+            first = np.where(opened.any(1), opened.argmax(1), -1)[:, None]
+            labels = np.where(np.isposinf(distances.min(2)), first, labels)
         return labels
 
     def join(self, keys: np.ndarray, clusters: np.ndarray) -> None:

@@ -215,7 +215,7 @@ class ClusterPredictor(Predictor):
 
     def shares(self, query: Query, counts: np.ndarray) -> np.ndarray:
         """Share of a row's heads' attention that each key of a cluster gets, (rows, clusters) float32, as if all keys
-        were their centroids."""
+        were their centroids. Scores that are not numbers count for nothing."""
         rows = len(counts)
         states = (query.states * query.scaling).float().reshape(rows, -1, query.states.shape[2])
         latest = query.recent()[:, 0].float()
@@ -226,6 +226,11 @@ class ClusterPredictor(Predictor):
         products = states @ centroids.transpose(1, 2)
         scores = products + torch.from_numpy(counts).float().log()[:, None]
         total = torch.cat([scores, recent], 2).logsumexp(2, keepdim=True)
+        if not total.isfinite().all():
+            for part in (products, scores, recent):
+                part.nan_to_num_(-torch.inf, torch.inf, -torch.inf)
+            total = torch.cat([scores, recent], 2).logsumexp(2, keepdim=True)
+            return (products - total).exp().nan_to_num_(0).sum(1).numpy()
         return (products - total).exp().sum(1).numpy()
 
     def _first(self, shares: np.ndarray, visible: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
@@ -286,8 +291,12 @@ class ClusterPredictor(Predictor):
 
 
 def _best(shares: np.ndarray, most: int) -> np.ndarray:
-    """The clusters with the largest `shares` (rows, clusters), at most `most` a row, in descending order."""
+    """The clusters with the largest `shares` (rows, clusters), at most `most` a row, in descending order. Of equal ones
+    the first come first."""
     candidates = np.sort(largest(shares, most), 1) if most < shares.shape[1] else np.arange(shares.shape[1])[None]
+    least = np.take_along_axis(shares, candidates, 1).min(1, keepdims=True)
+    if ((shares >= least) & (least > -np.inf)).sum(1).max() > most:  # any of those equal to the least are among them
+        return np.argsort(-shares, 1, kind="stable")[:, :most]
     order = np.argsort(-np.take_along_axis(shares, candidates, 1), 1, kind="stable")
     return np.take_along_axis(candidates, order, 1)
 
