@@ -7,22 +7,24 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-from fake_device import Fake, on_the_device
+from fake_device import Counts, Fake, on_the_device
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache.core import SelectiveCache
 from hf_offload_cache.registry import CACHES, cache_class
 
-LAYERS, STEPS, SETTLES = 2, 4, 4
-"""Layers of a model; steps that are counted, after as many that fill slots."""
+LAYERS, STEPS, SETTLES, MOST_JOINING = 2, 4, 4, 72
+"""Layers of a model; steps that are counted, after as many that fill slots; and steps until tokens have joined clusters
+and these have settled."""
 
 
 class Case(NamedTuple):
@@ -42,8 +44,11 @@ CASES = {
 }
 MOST = {"prefill": (300, 4, 0), "step": (8, 0, 0)}
 """The most launches, waits and blocking copies of a layer, beyond those with `DynamicCache`. A step as a whole may wait
-once more, for a look at a mask that all layers share. In the counted steps of `ClusterCache` no tokens join clusters,
-for which the host waits once in `join_every` tokens: see `test_device_cluster_steps`."""
+once more, for a look at a mask that all layers share. In the counted steps of `ClusterCache` no tokens join clusters:
+see `JOINING`."""
+JOINING = 130
+"""The most launches of a layer beyond a usual step's, where tokens join clusters or clusters settle. They settle in
+parts: of eight rows of Llama's in three."""
 
 
 LOOKS = "model/masks.py:seen_before"
@@ -66,11 +71,19 @@ def queries(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return query.clone()
 
 
-@functools.cache
-def cost_of(name: str | None, case: str, memory: str | None = None) -> dict[str, Cost]:
-    """Cost of a layer of the cache `name` (None: `DynamicCache`), in the prefill and in a step; `memory`: within a
-    budget, with records as without one, so that as many are sealed in the steps."""
-    heads, key_heads, dim, rows, tokens, piece = CASES[case]
+class Run(NamedTuple):
+    """A model on the device, without a cache's tokens."""
+
+    cache: Any
+    ids: torch.Tensor
+    counts: Counts
+    fed: Callable[[torch.Tensor], None]
+
+
+@contextmanager
+def a_run(name: str | None, case: str, memory: str | None = None, steps: int = SETTLES + STEPS) -> Iterator[Run]:
+    """A run of the cache `name` (None: `DynamicCache`) with ids (rows, tokens + steps)."""
+    heads, key_heads, dim, rows, tokens, _ = CASES[case]
     torch.manual_seed(0)
     long = case == LLAMA
     sizes = {"hidden_size": (4 if long else 16) * heads, "vocab_size": 512, "intermediate_size": 64, "head_dim": dim}
@@ -79,14 +92,13 @@ def cost_of(name: str | None, case: str, memory: str | None = None) -> dict[str,
         max_position_embeddings=16384, **sizes,
     )  # fmt: skip
     made = LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
-    ids = torch.randint(3, 500, (rows, tokens + SETTLES + STEPS), generator=torch.Generator().manual_seed(0))
-    found = {}
+    ids = torch.randint(3, 500, (rows, tokens + steps), generator=torch.Generator().manual_seed(0))
     attention = queries if long else functional.scaled_dot_product_attention
     replaced = mock.patch.object(functional, "scaled_dot_product_attention", attention)
     with replaced, tempfile.TemporaryDirectory() as folder, on_the_device(made) as (model, counts), torch.no_grad():
         cache: Any = DynamicCache(config=config)
         if name is not None:
-            fields = {"path": folder, "max_context": tokens + 64, "max_batch": rows, "num_selected": 64}
+            fields = {"path": folder, "max_context": tokens + max(64, steps), "max_batch": rows, "num_selected": 64}
             cls = cache_class(name)
             cache = cls(model, **fields) if memory is None else cls.for_budget(model, memory, entry_bits=None, **fields)
 
@@ -95,12 +107,29 @@ def cost_of(name: str | None, case: str, memory: str | None = None) -> dict[str,
             if name is not None:  # whether a read meets a queued write, and waits for it, depends on time
                 cache.storage.prefetcher.flush()
 
+        counts.clear()  # of the plan
+        try:
+            yield Run(cache, ids, counts, fed)
+            if name is not None and not all(layer.selects for layer in cache.selective):
+                raise RuntimeError(f"{name} attends to all of {tokens} tokens")
+        finally:
+            if name is not None:
+                cache.close()
+
+
+@functools.cache
+def cost_of(name: str | None, case: str, memory: str | None = None) -> dict[str, Cost]:
+    """Cost of a layer of the cache `name` (None: `DynamicCache`), in the prefill and in a step; `memory`: within a
+    budget, with records as without one, so that as many are sealed in the steps."""
+    tokens, piece = CASES[case][4:]
+    found = {}
+    with a_run(name, case, memory) as (cache, ids, counts, fed):
+
         def cost(steps: int = 0) -> Cost:
             launches = counts.launches.total() - (counts.launches[LOOKS] if steps else 0)
             parts = launches, max(0, counts.syncs.total() - steps), counts.blocking.total()
             return Cost(*(part / (max(1, steps) * LAYERS) for part in parts))
 
-        counts.clear()  # of the plan
         for part in ids[:, :tokens].split(piece, 1):
             fed(part)
         if isinstance(cache, SelectiveCache):
@@ -112,10 +141,6 @@ def cost_of(name: str | None, case: str, memory: str | None = None) -> dict[str,
         for part in ids[:, tokens + SETTLES :].split(1, 1):
             fed(part)
         found["step"] = cost(STEPS)
-        if name is not None:
-            if not all(layer.selects for layer in cache.selective):
-                raise RuntimeError(f"{name} attends to all of {tokens} tokens")
-            cache.close()
     return found
 
 
@@ -166,6 +191,35 @@ def test_a_layer_costs_no_more_than_it_may(name: str, case: str, phase: str, wha
     if case in HOLDS.get((name, phase, what), ()) and own - plain > MOST[phase][WHAT.index(what)]:
         own = getattr(cost_of.__wrapped__(name, case)[phase], what)  # one wait more or less depends on time
     assert own - plain <= MOST[phase][WHAT.index(what)]
+
+
+@pytest.mark.parametrize("case", [ONE, EIGHT, LLAMA])
+def test_steps_in_which_tokens_join_clusters_wait_at_most_once(case: str) -> None:
+    """So do those in which the host learns of it, and clusters settle and are split: once for the layer whose tokens
+    have joined in the step before."""
+    tokens, piece = CASES[case][4:]
+    usual, joining, settling, split, waits = 0, list[int](), list[int](), 0, list[int]()
+    with a_run("cluster", case, steps=MOST_JOINING) as (cache, ids, counts, fed):
+        for part in [*ids[:, :tokens].split(piece, 1), *ids[:, tokens : tokens + SETTLES].split(1, 1)]:
+            fed(part)
+        layers = [layer.history.clustered for layer in cache.selective]
+        for part in ids[:, tokens + SETTLES :].split(1, 1):
+            before = layers[0].sealed, sum(own.buffer.counts.sum() for own in layers)
+            used = sum(own.partition.used.sum() for own in layers)
+            counts.clear()
+            fed(part)
+            waits.append(counts.syncs.total() - counts.syncs[LOOKS])
+            assert not counts.blocking
+            launches = counts.launches.total()
+            usual = usual or launches
+            split += sum(own.partition.used.sum() for own in layers) > used
+            if layers[0].sealed > before[0]:
+                joining.append(launches)
+            elif sum(own.buffer.counts.sum() for own in layers) < before[1]:
+                settling.append(launches)
+        assert joining and len(settling) >= LAYERS and split
+        assert max(waits) <= 1 and sum(waits) <= len(joining), waits
+        assert max(joining + settling) - usual <= LAYERS * JOINING, (joining, settling, usual)
 
 
 def test_a_step_within_a_budget_costs_no_more_than_it_may() -> None:

@@ -21,6 +21,7 @@ from hf_offload_cache.core.plan import layer_kinds
 from hf_offload_cache.fetch import device_slots
 from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.cluster import ClusteredEntries, arrivals
+from hf_offload_cache.methods.cluster.on_device import DeviceClusters
 from hf_offload_cache.model import Geometry
 
 TOKENS, STEPS, LAYERS = 500, 21, COMMON["num_hidden_layers"]
@@ -308,7 +309,11 @@ def test_a_budget_plans_steps_on_a_device_where_slots_hold_a_complete_choice(
             kind, given = layer_kinds(Geometry.of(model), config, 2)[0]
             alone = ClusterCache.layer_class.plan(kind, given, config.max_context).shared.decode
             assert account.peak <= account.limit
-            assert all(0 < held[owner] <= alone[owner] for owner in ("scores", "stream buffers", "packing"))
+            owners = "scores", "stream buffers", "stream buffers, host", "packing"
+            assert all(0 < held[owner] <= alone[owner] for owner in owners)
+            assert not account.by_owner["stream buffers"] and not account.by_owner["packing"]
+            sent = max_sent(cache)
+            assert 0 < sent <= DeviceClusters.most_sent(cache.selective[0].history.clustered)
             assert 0 < account.by_owner["reuse slots"] <= planned.decode["reuse slots"]
             assert not account.by_owner["selection"] and not account.by_owner["staging"]
             assert all(layer.history.records > layer.budget for layer in cache.selective)
@@ -317,6 +322,22 @@ def test_a_budget_plans_steps_on_a_device_where_slots_hold_a_complete_choice(
             plan = ClusterCache.layer_class.plan(kind, replace(given, reuse_capacity=reuse), config.max_context)
             assert plan.alone == alone == ("selection" not in plan.shared.decode)
             assert alone == (plan.shared.decode["stream buffers"] > 0) == (plan.over_host is not None)
+
+
+def max_sent(cache: Any) -> int:
+    """Bytes of keys that one more settling of all clusters would copy to the host."""
+    most = 0
+    for layer in cache.selective:
+        own, there = layer.history.clustered, layer.predictor.on_device
+        layer.history.place()
+        own.partition.limits[:] = 0  # all are too wide
+        there._send_keys(*(own.waiting > 0).nonzero())
+        sent = sum(arriving.wait()[0].nbytes for _, arriving in there._sent)
+        assert there._sent_bytes == sent == own.partition.counts[own.waiting > 0].sum() * own.form.key_width * 4
+        most = max(most, sent)
+        there.close()
+        assert not there._sent and not there._sent_bytes
+    return most
 
 
 def test_what_slots_do_not_hold_goes_over_the_host_within_a_budget() -> None:

@@ -132,25 +132,31 @@ class DeviceClusters:
         over the buffer budget, the fullest others. `ClusteredEntries.catch_up` does so when the numbers have arrived.
 
         `kept` (rows, clusters) int32 are the entries that the step has kept, on the device; None: of all clusters. Keys
-        of clusters that may be split are copied to the host now. Raises `StoreError` or `BudgetError`, with nothing
-        changed."""
-        clustered = self._clustered
-        if not clustered.late:  # otherwise it is not known which clusters these are
+        of clusters that may be split are copied to the host now, if it knows these clusters. Raises `StoreError` or
+        `BudgetError`, with nothing changed."""
+        clustered, joined = self._clustered, bool(self._clustered.late)
+        if not joined:  # otherwise it is not known which clusters these are
             self._send_keys(*(clustered.partition.to_split & (clustered.waiting > 0)).nonzero())
-        clustered.late.append(partial(self._settle, None if kept is None else Arriving(kept)))
+        clustered.late.append(partial(self._settle, None if kept is None else Arriving(kept), joined))
 
-    def _settle(self, kept: Arriving | None) -> None:
+    def _settle(self, kept: Arriving | None, joined: bool) -> None:
+        """As `settle` says. `joined`: tokens have joined in the same step, so that the host waits for keys now, once
+        for all."""
         clustered, waiting = self._clustered, self._clustered.waiting
         retrieved = waiting > 0
         if kept is not None:
             retrieved &= kept.wait()[0].numpy() > 0
         others = fullest(np.where(retrieved, 0, waiting), clustered.buffer.most)
-        known = {
-            place: keys for piece, sent in self._sent for place, keys in piece.keys(sent.wait()[0].float().numpy())
-        }  # fmt: skip
+        rows, clusters = map(np.concatenate, zip(retrieved.nonzero(), others, strict=True))
         try:
-            places = map(np.concatenate, zip(retrieved.nonzero(), others, strict=True))
-            clustered.settle(clustered.read, *places, known=known)
+            if joined:
+                wide = clustered.partition.to_split[rows, clusters]
+                self._send_keys(rows[wide], clusters[wide])
+            known = {
+                place: keys for piece, sent in reversed(self._sent)  # after the last one, all have arrived
+                for place, keys in piece.keys(sent.wait()[0].float().numpy())
+            }  # fmt: skip
+            clustered.settle(clustered.read, rows, clusters, known=known)
         finally:
             self._drop_sent()
 
