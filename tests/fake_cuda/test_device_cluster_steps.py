@@ -189,6 +189,24 @@ def test_what_the_host_does_not_know_yet_is_known_before_it_is_needed(change: st
     assert all(map(np.array_equal, found[1][1], found[0][1]))
 
 
+def test_a_step_over_the_host_knows_what_has_joined_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watched step chooses on the host, after the device has assigned its tokens."""
+    ids, found, own = prompt(llama(), 2, TOKENS + 13), [], WAYS["joined and settled in one step"]
+    joined, join = list[bool](), DeviceClusters.join
+    monkeypatch.setattr(DeviceClusters, "join", lambda *given: joined.append(join(*given)) or joined[-1])
+    for there in (False, True):
+        put = Fake if there else host
+        plain = None if there else llama()
+        with a_device(7, **own) if there else ClusterCache(plain, **{**FIELDS, **own}) as made:
+            model, cache = made[:2] if there else (plain, made)
+            decoded(model, cache, ids[:, : TOKENS + 11], put)
+            joined.clear()
+            cache.selecting.watch = lambda *_: None
+            found.append(fed(model, cache, ids[:, TOKENS + 11 : TOKENS + 12], put))
+            assert joined == [True] * (LAYERS if there else 0)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
 def test_slots_hold_a_choice_that_grows_with_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step attends to a share of the tokens, which grow while no row has more pages."""
     fields = {"num_selected": None, "selected_share": 0.1, "reuse_capacity": 0, "remainder": False}

@@ -52,7 +52,8 @@ class ClusterPredictor(Predictor):
         self.fitted_at = 0
         """Tokens of the history at the latest fit; 0 before the first."""
         self.on_device = DeviceClusters(clustered, config.num_sinks, account)
-        clustered.join_there = self.on_device.join
+        if clustered.buffer.entries.device.type == "cuda":
+            clustered.join_there = self.on_device.join
         self.kept: torch.Tensor | None = None
         """Entries of each cluster that `choose_on_device` chose last, (rows, clusters) int32, on the device."""
 
