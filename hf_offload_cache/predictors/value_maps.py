@@ -215,7 +215,7 @@ class LeastSquares:
         gram = gram / (deviation[:, :, None] * deviation[:, None])[:, None]
         gram.diagonal(dim1=2, dim2=3).add_(_RIDGE * count[:, None])
         by_deviation = deviation[:, None, :, None]
-        return (torch.linalg.solve(gram, product / by_deviation) / by_deviation).transpose(1, 2)
+        return (torch.linalg.solve_ex(gram, product / by_deviation).result / by_deviation).transpose(1, 2)
 
 
 def token_weights(attention: torch.Tensor, form: RecordFormat, seen: torch.Tensor | None = None) -> torch.Tensor:

@@ -35,6 +35,12 @@ _FREE = ("aten.empty", "aten.new_empty", "aten.detach", "aten.alias", "aten.sym_
 _ON_DEVICE = ("cuda", "meta")
 _INDEXED = ("aten.index.Tensor", "aten.index_put_.default", "aten._index_put_impl_.default", "aten.index_put.default")
 _WAITING = ("aten._local_scalar_dense.default", "aten.item.default", "aten.equal.default", "aten.is_nonzero.default")
+_DECOMPOSITIONS = (
+    "aten._linalg_check_errors", "aten._linalg_eigh", "aten._linalg_svd", "aten.linalg_eig", "aten.linalg_lstsq",
+    "aten.linalg_pinv", "aten.cholesky.",
+)  # fmt: skip
+"""Beginnings of the names of those for which torch waits to see whether they succeeded. It checks others only if they
+are asked to (`check_errors`)."""
 _OF_UNKNOWN_SIZE = (
     "aten.nonzero.default", "aten.masked_select.default", "aten._unique2.default", "aten.repeat_interleave.Tensor",
 )  # fmt: skip
@@ -145,7 +151,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0]
     if from_device:
         _check_one_device(name, args, kwargs)
-        _count(func, name, args)
+        _count(func, name, args, kwargs)
         if not (_is_view(func) or name.startswith(_FREE)):
             if _known_size(func, name, args):
                 return _queued(func, args, kwargs)
@@ -315,11 +321,22 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any], made: Any = None) -> A
     return made
 
 
-def _count(func: Any, name: str, args: Any) -> None:
+def _checks_errors(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether torch waits for a decomposition to see whether it succeeded."""
+    if not name.startswith(("aten._linalg", "aten.linalg", "aten.cholesky")):
+        return False
+    given = dict(zip([one.name for one in func._schema.arguments], args, strict=False)) | kwargs
+    return name.startswith(_DECOMPOSITIONS) or bool(given.get("check_errors"))
+
+
+def _count(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> None:
     """What one operator costs a device."""
     indexes = [one for one in leaves(args[1]) if isinstance(one, torch.Tensor)] if name in _INDEXED else []
     if name in _WAITING:
         COUNTS.add("syncs")
+    elif _checks_errors(func, name, args, kwargs):
+        COUNTS.add("syncs")
+        COUNTS.add("launches")
     elif name in _OF_UNKNOWN_SIZE or _masks(name, args):
         COUNTS.add("syncs")
         COUNTS.add("launches", 3)
@@ -394,7 +411,8 @@ def _tensor(original: Any) -> Any:
         out = original(data, *args, **options, **({} if on_device or device is None else {"device": device}))
         if not on_device:
             return out
-        COUNTS.copied("to_device", out.nbytes, waits=True)
+        if out.numel():
+            COUNTS.copied("to_device", out.nbytes, waits=True)
         return Fake(out)
 
     return made

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_device import Counts, Fake, on_the_device
+from fake_device import Counts, Fake, fake_cuda, on_the_device, values_of
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -43,7 +43,7 @@ CASES = {
     "SmolLM2's heads, a long prompt": Case(9, 3, 64, 1, 12000, 3072),
 }
 MOST = {"prefill": (300, 4, 0), "step": (8, 0, 0)}
-"""The most launches, waits and blocking copies of a layer, beyond those with `DynamicCache`. A step as a whole may wait
+"""The most launches, waits and blocking copies of a layer, beyond those with `DynamicCache`. A call as a whole may wait
 once more, for a look at a mask that all layers share. In the counted steps of `ClusterCache` no tokens join clusters:
 see `JOINING`."""
 JOINING = 130
@@ -125,22 +125,22 @@ def cost_of(name: str | None, case: str, memory: str | None = None) -> dict[str,
     found = {}
     with a_run(name, case, memory) as (cache, ids, counts, fed):
 
-        def cost(steps: int = 0) -> Cost:
+        def cost(calls: int, steps: int = 0) -> Cost:
             launches = counts.launches.total() - (counts.launches[LOOKS] if steps else 0)
-            parts = launches, max(0, counts.syncs.total() - steps), counts.blocking.total()
+            parts = launches, max(0, counts.syncs.total() - calls), counts.blocking.total()
             return Cost(*(part / (max(1, steps) * LAYERS) for part in parts))
 
         for part in ids[:, :tokens].split(piece, 1):
             fed(part)
         if isinstance(cache, SelectiveCache):
             cache.end_prompt()  # as the first step would
-        found["prefill"] = cost()
+        found["prefill"] = cost(-(-tokens // piece))
         for part in ids[:, tokens : tokens + SETTLES].split(1, 1):
             fed(part)
         counts.clear()
         for part in ids[:, tokens + SETTLES :].split(1, 1):
             fed(part)
-        found["step"] = cost(STEPS)
+        found["step"] = cost(STEPS, STEPS)
     return found
 
 
@@ -225,6 +225,30 @@ def test_steps_in_which_tokens_join_clusters_wait_at_most_once(case: str) -> Non
 def test_a_step_within_a_budget_costs_no_more_than_it_may() -> None:
     own, plain = (cost_of(name, ONE, memory)["step"] for name, memory in (("disk-swap", "1/2"), (None, None)))
     assert (own.waits, own.copies) == (0, 0) and own.launches - plain.launches <= MOST["step"][0]
+
+
+def test_decompositions_wait_to_see_whether_they_succeeded() -> None:
+    """As torch's do, unless they return that instead, as one number a matrix. Values are those of the host."""
+    made = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0))
+    square, linalg = made.mT @ made, torch.linalg
+    checked = functools.partial(linalg.cholesky_ex, check_errors=True)
+    waiting = linalg.eigh, linalg.eigvalsh, linalg.svd, linalg.eigvals, linalg.cholesky, linalg.inv, linalg.lu_factor
+    for solved in (*waiting, checked):
+        with fake_cuda() as counts:
+            solved(Fake(square))
+            assert (counts.syncs.total(), counts.blocking.total()) == (1, 0), solved
+            assert counts.launches.total() >= 1
+    with fake_cuda() as counts:
+        there = Fake(square)
+        found = [linalg.cholesky_ex(there).L, linalg.inv_ex(there).inverse, linalg.solve_ex(there, there.mT).result]
+        assert counts.syncs.total() == 0
+        linalg.solve(there, there)
+        assert counts.syncs.total() == 1
+        torch.tensor([], device="cuda")  # nothing to copy
+        assert counts.syncs.total() == 1
+        values = [values_of(one) for one in found]
+    expected = [linalg.cholesky(square), linalg.inv(square), torch.eye(4).expand(2, 4, 4)]
+    torch.testing.assert_close(values, expected)
 
 
 def test_the_counts_of_a_plain_cache() -> None:

@@ -285,6 +285,19 @@ def test_the_metric_of_queries_decides_what_is_kept() -> None:
     assert errors[1] < 0.1
 
 
+def test_roots_of_a_moment_give_the_directions_of_symmetric_ones() -> None:
+    """Their product is the moment with what is added for other queries. Which roots they are changes only signs."""
+    queries, flat = keys_of(2, 300), flat_of(keys_of(1, 500)).flatten(0, 1)
+    moment, metric = flat.T @ flat, query_moment(queries, KV)
+    roots, others = roots_of(metric, 0.5), metric.diagonal(dim1=1, dim2=2).mean(1) / 2
+    shifted = metric + others[:, None, None] * torch.eye(DIM)
+    torch.testing.assert_close(roots.mT @ roots, shifted)
+    values, vectors = torch.linalg.eigh(shifted)
+    symmetric = (vectors * values.sqrt()[:, None]) @ vectors.mT
+    found, expected = (scaled_directions(moment, each, 8) for each in (roots, symmetric))
+    torch.testing.assert_close(found.abs(), expected.abs(), rtol=1e-3, atol=1e-3)
+
+
 def test_reconstruction_of_orthonormal_directions_is_these() -> None:
     flat = flat_of(keys_of(2, 300)).flatten(0, 1)
     moment = flat.T @ flat

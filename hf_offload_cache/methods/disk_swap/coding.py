@@ -93,7 +93,7 @@ def query_moment(queries: torch.Tensor, num_key_heads: int, part: int = PART, ap
 
 @torch.no_grad()
 def roots_of(moment: torch.Tensor, others: float = _OTHER_QUERIES) -> torch.Tensor:
-    """Metric in which keys are approximated: square roots (Hk, D, D) of the queries' second moment (Hk, D, D).
+    """Metric in which keys are approximated: roots R (Hk, D, D) of the queries' second moment R^T R (Hk, D, D).
 
     A component is wasted on a direction where no query points, however large the keys are there. The identity times
     `others` times the queries' mean energy is added for queries not seen yet.
@@ -102,11 +102,11 @@ def roots_of(moment: torch.Tensor, others: float = _OTHER_QUERIES) -> torch.Tens
 
 
 def _roots(moment: torch.Tensor, others: float) -> torch.Tensor:
-    """`roots_of` a moment whose memory is used."""
+    """`roots_of` a moment whose memory is used: Cholesky's factors. Symmetric roots give the same directions, but take
+    longer, and `eigh` waits for a device."""
     level = moment.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-12)
     moment.diagonal(dim1=1, dim2=2).add_(others * level[:, None])
-    values, vectors = _solved(moment)
-    return (vectors * values.clamp_min(0).sqrt()[:, None]) @ vectors.transpose(1, 2)
+    return torch.linalg.cholesky_ex(moment, upper=True).L
 
 
 @torch.no_grad()
@@ -131,7 +131,7 @@ def _scale(moment: torch.Tensor, roots: torch.Tensor) -> None:
 
 def _rooted(directions: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
     """The projection (W, r) of keys for directions (W, r) in the metric of `roots` (Hk, D, D)."""
-    return (roots @ directions.view(*roots.shape[:2], -1)).flatten(0, 1)
+    return (roots.mT @ directions.view(*roots.shape[:2], -1)).flatten(0, 1)
 
 
 def reconstruction(moment: torch.Tensor, adapter: torch.Tensor) -> torch.Tensor:
@@ -143,7 +143,7 @@ def reconstruction(moment: torch.Tensor, adapter: torch.Tensor) -> torch.Tensor:
     gram = adapter.t() @ product
     level = 1e-6 * gram.diagonal().mean().clamp_min(1e-30)
     gram = gram + level * torch.eye(gram.shape[0], device=gram.device, dtype=torch.float32)
-    return torch.linalg.solve(gram, product.t()).t().contiguous()
+    return torch.linalg.solve_ex(gram, product.t()).result.t().contiguous()
 
 
 @dataclass(frozen=True)
@@ -591,7 +591,7 @@ def _regression(coding: Coding, sample: torch.Tensor, part: int) -> torch.Tensor
         del values
     level = 1e-4 * gram.diagonal().mean().clamp_min(1e-30)
     gram.diagonal().add_(level)
-    return torch.linalg.solve(gram, product).t()
+    return torch.linalg.solve_ex(gram, product).result.t()
 
 
 def _in_8_bits(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
