@@ -129,7 +129,8 @@ def share(
     count: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Importance (R, U) float32 of each unit, new: the softmax weight of its best token, summed over the row's query
-    heads. The softmax is over all units and the keys with exact scores. The `apart` first units have infinity.
+    heads. The softmax is over all units and the keys with exact scores. The `apart` first units have infinity. Heads
+    with a score that is NaN do not count, so none is NaN.
 
     Args:
         best, tops, sums: of `score`.
@@ -140,7 +141,7 @@ def share(
     every = torch.cat([tops, near], 2)
     top = every.amax(2, keepdim=True)
     total = (sums * (tops - top).exp()).sum(2, keepdim=True) + (near - top).exp().sum(2, keepdim=True)
-    weights = (best - top).clamp_(min=LEAST).exp_() / total
+    weights = ((best - top).clamp_(min=LEAST).exp_() / total).nan_to_num_()
     importance = weights.view(rows, -1, best.shape[2]).sum(1)
     importance[:, :apart] = torch.inf
     if count is not None:

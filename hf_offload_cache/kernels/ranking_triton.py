@@ -316,7 +316,7 @@ def _share(  # type: ignore[no-untyped-def]
         there = of_head[:, None] & (unit < units)[None, :]
         own = tl.load(best + head[:, None] * units + unit[None, :], mask=there, other=_HIDDEN)
         own = tl.exp(tl.maximum(own - top[:, None], _LEAST)) / tl.where(of_head, shares, 1.0)[:, None]
-        found += tl.sum(tl.where(of_head[:, None], own, 0.0), 0)
+        found += tl.sum(tl.where(of_head[:, None] & (own == own), own, 0.0), 0)  # no NaN
     found = tl.where(unit < apart, float("inf"), found)
     if COUNTED:
         found = tl.where(unit < _exist(count, units, COUNTED), found, float("-inf"))

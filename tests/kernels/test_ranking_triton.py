@@ -148,6 +148,11 @@ def test_importance_is_a_share_of_one_softmax(
     found = kernel.share(*on(device, *args)).cpu()
     assert bool(found[:, :first].isinf().all())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
+    if near:  # a head with a score that is NaN does not count
+        best[0, -1], tops[0, -1, 0], args[3][-1, 0, 7] = torch.nan, torch.nan, torch.nan
+        found, expected = kernel.share(*on(device, *args)).cpu(), ranking.share(*args)
+        assert not bool(found.isnan().any()) and bool((found[-1, first:] < expected[-1, first:] + 1e-3).all())
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
 
 
 @EACH_DEVICE

@@ -111,6 +111,38 @@ def test_choices_equal_the_processors(
         assert others.tolist() == np.sort(order[:, wanted:]).tolist()
 
 
+@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("apart_heads", [False, True])
+@pytest.mark.parametrize("where", ["query", "recent", "sinks"])
+def test_heads_whose_scores_are_nan_do_not_count(
+    where: str, apart_heads: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device and a processor: the other heads decide, and other rows do not change."""
+    monkeypatch.setattr(compact_keys, "rounded", in_bfloat16)
+    monkeypatch.setattr(compact_keys, "multiplied", lambda queries, stored, memory: queries @ stored.float())
+    one, (batch, heads, key_heads, _, group, units) = made(*shape), shape
+    each, (_, _, weights) = key_heads if apart_heads else 1, expected(one, 1)
+    if where == "query":
+        one.queries[0, 1, 3] = torch.nan
+        weights[0, 1] = 0
+    else:
+        getattr(one, where)[0, 0, 2, 5] = torch.nan  # for all query heads of a key head
+        weights[0, : heads // key_heads] = 0
+    *_, near, _, _, _, importance = ranked(one, batch * each, 1)
+    by_row = weights.reshape(batch * each, -1, units).sum(1)
+    np.testing.assert_allclose(importance[:, 1:], by_row[:, 1:], rtol=1e-4, atol=1e-6)
+    exact: dict[str, Any] = {"exact": near.numpy(), "apart": np.zeros((batch, 1), dtype=np.int64), "heads": each}
+    host = rank_units(one.keys, one.queries, SCALING, group, units, **exact).importance
+    np.testing.assert_allclose(host[:, 1:], by_row[:, 1:], rtol=1e-3, atol=1e-6)
+    host[:, 0] = np.inf
+    assert pick(importance, 8, units)[0].tolist() == np.sort(np.argsort(-host, 1, kind="stable")[:, :8]).tolist()
+    ranking = rank_units(one.keys, one.queries, SCALING, group, 1, **exact)  # after a rough pass, if there is one
+    assert one.keys.has_rough_form == (ranking.beyond is not None) == (shape == SHAPES[0])
+    assert np.isfinite(ranking.importance).all()
+    if ranking.beyond is not None:
+        assert (ranking.beyond >= 0.9).all() and ranking.beyond[0, int(where == "query")] == 1
+
+
 def test_the_best_units_are_picked_in_order_and_ties_go_to_the_lower_index() -> None:
     importance = torch.tensor([[3.0, torch.inf, 1, 3, 3, 0, 2, 3], [0, 0, 0, 0, 0, 0, 0, 0]])
     units, others = pick(importance, 3, 6)

@@ -144,10 +144,14 @@ def rank_units(
 
 def _weights(best: np.ndarray, last: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """exp of each head's `best` scores (h, groups) less its largest score, and the sum (h, 1) of exp over `best` and
-    the exact scores `last` (h, t)."""
+    the exact scores `last` (h, t). Of a head with a score that is NaN, all are 0, and their sum is 1."""
     both = best if last is None else np.concatenate([best, last], 1)
     weights = _exp(both - np.maximum.reduce(both, 1, keepdims=True))
-    return weights[:, : best.shape[1]], _sum(weights)
+    total = _sum(weights)
+    if not np.add.reduce(total, None) > 0:
+        nothing = np.isnan(total[:, 0])
+        weights[nothing], total[nothing] = 0, 1
+    return weights[:, : best.shape[1]], total
 
 
 def _shares(weights: np.ndarray, total: np.ndarray, heads: int, excluded: np.ndarray | None = None) -> np.ndarray:
