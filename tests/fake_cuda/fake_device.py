@@ -153,7 +153,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check_one_device(name, args, kwargs)
         _count(func, name, args, kwargs)
         if not (_is_view(func) or name.startswith(_FREE)):
-            if _known_size(func, name, args):
+            if _known_size(func, name, args) and not _checks_errors(func, name, args, kwargs):
                 return _queued(func, args, kwargs)
             refuse(name)
             current().run()

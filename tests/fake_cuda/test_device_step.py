@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from fake_device import CUDA, QUEUES, Counts, Fake, fake_cuda, on_the_device, values_of
@@ -375,6 +376,27 @@ def test_slots_are_booked_and_freed() -> None:
         fed(model, cache, ids[:, -1:], Fake)
         assert not of_slots(cache)[0].closed
     assert not account.by_owner.get("reuse slots") and account.current == 0
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_row_that_is_nan_does_not_spoil_others(seed: int | None) -> None:
+    """From one token on, whose embedding is NaN: a prompt is fitted, and the other row is as close as on the host."""
+    made = llama()
+    ids = prompt(made, 2, TOKENS + STEPS).clamp(max=197)
+    ids[1, TOKENS // 2] = 198
+    exact = decoded(made, DynamicCache(config=made.config), ids[:1], host)
+    with torch.no_grad():
+        made.model.embed_tokens.weight[198] = torch.nan
+    sizes = {"max_context": TOKENS + 128, "max_batch": 2, "num_selected": 128, "engine": "memory"}
+    with DiskSwapCache(made, **sizes) as cache, np.errstate(invalid="ignore"):
+        found = [decoded(made, cache, ids, host)]
+    with on_the_device(made, seed) as (model, _), DiskSwapCache(model, **sizes) as cache:
+        cache.storage.pinned = True
+        found.append(decoded(model, cache, ids, Fake))
+        assert all(slots is not None for slots in of_slots(cache))
+    usual, wrong = (float((each[:1] - exact).square().mean().sqrt()) for each in found)
+    assert wrong == pytest.approx(usual, rel=0.1) and usual > 1e-4
+    assert all(bool(each[1].isnan().all()) for each in found)
 
 
 @pytest.mark.parametrize("context", [TOKENS + 32, TOKENS + 48])

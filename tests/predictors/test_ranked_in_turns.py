@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from hf_offload_cache.errors import ContextError
 from hf_offload_cache.history import RecordFormat, Sealed
@@ -39,11 +40,18 @@ def keys_of(rows: int, units: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, KV, units * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def learn(one: LowRankPredictor, keys: torch.Tensor, fresh: int | None = None) -> None:
+def learn(
+    one: LowRankPredictor, keys: torch.Tensor, fresh: int | None = None, visible: torch.Tensor | None = None,
+    spoilt: float | None = None,
+) -> None:  # fmt: skip
+    """`spoilt`: all elements of a query."""
     fresh = keys.shape[2] if fresh is None else fresh
     sealed = Sealed(keys.shape[2] // GROUP, keys.shape[2], [(keys[:, :, -fresh:],) * 2], lambda: iter([(keys, keys)]))
     shape = len(keys), HEADS, 40 if fresh == keys.shape[2] else 1, DIM
-    one.learn(sealed, torch.randn(shape, generator=torch.Generator().manual_seed(5)), None)
+    queries = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    if spoilt is not None:
+        queries[0, 1, 0] = spoilt
+    one.learn(sealed, queries, visible)
 
 
 def query_of(rows: int, seed: int) -> Query:
@@ -203,3 +211,36 @@ def test_what_is_known_of_the_rest_gives_candidates_the_weight_they_had(monkeypa
     found = one.fitted.rank_among(even, candidates, ranking.beyond)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     assert (one.fitted.rank_among(even, candidates) > 1.2 * expected).all()
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_keys_that_are_not_finite_spoil_no_others(kind: str) -> None:
+    """They and padding that is NaN count as padding, in a fit. Queries that are not finite count as 0."""
+    keys, tokens = keys_of(2, UNITS), UNITS * GROUP
+    others, spoilt, visible = torch.ones(2, tokens, dtype=torch.bool), keys.clone(), torch.ones(2, tokens).bool()
+    spoilt[1, 1, 77, 3], spoilt[1, 0, 300], spoilt[0, :, :9] = torch.nan, torch.inf, torch.nan
+    visible[0, :9] = others[0, :9] = False
+    others[1, [77, 300]] = False
+    one, other = predictor(kind, 2), predictor(kind, 2)
+    learn(one, spoilt, visible=visible, spoilt=torch.nan)
+    learn(other, keys, visible=others, spoilt=0)
+    fitted, expected = (values_in(each.fitted.keys.fitted_state()) for each in (one, other))
+    assert len(fitted) >= 3 and all(map(torch.equal, fitted, expected))
+    assert all(bool(each.float().isfinite().all()) for each in fitted)
+    places = torch.arange(tokens)
+    ours, theirs = (each.fitted.keys.components(slice(None), places).transpose(1, 2) for each in (one, other))
+    assert torch.equal(ours[others], theirs[others]) and others.sum() == 2 * tokens - 11
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_keys_none_of_which_is_finite_are_fitted_all_the_same(kind: str) -> None:
+    one = predictor(kind, 2)
+    learn(one, keys_of(2, UNITS) * torch.nan)
+    assert one.ready(UNITS)
+    with np.errstate(invalid="ignore"):
+        chosen(one, 0)
+
+
+def values_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree that have elements."""
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor) and each.numel()]

@@ -67,26 +67,21 @@ def principal_directions(moment: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _leading(moment: torch.Tensor, rank: int) -> torch.Tensor:
-    """`principal_directions` of a float32 moment, whose memory is used."""
-    return _solved(moment)[1][:, -rank:].flip(-1).contiguous()
-
-
-def _solved(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eigenvalues (..., n), ascending, and eigenvectors of symmetric, contiguous matrices (..., n, n), in whose memory
-    the vectors are."""
-    columns, values = symmetric.mT, symmetric.new_empty(symmetric.shape[:-1])  # LAPACK's order, so without a copy
+    """`principal_directions` of a float32, contiguous moment, whose memory LAPACK uses for all eigenvectors."""
+    columns, values = moment.mT, moment.new_empty(len(moment))  # LAPACK's order, so without a copy
     torch.linalg.eigh(columns, out=(values, columns))
-    return values, columns
+    return columns[:, -rank:].flip(-1).contiguous()
 
 
 def query_moment(queries: torch.Tensor, num_key_heads: int, part: int = PART, apart: int = APART) -> torch.Tensor:
     """Second moment (Hk, D, D) float32 of queries (B, H, n, D), by key head: every 8th (`apart`) of the latest 512
-    queries, of which `part`, of all rows and heads together, are converted to float32 at a time."""
+    queries, of which `part`, of all rows and heads together, are converted to float32 at a time. What is not finite
+    counts as 0."""
     rows, heads, dim = queries.shape[0], queries.shape[1], queries.shape[3]
     seen = queries[:, :, -QUERIES_SEEN:][:, :, ::apart].detach().unflatten(1, (num_key_heads, -1))
     moment = torch.zeros(num_key_heads, dim, dim, dtype=torch.float32, device=queries.device)
     for some in seen.split(max(1, part // (rows * heads)), 3):
-        flat = some.transpose(0, 1).flatten(1, 3).float()
+        flat = some.transpose(0, 1).flatten(1, 3).nan_to_num(0, 0, 0).float()
         moment.baddbmm_(flat.transpose(1, 2), flat)
     return moment.div_(seen[:, 0].numel() // dim)
 
@@ -172,7 +167,7 @@ class Directions:
         apart: int = APART,
     ) -> Self:
         """Fit directions to `keys`, parts (B, Hk, t, D) in order, in one pass. `visible` (B or 1, tokens) excludes
-        padding. `part`: one of `part_sizes`. `apart`: as in `query_moment`.
+        padding. `part`: one of `part_sizes`. `apart`: as in `query_moment`. Raises `LinAlgError` as `fit_coding` does.
 
         A calibrated `adapter` is used unchanged. Otherwise the best `rank` directions are fitted in the metric of the
         queries `seen` (B, H, q, D); without queries, the directions of most energy.
@@ -182,8 +177,8 @@ class Directions:
             flat, stop = piece.transpose(1, 2).flatten(2).float(), position + piece.shape[2]
             if not position:
                 moment = torch.zeros(width, width, device=piece.device, dtype=torch.float32)
-            if visible is not None:
-                flat = flat * visible[:, position:stop, None]
+            if visible is not None:  # padding may be NaN
+                flat = flat.masked_fill(~visible[:, position:stop, None], 0)
             position, rows = stop, piece.shape[0]
             flat = flat.flatten(0, 1)
             moment.addmm_(flat.t(), flat)
@@ -201,6 +196,8 @@ class Directions:
             del scaled
             adapter = _rooted(directions, _roots(query_moment(seen, num_key_heads, part, apart), _OTHER_QUERIES))
         deviation = ((moment @ adapter * adapter).sum(0) / rows).clamp_min(0).sqrt()
+        if not bool(deviation.isfinite().all()):
+            raise torch.linalg.LinAlgError("a key is not finite")
         return cls(adapter, reconstruction(moment, adapter), deviation)
 
 
@@ -431,7 +428,8 @@ def fit_coding(
     a sample, which would add to the memory that these take. `part`: one of `part_sizes`.
 
     The steps: subtract the mean, find the directions in the queries' metric, measure each component's error at each
-    number of bits, allocate bits (`allocate`), and fit the projection of queries to the codes by regression.
+    number of bits, allocate bits (`allocate`), and fit the projection of queries to the codes by regression. Raises
+    `LinAlgError` if a visible key is not finite.
 
     Args:
         keys: makes parts (B, Hk, t, D) in order, `tokens` tokens a row in total.
@@ -467,6 +465,8 @@ def fit_coding(
         del at_once
     errors, steps = (torch.cat(each, 1) for each in zip(*measured, strict=True))
     (on_host,) = to_host(errors)
+    if not bool(on_host.isfinite().all()):  # not every device's `eigh` raises
+        raise torch.linalg.LinAlgError("a key is not finite")
     chosen = allocate(dict(zip((0, *CLASSES), on_host.numpy(), strict=True)), nbytes)
     counts = (len(chosen[0]), len(chosen[1]), len(chosen[2]))
     bits, order = to_device(np.stack([np.arange(3).repeat(counts), np.concatenate(chosen)]), mean.device)
@@ -538,12 +538,12 @@ def _statistics(keys: Iterator[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor,
 
 
 def _sample(keys: Iterator[tuple[torch.Tensor, int]], tokens: int) -> torch.Tensor:
-    """At most `_SAMPLE` of the keys of `_beyond_sinks`, evenly spread, of `tokens` tokens a row: (n, W)."""
+    """At most `_SAMPLE` keys (n, W) of `_beyond_sinks`, evenly spread, of `tokens` tokens a row. If none, one of 0."""
     sample = torch.empty(0, dtype=torch.float32, device="cpu")
     count = sampled = 0
     for flat, rows in keys:
         if not sample.numel():
-            sample = flat.new_empty(min(_SAMPLE, rows * tokens), flat.shape[1])
+            sample = flat.new_zeros(min(_SAMPLE, rows * tokens), flat.shape[1])
         all_of = max(rows * tokens, _SAMPLE)
         first, stop = ((at - 1) * _SAMPLE // all_of + 1 for at in (count, count + len(flat)))
         places = torch.arange(first, stop, device=flat.device).mul_(all_of).add_(_SAMPLE - 1).div_(
@@ -553,7 +553,7 @@ def _sample(keys: Iterator[tuple[torch.Tensor, int]], tokens: int) -> torch.Tens
         sample[sampled : sampled + len(some)] = some
         sampled, count = sampled + len(some), count + len(flat)
         del flat, some
-    return sample[:sampled]
+    return sample[: max(1, sampled)]
 
 
 def _projected(sample: torch.Tensor, mean: torch.Tensor, directions: torch.Tensor, part: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -34,6 +34,7 @@ from .coding import (
     fitting_bytes,
     most_components,
     part_sizes,
+    parts,
 )
 from .compact_keys import HIDDEN, CodedKeys, CompactKeys, encoding_bytes, leading
 from .low_rank_keys import LowRankKeys, default_rank
@@ -217,9 +218,9 @@ class FittedKeys:
         """Fit everything to all keys of `sealed` and to queries (B, H, q, D)."""
         ratio = None if self.maps is None else self.maps.ratio.clone()
         are_sample = self.waiting is not None or queries.shape[2] >= LEAST_QUERIES
-        self.fit(sealed.complete_keys, sealed, queries if are_sample else None, visible)
+        finite = self.fit(sealed.complete_keys, sealed, queries if are_sample else None, visible)
         if self.rules.remainder and sealed.tokens >= LEAST_TOKENS:
-            self._fit_maps(sealed, queries, visible, ratio, are_sample)
+            self._fit_maps(sealed, queries, finite, ratio, are_sample)
         self._find_sinks(sealed, visible)
 
     def _find_sinks(self, sealed: Sealed, visible: torch.Tensor | None) -> None:
@@ -259,9 +260,26 @@ class FittedKeys:
 
     def fit(
         self, keys: Callable[[], Any], sealed: Sealed, seen: torch.Tensor | None, visible: torch.Tensor | None
-    ) -> None:
+    ) -> torch.Tensor | None:
         """Fit to all `keys()`, blocks (B, Hk, t, D) in order, and replace the compact keys. Queries `seen` (B, H, q, D)
-        define the metric. Raises `BudgetError`."""
+        define the metric. Returns the tokens that it was fitted to, as `visible`. Raises `BudgetError`.
+
+        Keys that are not finite count as padding: they would spoil those of other tokens and rows."""
+        with suppress(torch.linalg.LinAlgError):
+            self._fit_to(keys, sealed, seen, visible)
+            return visible
+        with self._shared.account.holding("fitting", self.rows * sealed.tokens + 2 * PART * self.form.key_width):
+            pieces = (piece for block in keys() for piece in parts(block, PART))
+            finite = torch.cat([piece.isfinite().all(3).all(1) for piece in pieces], 1)
+            if visible is not None:
+                finite &= visible[:, : sealed.tokens]
+        self._fit_to(keys, sealed, seen, finite)
+        return finite
+
+    def _fit_to(
+        self, keys: Callable[[], Any], sealed: Sealed, seen: torch.Tensor | None, visible: torch.Tensor | None
+    ) -> None:
+        """As `fit`, but raises `LinAlgError` if keys are not finite."""
         self._shared.rest()  # a decoding step may fit, which needs as much memory as selecting
         shared, form, rules = self._shared, self.form, self.rules
         heads, made_of = form.num_key_heads, (shared.account, shared.workspace)
