@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -20,6 +21,8 @@ from ..memory.dry_run import DryRun
 from ..stores.base import FreezableStore, Store, aligned_empty
 from .base import Block, Sealed, equal_parts, frozen, joined
 from .records import (
+    PACKED_AT_ONCE,
+    PACKED_BY_A_DEVICE,
     RecordFormat,
     block_groups,
     latest_tokens,
@@ -64,6 +67,10 @@ def check_captured(
     if wrong:
         raise not_whole(name, wrong)
     return form, sizes
+
+
+_MOST_RUNS = 4
+"""Most runs of adjacent records, for each row, that a device fills in their store: each is a copy."""
 
 
 # A bound method that does not keep its object alive
@@ -114,6 +121,7 @@ class PositionHistory:
         self._blocks = partial(block_groups, form, config, device)
         self._step = self._blocks(rows)
         self._unlimited = device.type == "cuda" and config.memory is None
+        self._packed = PACKED_BY_A_DEVICE if self._unlimited else PACKED_AT_ONCE
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         self.table = BlockTable(self.store, rows)
         self.tail = RollingTail(form, rows, self._latest, device, storage.account)
@@ -129,8 +137,10 @@ class PositionHistory:
         run.stores(self.store, rows * groups)
         self.tail.rehearse(run)
         filled = self._piece
-        packing = packing_bytes(form, rows, latest, filled)
-        run.passes("packing", prefill=packing, decode=packing_bytes(form, rows, latest, min(filled, self._together)))
+        packing, decoding = (
+            packing_bytes(form, rows, latest, groups, self._packed) for groups in (filled, min(filled, self._together))
+        )
+        run.passes("packing", prefill=packing, decode=decoding)
 
     extra_entries = None
 
@@ -237,7 +247,7 @@ class PositionHistory:
             return self._nothing
         self._moved = False
         count = min(self._leaving(held + keys.shape[2]), self._piece)
-        packing = packing_bytes(self.form, self.rows, self._latest, count)
+        packing = packing_bytes(self.form, self.rows, self._latest, count, self._packed)
         try:
             with self._storage.account.holding("packing", packing):
                 sealed = self._append(keys, values)
@@ -267,7 +277,7 @@ class PositionHistory:
     @property
     def _piece(self) -> int:
         """Number of groups a row that are packed at a time."""
-        in_place = self._unlimited and self.rows == 1 and self.store.in_memory
+        in_place = self._unlimited and self.store.in_memory
         return piece_groups(self.form, self.rows, self._storage.write_queue, in_place)
 
     def _leaving(self, held: int) -> int:
@@ -289,9 +299,6 @@ class PositionHistory:
             piece, stop = self._piece, 0
             while stop < count:
                 start, stop = stop, min(stop + piece, count)
-                if self.rows == 1 and self.device.type == "cuda":
-                    pinned = self.store.pinned_runs(ids[0, start:stop])
-                    stop = start + len(pinned[0]) if pinned else stop  # so that the device fills them in place
                 some = ids[:, start:stop]
                 records = self._new_records(some.size)
                 into = self._entries(records) if self.form.fills else None
@@ -325,20 +332,37 @@ class PositionHistory:
 
     def _write(
         self, ids: np.ndarray, entries: torch.Tensor, records: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Callable[[], object] | None]:
-        """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n), padded with zeros. Returns
-        the payloads, (rows * n, payload_width) in host memory, which the writer owns: do not change them; and a
-        callable that blocks until they are there; None: they are. `records`: memory for them, which may have the
-        entries already."""
-        form, arrived = self.form, None
+    ) -> list[tuple[np.ndarray, torch.Tensor, Callable[[], object] | None]]:
+        """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n), padded with zeros. Returns,
+        for each run of records that it gets at a time, their ids (m,); the payloads (m, payload_width) in host memory,
+        which the writer owns: do not change them; and a callable that blocks until they are there; None: they are.
+        `records`: memory for them, which may have the entries already."""
+        form, flat = self.form, ids.reshape(-1)
         records = self._new_records(ids.size) if records is None else records
         if records.data_ptr() != entries.data_ptr():
             records[:, form.payload_bytes :] = 0
-            form.pack(entries.reshape(-1, form.group_size, form.entry_width), form.payload(records))
-        if records.device.type != "cpu":
-            records, arrived = self._storage.copied_out(records, self.store, ids.reshape(-1))
-        self._storage.prefetcher.write(self.store, ids.reshape(-1), records, arrived)
-        return form.payload(records), arrived
+            units = entries.reshape(-1, form.group_size, form.entry_width)
+            form.pack(units, form.payload(records), self._packed)
+        if records.device.type == "cpu":
+            self._storage.prefetcher.write(self.store, flat, records)
+            return [(flat, form.payload(records), None)]
+        written: list[tuple[np.ndarray, torch.Tensor, Callable[[], object] | None]] = []
+        for start, stop in self._written_at_once(flat):
+            some = flat[start:stop]
+            host, arrived = self._storage.copied_out(records[start:stop], self.store, some)
+            self._storage.prefetcher.write(self.store, some, host, arrived)
+            written.append((some, form.payload(host), arrived))
+        return written
+
+    def _written_at_once(self, ids: np.ndarray) -> Iterator[tuple[int, int]]:
+        """The runs of `ids` (n,) that a device copies out at a time: those that it fills in their store, unless they
+        are many, or as many as the writer's queue should get."""
+        pinned = self.store.pinned_runs(ids) if self.store.in_memory else None
+        most = self.rows * piece_groups(self.form, self.rows, self._storage.write_queue)
+        edges = [*range(0, len(ids), most), len(ids)]
+        if pinned is not None and len(pinned) <= _MOST_RUNS * self.rows:
+            edges = list(itertools.accumulate(map(len, pinned), initial=0))
+        return itertools.pairwise(edges)
 
     # --- out ---------------------------------------------------------------------------------------------------
 

@@ -48,8 +48,9 @@ TARGET_RECORD_BYTES = 16 * 1024
 
 LEVELS = 127
 """Levels of either sign of an entry in 8 bits."""
-PACKED_AT_ONCE = 1 << 16
-"""Elements that are packed at a time, for which there is temporary memory."""
+PACKED_AT_ONCE, PACKED_BY_A_DEVICE = 1 << 16, 1 << 23
+"""Elements that are packed at a time, for which there is temporary memory; and on a device without a budget, where each
+time costs the same launches."""
 
 
 def stored_dtype(keys: torch.Tensor, values: torch.Tensor) -> torch.dtype:
@@ -193,15 +194,16 @@ class RecordFormat:
 
     # --- entries in 8 bits -------------------------------------------------------------------------------------
 
-    def pack(self, entries: torch.Tensor, payloads: torch.Tensor) -> None:
-        """Write the entries (n, group_size, entry_width) of n records to their `payloads` (n, payload_width).
+    def pack(self, entries: torch.Tensor, payloads: torch.Tensor, at_once: int = PACKED_AT_ONCE) -> None:
+        """Write the entries (n, group_size, entry_width) of n records to their `payloads` (n, payload_width), in 8 bits
+        `at_once` elements at a time.
 
         In 8 bits an element x of a head of scale s becomes round(x / s), from -127 to 127. A head with an element that
         is not finite becomes NaN."""
         if self.bits is None:
             payloads.view(entries.shape).copy_(entries)
             return
-        step = max(1, PACKED_AT_ONCE // self.record_width)
+        step = max(1, at_once // self.record_width)
         for some, into in zip(entries.split(step), payloads.split(step), strict=True):
             into[:, self.record_width : self._largest_at] = 0
             for heads, codes, largest in zip(self._heads(some), *self._packed(into), strict=True):
@@ -283,9 +285,13 @@ def leaving(
     return [part for part in parts if part[0].shape[2]]
 
 
+_TOGETHER = 8
+"""Most rows of which a device packs `CHUNK_BYTES` each at a time."""
+
+
 def piece_groups(form: RecordFormat, rows: int, write_queue: int, in_place: bool = False) -> int:
     """Number of groups a row that `append` packs at a time. `in_place`: a device fills them where they are stored."""
-    most = CHUNK_BYTES if in_place else min(PIECE_BYTES, write_queue // 2)
+    most = min(rows, _TOGETHER) * CHUNK_BYTES if in_place else min(PIECE_BYTES, write_queue // 2)
     return max(1, most // (rows * form.record_bytes))
 
 
@@ -321,18 +327,20 @@ def block_groups(
     return max(1, least, longest if records is None else min(longest, records))
 
 
-def packing_bytes(form: RecordFormat, rows: int, latest: int, groups: int) -> int:
+def packing_bytes(
+    form: RecordFormat, rows: int, latest: int, groups: int, at_once: int = PACKED_AT_ONCE
+) -> int:
     """Memory of `append` while it packs `groups` groups a row: entries, their records, and a new tail of `latest`
-    tokens."""
+    tokens. `at_once`: as of `RecordFormat.pack`."""
     group_bytes = form.record_width * form.dtype.itemsize + form.record_bytes
-    return rows * (groups * group_bytes + latest * form.entry_bytes) + rounding_bytes(form, rows * groups)
+    return rows * (groups * group_bytes + latest * form.entry_bytes) + rounding_bytes(form, rows * groups, at_once)
 
 
-def rounding_bytes(form: RecordFormat, records: int) -> int:
+def rounding_bytes(form: RecordFormat, records: int, at_once: int = PACKED_AT_ONCE) -> int:
     """Memory of `RecordFormat.pack` for so many records; 0 if it packs nothing."""
     if form.bits is None:
         return 0
-    return min(max(PACKED_AT_ONCE, form.record_width), records * form.record_width) * max(4, form.dtype.itemsize)
+    return min(max(at_once, form.record_width), records * form.record_width) * max(4, form.dtype.itemsize)
 
 
 def unpacking_bytes(form: RecordFormat, records: int) -> int:

@@ -106,7 +106,11 @@ class SinkKeys:
 
     def see(self, keys: torch.Tensor, position: int) -> None:
         """Copy the sinks among `keys` (B, Hk, t, D), those of the tokens from `position` on."""
-        for row, first in enumerate(self._first.tolist()):
+        firsts = self._first.tolist()
+        rows = [(slice(row, row + 1), first) for row, first in enumerate(firsts)]
+        if len(set(firsts)) == 1:  # no row is padded
+            rows = [(slice(None), firsts[0])]
+        for row, first in rows:
             start, stop = max(first, position), min(first + self.keys.shape[2], position + keys.shape[2])
             if start < stop:
                 self.keys[row, :, start - first : stop - first] = keys[row, :, start - position : stop - position]

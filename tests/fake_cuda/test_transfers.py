@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_device import CUDA, Counts, Fake, fake_cuda, moved, on_the_device, values_of
@@ -19,9 +20,14 @@ from harness import COMMON, build, prompt
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from hf_offload_cache.config import OffloadConfig
+from hf_offload_cache.fetch import Storage
+from hf_offload_cache.fetch.write_queue import WriteBatch
+from hf_offload_cache.history import PositionHistory, RecordFormat, records
 from hf_offload_cache.kernels import low_bit, on_a_device
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
+from hf_offload_cache.stores import memory
 
 TOKENS, STEPS, LAYERS = 300, 4, COMMON["num_hidden_layers"]
 ATTENDED, IN_COPIES = 2, {"cluster": 4}
@@ -247,6 +253,52 @@ def test_without_pinned_memory_the_logits_are_the_same(
             torch.testing.assert_close(steps(model, cache, Fake, counts), wanted, rtol=1e-3, atol=1e-3)
         monkeypatch.undo()
     assert refused
+
+
+class Batches(list[WriteBatch]):
+    """The batches that writers get from now on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        init = WriteBatch.__init__
+        noted = lambda batch, *args: [init(batch, *args), self.append(batch)][0]  # noqa: E731
+        monkeypatch.setattr(WriteBatch, "__init__", noted)
+
+
+@pytest.mark.parametrize(("group", "bits", "seed"), [(16, None, None), (15, None, 2), (16, 8, 3)])
+def test_several_rows_are_written_in_place(
+    group: int, bits: int | None, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device packs them together, in as many launches as one row, and copies each row's records into their store.
+    Scattered ones go through the writer's queue."""
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 20 * 8192)
+    monkeypatch.setattr(records, "CHUNK_BYTES", 16 * 8192)
+    batches, tokens, launches = Batches(monkeypatch), 1200, []
+    form = RecordFormat(2, 64, 2, 64, torch.bfloat16, group, bits)
+    config = OffloadConfig(engine="memory", num_recent=32, group_size=group)
+    for rows in (1, 3):
+        made = torch.Generator().manual_seed(rows)
+        both = [torch.randn(rows, 2, tokens, 64, generator=made).bfloat16() for _ in range(2)]
+        with fake_cuda(seed) as counts:
+            storage = Storage(config, None, "cuda")
+            history = PositionHistory(storage, form, rows, CUDA, config, "layer 0")
+            batches.clear()
+            history.append(*(Fake(each[:, :, :1000]) for each in both))
+            launches.append(counts.launches.total())
+            assert sum(len(batch.ids) for batch in batches) == rows * history.units and len(batches) > rows
+            assert all(batch.nbytes == 0 and (np.diff(batch.ids) == 1).all() for batch in batches)
+            assert max(len(batch.ids) for batch in batches) > 8
+            free = history.store.capacity - rows * history.units
+            history.store.free(history.store.allocate(free + 400)[free::2])
+            batches.clear()
+            history.append(*(Fake(each[:, :, 1000:]) for each in both))
+            assert batches and all(batch.nbytes == len(batch.ids) * form.record_bytes for batch in batches)
+            storage.catch_up(history.store, CUDA)
+            stored = [values_of(each) for each in history.whole()]
+            storage.close()
+        close = {"rtol": 0.02, "atol": 0.02} if bits else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(stored, both, **close)
+    assert launches[0] == launches[1]
 
 
 @pytest.mark.parametrize("name", CACHES)

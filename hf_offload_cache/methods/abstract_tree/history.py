@@ -227,14 +227,15 @@ class ChunkHistory(PositionHistory):
 
     def _write(
         self, ids: np.ndarray, entries: torch.Tensor, records: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Callable[[], object] | None]:
-        payloads, arrived = super()._write(ids, entries, records)
+    ) -> list[tuple[np.ndarray, torch.Tensor, Callable[[], object] | None]]:
+        written = super()._write(ids, entries, records)
         if self.replicas is not None:
-            if arrived is not None:
-                arrived()
-            self._written.append(ids.reshape(-1))
-            self.replicas.write(ids.reshape(-1), payloads)
-        return payloads, arrived
+            for some, payloads, arrived in written:
+                if arrived is not None:
+                    arrived()
+                self._written.append(some)
+                self.replicas.write(some, payloads)
+        return written
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
