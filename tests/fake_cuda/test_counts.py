@@ -81,7 +81,9 @@ class Run(NamedTuple):
 
 
 @contextmanager
-def a_run(name: str | None, case: str, memory: str | None = None, steps: int = SETTLES + STEPS) -> Iterator[Run]:
+def a_run(
+    name: str | None, case: str, memory: str | None = None, steps: int = SETTLES + STEPS, bits: int | None = None
+) -> Iterator[Run]:
     """A run of the cache `name` (None: `DynamicCache`) with ids (rows, tokens + steps)."""
     heads, key_heads, dim, rows, tokens, _ = CASES[case]
     torch.manual_seed(0)
@@ -98,9 +100,12 @@ def a_run(name: str | None, case: str, memory: str | None = None, steps: int = S
     with replaced, tempfile.TemporaryDirectory() as folder, on_the_device(made) as (model, counts), torch.no_grad():
         cache: Any = DynamicCache(config=config)
         if name is not None:
-            fields = {"path": folder, "max_context": tokens + max(64, steps), "max_batch": rows, "num_selected": 64}
+            most = tokens + max(64, steps)
+            fields: dict[str, Any] = {"path": folder, "max_context": most, "max_batch": rows, "num_selected": 64}
             cls = cache_class(name)
-            cache = cls(model, **fields) if memory is None else cls.for_budget(model, memory, entry_bits=None, **fields)
+            if memory is not None or bits is not None:
+                fields["entry_bits"] = bits
+            cache = cls(model, **fields) if memory is None else cls.for_budget(model, memory, **fields)
 
         def fed(part: torch.Tensor) -> None:
             model(Fake(part), past_key_values=cache, logits_to_keep=1)
@@ -118,12 +123,12 @@ def a_run(name: str | None, case: str, memory: str | None = None, steps: int = S
 
 
 @functools.cache
-def cost_of(name: str | None, case: str, memory: str | None = None) -> dict[str, Cost]:
+def cost_of(name: str | None, case: str, memory: str | None = None, bits: int | None = None) -> dict[str, Cost]:
     """Cost of a layer of the cache `name` (None: `DynamicCache`), in the prefill and in a step; `memory`: within a
-    budget, with records as without one, so that as many are sealed in the steps."""
+    budget, with records as without one, so that as many are sealed in the steps; `bits`: of entries."""
     tokens, piece = CASES[case][4:]
     found = {}
-    with a_run(name, case, memory) as (cache, ids, counts, fed):
+    with a_run(name, case, memory, bits=bits) as (cache, ids, counts, fed):
 
         def cost(calls: int, steps: int = 0) -> Cost:
             launches = counts.launches.total() - (counts.launches[LOOKS] if steps else 0)
@@ -225,6 +230,13 @@ def test_steps_in_which_tokens_join_clusters_wait_at_most_once(case: str) -> Non
 def test_a_step_within_a_budget_costs_no_more_than_it_may() -> None:
     own, plain = (cost_of(name, ONE, memory)["step"] for name, memory in (("disk-swap", "1/2"), (None, None)))
     assert (own.waits, own.copies) == (0, 0) and own.launches - plain.launches <= MOST["step"][0]
+
+
+@pytest.mark.parametrize("case", [EIGHT, LLAMA])
+def test_a_prefill_of_several_rows_in_8_bits_costs_no_more_than_it_may(case: str) -> None:
+    own, plain = cost_of("disk-swap", case, None, 8)["prefill"], cost_of(None, case)["prefill"]
+    assert own.launches - plain.launches <= MOST["prefill"][0]
+    assert own.waits - plain.waits <= MOST["prefill"][1] and own.copies == 0
 
 
 def test_decompositions_wait_to_see_whether_they_succeeded() -> None:
