@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -21,11 +22,21 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 def parse_size(text: str | int, name: str = "size") -> int:
     """Bytes of "300MiB", "2GB" or a plain number, also as errors print them: "4,775,404", "4.6 MiB". Raises
     `ConfigError`, which names the argument `name`."""
-    match = re.fullmatch(r"\s*(\d{1,3}(?:,\d{3}){1,6}|\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", str(text))
-    if not match or match[2].upper() not in _UNITS:
+    nbytes = _bytes_of(str(text))
+    if nbytes is None:
         raise ConfigError(
             f"{name} must be a number of bytes or a size such as '300MiB' or '2GB', got {shown(repr(text))}"
         )
+    return nbytes
+
+
+@lru_cache(256)
+def _bytes_of(text: str) -> int | None:
+    """`parse_size`, or None for no size. Cached because a search for a budget parses the same sizes thousands of
+    times."""
+    match = re.fullmatch(r"\s*(\d{1,3}(?:,\d{3}){1,6}|\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in _UNITS:
+        return None
     return math.floor(Fraction(match[1].replace(",", "")) * _UNITS[match[2].upper()])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -93,10 +93,11 @@ class RecordFormat:
         return cls.of_sizes(sizes, stored_dtype(keys, values), group_size, bits)
 
     @classmethod
+    @lru_cache(64)
     def of_sizes(
         cls, sizes: tuple[int, int, int, int], dtype: torch.dtype, group_size: int | None, bits: int | None = None
     ) -> RecordFormat:
-        """As `of`, for `sizes` (Hk, Dk, Hv, Dv)."""
+        """As `of`, for `sizes` (Hk, Dk, Hv, Dv). Cached because planning asks for the same ones often."""
         if group_size is None and bits is not None:  # largest magnitudes make an entry a little too large for a block
             forms = [cls(*sizes, dtype, count, bits) for count in range(16, 3, -1)]
             short = [form for form in forms if form.record_bytes <= TARGET_RECORD_BYTES] or forms[-1:]

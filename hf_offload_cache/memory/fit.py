@@ -180,7 +180,7 @@ class Search(Generic[Config]):
 
     def short_tails(self) -> Iterator[dict[str, Any]]:
         """The smallest queue and blocks, each time with half as many latest tokens."""
-        recent = self.config_class().num_recent
+        recent = self.config_class.num_recent
         while recent > LEAST_RECENT:
             recent //= 2
             yield self.least_streams(recent)
@@ -191,7 +191,7 @@ class Search(Generic[Config]):
 
     def least_block(self, num_recent: int | None = None) -> int:
         """The minimum block: as many tokens as refill a rolling tail when a context is truncated."""
-        recent = self.fields.get("num_recent", num_recent or self.config_class().num_recent)
+        recent = self.fields.get("num_recent", num_recent or self.config_class.num_recent)
         group = max((tokens for _, tokens in self.records), default=1)
         return max(16, -(-recent // group) * group + 2 * group)
 
