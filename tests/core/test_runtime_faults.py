@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import json
 import linecache
 import os
 import queue
@@ -722,6 +723,55 @@ def test_threads_that_cannot_be_started(account: MemoryAccount, monkeypatch: pyt
     prefetcher.close()
 
 
+STARTER = """
+    import gc, json, os, sys
+    import harness, long_models
+    from transformers import LlamaForCausalLM
+
+    gc.collect()
+    gc.freeze()  # the end of an interpreter looks at all that was imported, for a second
+    for line in sys.stdin:
+        script, *arguments, out, err = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            for number, path in enumerate((os.devnull, out, err)):
+                file = os.open(path, os.O_RDWR)
+                os.dup2(file, number)
+                os.close(file)
+            sys.argv[1:] = arguments
+            break
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    else:
+        sys.exit()
+    exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+"""
+"""An interpreter that starts processes for scripts, with the tests' modules imported and nothing else done: each takes
+a fraction of a second, where a new interpreter imports for five. They end as every interpreter does."""
+
+RunScript = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def run_script() -> Iterator[RunScript]:
+    """Run a script in a process of its own, given a folder for its output, and arguments."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(STARTER)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        files = [folder / "out.txt", folder / "err.txt"]
+        for file in files:
+            file.touch()
+        print(json.dumps([textwrap.dedent(script), *arguments, *map(str, files)]), file=starter.stdin, flush=True)
+        code = int(starter.stdout.readline())
+        return subprocess.CompletedProcess(command, code, *(file.read_text() for file in files))
+
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as starter:
+        yield run
+        starter.stdin.close()
+        assert starter.wait(LONG) == 0
+
+
 AT_EXIT = """
     import atexit, sys, threading
     import torch
@@ -752,10 +802,11 @@ AT_EXIT = """
 
 
 @pytest.mark.parametrize("engine", ["auto", *in_full(("direct", "mapped"))])
-def test_caches_are_used_in_exit_handlers(engine: str, tmp_path: Path) -> None:
+def test_caches_are_used_in_exit_handlers(engine: str, run_script: RunScript, tmp_path: Path) -> None:
     if engine != "auto":
         skip_without(engine, tmp_path)
-    done = run_script(AT_EXIT, engine, str(tmp_path))
+    (tmp_path / "stores").mkdir()
+    done = run_script(AT_EXIT, tmp_path, engine, str(tmp_path / "stores"))
     names = ("DiskSwapCache", "ClusterCache", "SpecCache", "AbstractTreeCache", "DiskSwapCache")
     assert (done.stdout.splitlines(), done.stderr) == ([f"{name} True" for name in names], "")
 
@@ -894,7 +945,7 @@ def test_an_inherited_cache_is_collected_quietly(model: Any, tmp_path: Path) -> 
 
 
 ENDING = """
-    import gc, os, sys
+    import os, sys
     import harness, long_models
     from hf_offload_cache.stores.base import aligned_empty
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -914,8 +965,6 @@ ENDING = """
     def ends_well(child):
         assert os.waitpid(child, 0)[1] == 0
 
-    gc.collect()
-    gc.freeze()  # the end of an interpreter looks at all that was imported, for a second
     for engine in sys.argv[1:]:
         kept = []
         child = os.fork()
@@ -942,18 +991,9 @@ and writes in flight of a cache that nobody closed. Before, it forks children, w
 nothing of the cache is under way, and while something is. The process does not notice."""
 
 
-def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run it in a new interpreter, which finds the tests' modules."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(script), *arguments],
-        capture_output=True, text=True, timeout=240, check=False, env=environment,
-    )  # fmt: skip
-
-
-def test_processes_end_by_themselves(tmp_path: Path) -> None:
+def test_processes_end_by_themselves(run_script: RunScript, tmp_path: Path) -> None:
     engines = [engine for engine in ("uring", "direct", "mapped", "memory") if works(engine, tmp_path)]
-    done = run_script(ENDING, *engines)
+    done = run_script(ENDING, tmp_path, *engines)
     expected = "".join(f"{engine} 566\n" for engine in engines)
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
 
@@ -1058,12 +1098,9 @@ def test_ctrl_c_anywhere(model: Any, engine: str, points: int, tmp_path: Path) -
 
 
 LIMITED = """
-    import errno, gc, os, resource, sys
+    import errno, os, resource, sys
     import harness, long_models
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    gc.collect()
-    gc.freeze()  # the end of an interpreter looks at all that was imported, for a second
 
     def used():
         return len(os.listdir("/proc/self/fd"))
@@ -1107,9 +1144,9 @@ LIMITED = """
 before any prefill and leaves nothing open, except where the records are in memory."""
 
 
-def test_a_limit_of_64_descriptors(tmp_path: Path) -> None:
+def test_a_limit_of_64_descriptors(run_script: RunScript, tmp_path: Path) -> None:
     engines = [engine for engine in ("uring", "direct", "mapped") if works(engine, tmp_path)]
-    done = run_script(LIMITED, *engines)
+    done = run_script(LIMITED, tmp_path, *engines)
     assert (done.returncode, done.stdout, done.stderr) == (0, "".join(f"{engine}\n" for engine in engines), "")
 
 
