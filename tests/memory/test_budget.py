@@ -217,6 +217,19 @@ def test_what_more_memory_buys() -> None:
     assert [config.block_tokens for config in configs][-1] == 2048
 
 
+def test_a_small_budget_selects_as_many_tokens_as_fit() -> None:
+    """One more group would not fit."""
+    geometry = Geometry.uniform(3, 4, 2, 16, torch.float32)
+    fields: dict[str, Any] = {"candidates": False, "num_recent": 16, "entry_bits": None, "group_size": 16}
+    counts = []
+    for part in (10, 12, 14):
+        limits = geometry.full_kv_bytes(2000, 2) * 2 // part, 2000, 2
+        counts.append(DiskSwapCache.fit(geometry, *limits, dict(fields)).num_selected)
+        with pytest.raises(BudgetError):
+            DiskSwapCache.fit(geometry, *limits, {**fields, "num_selected": counts[-1] + 16})
+    assert counts == sorted(counts, reverse=True) and 64 <= counts[-1] < counts[0] < 400
+
+
 def test_no_slot_is_bought_with_the_bytes_that_find_needles() -> None:
     """Between 1/20 and 1/34 of 7,000 tokens: codes are as long as what all of the prefill leaves allows, and the
     shorter they are the more is lost."""

@@ -7,6 +7,7 @@ curves that were measured once.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -164,19 +165,29 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
         if search.fields.get("summary_dtype") == "coded" or "summary_bytes" in search.fields:
             kinds.pop()
     frugal, levels, slots = list(_frugal(search, forms)), list(_levels(search, look_ahead)), 0
-    complete = [level for level in frugal if level["num_selected"] == _selected(search)]
+    complete = [fewer[0] for fewer in frugal]
     if search.alone:
-        frugal, slots = complete, _selected(search)
+        frugal, slots = [[level] for level in complete], _selected(search)
     tried = [
         (keys, {**level, **keys.of(amount), "reuse_capacity": slots})
         for keys in kinds
         for amount, some in ((keys.wanted, levels), (keys.least, [*reversed(levels), *complete]))
         for level in some
-    ] + [(keys, {**level, **keys.of(keys.least), "reuse_capacity": slots}) for level in frugal for keys in kinds]
-    for keys, chosen in tried:
-        if search.fits(chosen):
-            return search.config(search.wider_streams(keys.filled(chosen)))
-    return search.config(search.first_fit([chosen for _, chosen in tried]))
+    ]
+    found = next(((keys, chosen) for keys, chosen in tried if search.fits(chosen)), None)
+    for fewer in frugal if found is None else ():
+        each = [
+            [(keys, {**level, **keys.of(keys.least), "reuse_capacity": slots}) for keys in kinds] for level in fewer
+        ]
+        fitting = bisect_left(each, True, key=lambda those: any(search.fits(chosen) for _, chosen in those))
+        most = each[min(fitting, len(each) - 1)]  # the most tokens that fit, or the fewest
+        found = next(((keys, chosen) for keys, chosen in most if search.fits(chosen)), None)
+        if found is not None:
+            break
+        tried += most
+    if found is None:
+        return search.config(search.first_fit([chosen for _, chosen in tried]))
+    return search.config(search.wider_streams(found[0].filled(found[1])))
 
 
 class _Truncated:
@@ -273,16 +284,14 @@ def _levels(search: Search[DiskSwapConfig], look_ahead: bool) -> Iterator[dict[s
     yield {**search.least_streams(), **full}
 
 
-def _frugal(search: Search[DiskSwapConfig], forms: list[RecordFormat]) -> Iterator[dict[str, Any]]:
-    """Fields to try if no level fits: a shorter tail, fewer groups, then a still shorter tail."""
-    group = max((form.group_size for form in forms), default=1)
+def _frugal(search: Search[DiskSwapConfig], forms: list[RecordFormat]) -> Iterator[list[dict[str, Any]]]:
+    """Fields to try if no level fits: a shorter tail with fewer and fewer groups, then a still shorter tail. Peaks do
+    not grow along a list."""
+    group, most = max((form.group_size for form in forms), default=1), _selected(search)
     for recent in (SHORT_TAIL, _LAST_TAIL):
-        full = {"num_selected": _selected(search), "look_ahead": False}
-        fields = {**search.least_streams(recent), **full}
-        yield fields
-        for selected in range(full["num_selected"] - group, LEAST_SELECTED, -group):
-            yield {**fields, "num_selected": selected}
-        yield {**fields, "num_selected": LEAST_SELECTED}
+        fields = {**search.least_streams(recent), "look_ahead": False}
+        counts = [most, *range(most - group, LEAST_SELECTED, -group), LEAST_SELECTED]
+        yield [{**fields, "num_selected": count} for count in counts]
 
 
 def _ranks(forms: list[RecordFormat], search: Search[DiskSwapConfig]) -> tuple[int, int]:
