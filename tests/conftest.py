@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 KEPT_DAYS = 14
 """The unpacked model of other code is removed after as many days without a run."""
 
+# Transformers looks for a package of this name, and would take `tests/kernels` for one: it would then read the lists of
+# files of all installed packages, for a second of each process.
+sys.modules["kernels"] = None  # type: ignore[assignment]
+
 # Before torch is imported, and for the processes that tests start: tiny operations only wait for each other's threads,
 # and how many there are decides the last bits of a sum.
 os.environ["OMP_NUM_THREADS"] = "1"
