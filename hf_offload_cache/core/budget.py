@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -195,10 +196,10 @@ def _lost_note(cls: Any, config: OffloadConfig, geometry: Geometry, given: dict[
     own = {name: value for name, value in given.items() if name not in limits}
     if loses(cls, limit, own) <= _MOST_LOST:
         fewer.append('leave out goal="speed"')
-    for part in range(full // max(1, limit), 0, -1) if not fewer else ():
-        if full // part > limit and loses(cls, full // part, own) <= _MOST_LOST:
-            fewer.append(f"raise memory to {least_size_text(full // part)}")
-            break
+    more = [full // part for part in range(full // max(1, limit), 0, -1) if full // part > limit]
+    enough = len(more) if fewer else bisect_left(more, True, key=lambda most: loses(cls, most, own) <= _MOST_LOST)
+    if enough < len(more):
+        fewer.append(f"raise memory to {least_size_text(more[enough])}")
     for one in map(cache_class, CACHES):
         if one is not cls and one.goals.lost is not _unknown and (found := loses(one, limit, {})) <= _MOST_LOST:
             fewer.append(f"use {one.__name__}, which loses {found:.0%} in this memory")

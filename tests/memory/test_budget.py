@@ -514,15 +514,15 @@ def test_a_long_context_keeps_its_budget_without_a_rough_form() -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 16, "num_key_value_heads": 2}
     positions = {"vocab_size": 200, "num_hidden_layers": 2, "max_position_embeddings": 1 << 14}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **positions)).eval()
-    ids = torch.randint(1, 199, (1, 14020), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1, 199, (1, 9020), generator=torch.Generator().manual_seed(0))
     fields = {"engine": "mapped", "num_selected": 64, "rank": 8, "remainder": True}
     with pytest.raises(BudgetError) as refused:
-        DiskSwapCache.for_budget(model, 1000, 14024, **fields)
+        DiskSwapCache.for_budget(model, 1000, 9024, **fields)
     assert refused.value.needed is not None
-    with DiskSwapCache.for_budget(model, refused.value.needed, 14024, **fields) as cache, torch.no_grad():
-        for piece in ids[:, :14000].split(2000, 1):
+    with DiskSwapCache.for_budget(model, refused.value.needed, 9024, **fields) as cache, torch.no_grad():
+        for piece in ids[:, :9000].split(2000, 1):
             model(piece, past_key_values=cache, logits_to_keep=1)
-        for place in range(14000, 14008):
+        for place in range(9000, 9008):
             model(ids[:, place : place + 1], past_key_values=cache)
         report = cache.report()
     assert report.estimated_mass and report.peak_memory_bytes <= report.memory_budget
