@@ -8,14 +8,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import json
 import linecache
 import os
 import queue
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import traceback
 import weakref
@@ -30,6 +27,7 @@ from background import LONG, Gate, SlowWrites, in_background, join_threads, memo
 from harness import COMMON, Decoded, assert_exact, build, generate, prompt
 from long_models import sparse
 from pairwise import combinations, in_full
+from starter import RunScript, starter
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache
@@ -723,53 +721,10 @@ def test_threads_that_cannot_be_started(account: MemoryAccount, monkeypatch: pyt
     prefetcher.close()
 
 
-STARTER = """
-    import gc, json, os, sys
-    import harness, long_models
-    from transformers import LlamaForCausalLM
-
-    gc.collect()
-    gc.freeze()  # the end of an interpreter looks at all that was imported, for a second
-    for line in sys.stdin:
-        script, *arguments, out, err = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            for number, path in enumerate((os.devnull, out, err)):
-                file = os.open(path, os.O_RDWR)
-                os.dup2(file, number)
-                os.close(file)
-            sys.argv[1:] = arguments
-            break
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    else:
-        sys.exit()
-    exec(compile(script, "script", "exec"), {"__name__": "__main__"})
-"""
-"""An interpreter that starts processes for scripts, with the tests' modules imported and nothing else done: each takes
-a fraction of a second, where a new interpreter imports for five. They end as every interpreter does."""
-
-RunScript = Callable[..., subprocess.CompletedProcess[str]]
-
-
 @pytest.fixture(scope="module")
 def run_script() -> Iterator[RunScript]:
-    """Run a script in a process of its own, given a folder for its output, and arguments."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(STARTER)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-    def run(script: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        files = [folder / "out.txt", folder / "err.txt"]
-        for file in files:
-            file.touch()
-        print(json.dumps([textwrap.dedent(script), *arguments, *map(str, files)]), file=starter.stdin, flush=True)
-        code = int(starter.stdout.readline())
-        return subprocess.CompletedProcess(command, code, *(file.read_text() for file in files))
-
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, env=environment, **pipes) as starter:
+    with starter("harness", "long_models", "transformers.models.llama.modeling_llama") as run:
         yield run
-        starter.stdin.close()
-        assert starter.wait(LONG) == 0
 
 
 AT_EXIT = """

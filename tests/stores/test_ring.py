@@ -8,7 +8,6 @@ import gc
 import linecache
 import os
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from starter import RunScript, starter
 from store_cases import needs
 
 from hf_offload_cache.errors import CacheClosedError, ForkedProcessError, StalledError, StoreError
@@ -428,6 +428,12 @@ def test_ctrl_c_while_a_forgotten_ring_is_waited_for(pipe: Pipe, monkeypatch: py
     assert (pipe.memory[0] == 1).all(), "the kernel was not left to write to memory that is given back"
 
 
+@pytest.fixture(scope="module")
+def run_script() -> Iterator[RunScript]:
+    with starter("hf_offload_cache.stores") as run:
+        yield run
+
+
 STALLED = """
 import gc, os, sys, threading, weakref
 import numpy as np
@@ -468,10 +474,9 @@ while not memory[-1]:
         *(pytest.param(timeout, marks=pytest.mark.slow) for timeout in ("None", "3600.0")),
     ],
 )  # fmt: skip
-def test_memory_that_nobody_can_wait_for_is_kept(why: str) -> None:
+def test_memory_that_nobody_can_wait_for_is_kept(why: str, run_script: RunScript, tmp_path: Path) -> None:
     """A timeout: the interpreter ends with a read that is stalled."""
-    command = [sys.executable, "-c", STALLED, why]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_script(STALLED, tmp_path, why)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
