@@ -1,7 +1,7 @@
 """Streams of a device that only counts: queues that run late, in any order that waits and events allow. No tests.
 
 Without a seed, everything runs at once. With one, each stream lags behind by a number of operations that changes at
-random. Memory whose values are not defined yet is all NaN or -1: results, the host's side of a copy until it has run,
+random: often, or with other seeds so rarely that a stream with little work does none of it until something waits. Memory whose values are not defined yet is all NaN or -1: results, the host's side of a copy until it has run,
 and memory that was freed while another stream uses it. A wait that is missing then changes values.
 """
 
@@ -23,6 +23,8 @@ import torch
 
 CUDA = torch.device("cuda", 0)
 PACKAGE = "/hf_offload_cache/"
+BEHIND = (0, 2, 8, 32)
+"""Operations that a stream may lag behind."""
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -102,6 +104,7 @@ class Queues:
     def begin(self, seed: int | None) -> None:
         """Begin anew, in the order of a seed; None: each operation runs at once."""
         self.random = None if seed is None else random.Random(seed)
+        self.changes = 0.0 if self.random is None else self.random.choice((0.1, 0.003))
         self.capture: Any = None
         self.streams: list[Stream] = []
         self.of_thread = threading.local()
@@ -110,8 +113,8 @@ class Queues:
     def advance(self) -> None:
         """Run what is further behind than each stream may be now and waits for nothing."""
         for stream in self.streams:
-            if self.random is not None and self.random.random() < 0.1:
-                stream.behind = self.random.choice((0, 2, 8, 32))
+            if self.random is not None and self.random.random() < self.changes:
+                stream.behind = self.random.choice(BEHIND)
             while len(stream.queue) > stream.behind and not stream.blocked:
                 stream.step()
 
@@ -129,7 +132,8 @@ class Stream:
         """Of whatever device."""
         self.queues = QUEUES if queues is None else queues
         self.queue: deque[Callable[[], object] | Event] = deque()
-        self.given = self.done = self.behind = 0
+        self.given = self.done = 0
+        self.behind = 0 if self.queues.random is None else self.queues.random.choice(BEHIND)
         self.queues.streams.append(self)
 
     def give(self, work: Callable[[], object] | Event, *tensors: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,14 +13,18 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from fake_device import CUDA, QUEUES, Event, Fake, Stream, fake_cuda, values_of
+from fake_device import CUDA, QUEUES, Event, Fake, Stream, fake_cuda, on_the_device, values_of
+from harness import COMMON, build, prompt
 from torch.utils._device import _device_constructors
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.fetch import Staging, Storage
 from hf_offload_cache.fetch import storage as fetch_storage
 from hf_offload_cache.fetch.areas import Outgoing
 from hf_offload_cache.kernels.on_a_device import to_host
+from hf_offload_cache.methods.spec import ChosenEntries
+from hf_offload_cache.registry import CACHES, cache_class
 from hf_offload_cache.stores import aligned_empty
 
 SEEDS, RECORD, COUNT, TURNS = range(12), 4096, 6, 6
@@ -166,6 +171,89 @@ def test_a_missing_wait_changes_values(what: str, tmp_path: Path) -> None:
     assert any(map(is_seen, MANY_SEEDS))
 
 
+# Steps of each cache
+
+PROMPT, STEPS = 360, 6
+CHOOSES: dict[str, dict[str, Any]] = {
+    "disk-swap": {"num_selected": 64, "reuse_capacity": 0},
+    "cluster": {"num_selected": 64, "reuse_capacity": 0},
+    "abstract-tree": {
+        "num_selected": 64, "reuse_capacity": 0, "chunk_size": 16, "dense_layers": 0, "early_steps": 0,
+    },
+    "spec": {"num_selected": 20, "num_recent": 32, "quant_group": 32},
+}  # fmt: skip
+"""Fields with which a step of so short a context reads records."""
+
+
+def steps(name: str, seed: int | None, broken: Callable[[], Any] = contextlib.nullcontext) -> torch.Tensor:
+    """Logits of a prompt in two pieces and of steps after it, of a device without a wait."""
+    model = build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "num_hidden_layers": 2}))
+    ids, sizes = prompt(model, 1, PROMPT + STEPS), {"max_context": PROMPT + 64, "max_batch": 1, "engine": "memory"}
+    with on_the_device(model, seed) as (there, _), broken(), torch.no_grad():
+        with cache_class(name)(there, **sizes, **CHOOSES[name]) as cache:
+            logits = [
+                there(Fake(part), past_key_values=cache, logits_to_keep=1).logits
+                for part in ids.split([PROMPT // 2, PROMPT // 2, *[1] * STEPS], 1)
+            ]
+            assert cache.report().bytes_read and all(layer.on_device or name == "spec" for layer in cache.selective)
+        return torch.cat([values_of(one) for one in logits], 1)
+
+
+@functools.cache
+def in_order(name: str) -> torch.Tensor:
+    return steps(name, None)
+
+
+@contextlib.contextmanager
+def without_catching_up() -> Iterator[None]:
+    with without(Storage, "catch_up"), without(Event, "synchronize"):
+        yield
+
+
+def of_reads(stream: Any) -> bool:
+    """Whether it is the stream that reads entries for a later step."""
+    return stream in READING
+
+
+READING: set[Any] = set()
+
+
+@contextlib.contextmanager
+def reading_at_once() -> Iterator[None]:
+    """The stream that reads for later steps waits for nothing."""
+    original = Storage.reading_stream
+
+    def noted(self: Storage, device: torch.device) -> Any:
+        READING.add(stream := original(self, device))
+        return stream
+
+    with mock.patch.object(Storage, "reading_stream", noted), without(Stream, "wait_stream", of_reads):
+        yield
+    READING.clear()
+
+
+OF_STEPS: dict[str, Callable[[], Any]] = {
+    **{f"{name}: a step waits for records that were written": without_catching_up for name in CACHES},
+    "spec: reads wait for what chooses them": reading_at_once,
+    "spec: a step waits for entries that were read ahead": lambda: without(ChosenEntries, "_wait"),
+    "spec: freed choices wait for their read": lambda: without(torch.Tensor, "record_stream"),
+}
+"""The waits that steps of each cache need, and the device without them."""
+
+
+@pytest.mark.parametrize("seed", SEEDS[:4])
+@pytest.mark.parametrize("name", CACHES)
+def test_steps_are_the_same_in_any_order(name: str, seed: int) -> None:
+    """To the last bit."""
+    assert torch.equal(steps(name, seed), in_order(name))
+
+
+@pytest.mark.parametrize("what", OF_STEPS)
+def test_a_wait_that_a_step_lacks_changes_logits(what: str) -> None:
+    name = what.partition(":")[0]
+    assert not all(torch.equal(steps(name, seed, OF_STEPS[what]), in_order(name)) for seed in MANY_SEEDS)
+
+
 def test_tensors_on_meta_have_no_data() -> None:
     """In a `with torch.device("meta")`, also if torch notes its functions while the device's are in their place."""
     _device_constructors.cache_clear()
@@ -192,7 +280,8 @@ def test_blocks_are_copied_while_the_device_works_on_others(
     """The copy of a block waits for the work on the latest block in its memory, and for no later work; so does that of
     the next history."""
     monkeypatch.setattr(fetch_storage, "_LEAST_RUN", RECORD)
-    with fake_cuda(0), storage(tmp_path, kind) as made, mock.patch.object(QUEUES.random, "random", return_value=1.0):
+    at_once: dict[str, Any] = {"random": lambda: 1.0, "choice": lambda _: 0}
+    with fake_cuda(0), mock.patch.multiple(QUEUES.random, **at_once), storage(tmp_path, kind) as made:
         store, work = made.open_store(RECORD, "layer 0"), QUEUES.default
         ids = store.allocate(COUNT * TURNS)
         store.write(ids, torch.cat([pattern(turn) for turn in range(TURNS)]))
