@@ -7,14 +7,13 @@ channels of a key and Dv of a value; T tokens of the copy, m stored entries a ke
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
-import numpy as np
 import torch
 
 from .low_bit import unpacked
 from .on_a_device import with_kernel
+from .slots import at_addresses
 
 PROGRAMS = 528
 """Most programs that share a call's sums over tokens, if the key heads are fewer."""
@@ -181,9 +180,7 @@ def bring(
     parts = (keys, begin + of_head * form.key_dim * item), (
         values, begin + (form.key_width + of_head * form.value_dim) * item
     )  # fmt: skip
-    places = (tokens >= 0).flatten().numpy().nonzero()[0]
+    places = (tokens >= 0).flatten().nonzero()[:, 0]
     for into, at in parts:
         nbytes = into.shape[3] * item
-        rows, every = into.view(-1, into.shape[3]).view(torch.uint8).numpy(), at.flatten().numpy()
-        for place in places:
-            rows[place] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(int(every[place])))
+        into.view(-1, into.shape[3]).view(torch.uint8)[places] = at_addresses(at.flatten()[places], nbytes)

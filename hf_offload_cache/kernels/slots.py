@@ -30,6 +30,16 @@ def slots_bytes(form: Any, batch: int, heads: int, rows: int, selected: int, cou
     return 4 * (sums + batch * heads) * (form.value_dim + 2) + 8 * rows * (count + 2 * selected + 1)
 
 
+def at_addresses(begins: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """A copy of the `nbytes` bytes of host memory at each address of `begins` (n,) int64: (n, `nbytes`) uint8."""
+    if not len(begins):
+        return begins.new_empty(0, nbytes, dtype=torch.uint8)
+    first, last = int(begins.min()), int(begins.max())
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * 1).from_address(first))
+    each = np.lib.stride_tricks.as_strided(memory, (last - first + 1, nbytes), (1, 1))  # only what is asked for is read
+    return torch.from_numpy(each[(begins - first).numpy()])
+
+
 @with_kernel()
 def exchange(
     units: torch.Tensor, slot_of: torch.Tensor, unit_in: torch.Tensor, order: torch.Tensor
@@ -81,10 +91,10 @@ def bring(addresses: torch.Tensor, absent: torch.Tensor, slots: torch.Tensor, da
         absent, slots: (R, S) int32, of `exchange`; what is -1 is not read.
         data: (R, M, E), contiguous, of any type: the payloads in the slots.
     """
-    nbytes, into = data[0, 0].nbytes, data.view(torch.uint8).numpy()
-    for row, place in zip(*(absent >= 0).numpy().nonzero(), strict=True):
-        record = (ctypes.c_uint8 * nbytes).from_address(int(addresses[row, absent[row, place]]))
-        into[row, slots[row, place]] = np.ctypeslib.as_array(record)
+    rows, places = (absent >= 0).nonzero().unbind(1)
+    begins = addresses[rows, absent[rows, places].long()]
+    records = at_addresses(begins, data[0, 0].nbytes)
+    data.view(torch.uint8)[rows, slots[rows, places].long()] = records
 
 
 @with_kernel()

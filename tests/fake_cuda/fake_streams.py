@@ -1,8 +1,9 @@
 """Streams of a device that only counts: queues that run late, in any order that waits and events allow. No tests.
 
 Without a seed, everything runs at once. With one, each stream lags behind by a number of operations that changes at
-random: often, or with other seeds so rarely that a stream with little work does none of it until something waits. Memory whose values are not defined yet is all NaN or -1: results, the host's side of a copy until it has run,
-and memory that was freed while another stream uses it. A wait that is missing then changes values.
+random: often, or with other seeds so rarely that a stream with little work does none of it until something waits.
+Memory whose values are not defined yet is all NaN or -1: results, the host's side of a copy until it has run, and
+memory that was freed while another stream uses it. A wait that is missing then changes values.
 """
 
 from __future__ import annotations

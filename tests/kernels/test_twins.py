@@ -6,13 +6,16 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_device import CUDA, fake_cuda
 
+from eval import gpu_kernels
 from hf_offload_cache import kernels
 from hf_offload_cache.kernels import on_a_device
 
@@ -65,3 +68,49 @@ def test_a_function_without_one_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         "ranking.pick(importance, among, wanted): ranking_triton.py has ['importance', 'wanted', 'among']",
         "ranking.picked(importance): ranking_triton.py has None",
     ]
+
+
+def lines_of(run: Callable[[], object]) -> int:
+    """Lines of twins that a call runs, also those of what they call in their modules."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if Path(frame.f_code.co_filename).parent != PACKAGE or frame.f_code.co_filename == on_a_device.__file__:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def lines_by_size(name: str) -> list[int]:
+    """`lines_of` a marked function for few rows and tokens, and for more."""
+    found = []
+    for rows, tokens in ((1, 256), (3, 1024)):
+        sizes = gpu_kernels.Sizes(rows, tokens, heads=4, kv_heads=2, dim=64, attended=tokens // 4, copied=1)
+        with fake_cuda():
+            run = gpu_kernels.CASES[name](sizes, CUDA).run
+            found.append(lines_of(run))
+    return found
+
+
+def test_no_twin_loops_over_rows_units_or_tables() -> None:
+    """It takes as many steps for more of them: on the counting device it counts as one launch."""
+    gpu_kernels.every_name()  # adds all twins
+    marked = [name for name, (twin, _) in on_a_device.TWINS.items() if twin.__module__.startswith(kernels.__name__)]
+    lines = {name: lines_by_size(name) for name in marked}
+    assert "slots.bring" in lines and min(map(min, lines.values())) > 1
+    assert {name for name, (few, many) in lines.items() if few != many} == set()
+
+
+def test_a_twin_that_loops_is_found() -> None:
+    code = compile("def run(rows):\n    for row in rows:\n        row + 1\n", str(PACKAGE / "ranking.py"), "exec")
+    exec(code, made := {})
+    assert lines_of(lambda: made["run"](range(5))) > lines_of(lambda: made["run"](range(2))) > 2
