@@ -252,8 +252,8 @@ def _entries(sizes: Sizes, device: torch.device) -> Case:
     tokens = torch.randint(0, sizes.tokens, (*heads, sizes.attended), device=device)
     shape, options = (*heads, sizes.attended, sizes.dim), {"dtype": torch.bfloat16, "device": device}
     keys, values = (torch.empty(shape, **options) for _ in range(2))
-    run = functools.partial(kernel("mixed_attention.bring"), made.addresses, tokens, made.form, keys, values)
-    return Case(run, keys.nbytes + values.nbytes, BUS, least=0.8)
+    bring, nbytes = kernel("mixed_attention.bring"), keys.nbytes + values.nbytes
+    return Case(lambda: bring(made.addresses, tokens, made.form, keys, values), nbytes, BUS, least=0.8)
 
 
 # DiskSwapCache's step: units of four tokens, with codes of 112 bytes a token
@@ -473,3 +473,65 @@ def _look(sizes: Sizes, device: torch.device) -> Case:
     recent = torch.randn(rows, 1, _RECENT, sizes.dim, device=device).to(torch.bfloat16)
     run = functools.partial(kernel("bounds.look"), query, data, slots, recent, form, 0.1, sizes.attended, _SINKS)
     return Case(run, data.nbytes // 2 + recent.nbytes)
+
+
+# ClusterCache's step: clusters of a dozen keys, each key head with its own, in pages of four entries
+
+_PAGES = 8
+"""Most pages of a cluster."""
+
+
+def _clusters(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, centroids, tables and latest keys, as `centroids.score` takes them."""
+    rows, clusters = sizes.rows * sizes.kv_heads, sizes.tokens // _CLUSTER
+    states = torch.randn(sizes.rows, sizes.heads, sizes.dim, device=device).to(torch.bfloat16)
+    centroids = torch.randn(rows, clusters, sizes.dim, device=device).to(torch.float16)
+    tables = torch.full((3, rows, clusters), _CLUSTER, dtype=torch.int32, device=device)
+    tables[2] = 0
+    tables[2, :, 0] = _SINKS
+    return states, centroids, tables, torch.randn(rows, _RECENT, sizes.dim, device=device).to(torch.bfloat16)
+
+
+@case("centroids.score")
+def _of_centroids(sizes: Sizes, device: torch.device) -> Case:
+    given = _clusters(sizes, device)
+    scores = 4 * given[1][..., 0].numel() * sizes.heads // sizes.kv_heads
+    run = functools.partial(kernel("centroids.score"), *given, 0.1)
+    return Case(run, given[1].nbytes + given[2].nbytes + scores, least=0.6)
+
+
+def _choice(sizes: Sizes, device: torch.device) -> tuple[list[torch.Tensor], functools.partial[Any]]:
+    """Tensors of `centroids.score`, and the call that chooses by them."""
+    states, centroids, tables, recent = _clusters(sizes, device)
+    scored = kernel("centroids.score")(states, centroids, tables, recent, 0.1)
+    pages = 2 * sizes.attended // _UNIT
+    limits = sizes.attended, pages, pages, _PAGES, _UNIT
+    return [*scored, centroids, tables], functools.partial(kernel("centroids.choose"), *scored, tables, *limits)
+
+
+@case("centroids.choose")
+def _choose(sizes: Sizes, device: torch.device) -> Case:
+    (scores, _, _, _, tables), run = _choice(sizes, device)
+    return Case(run, scores.nbytes + tables.nbytes + 2 * tables[0].nbytes)
+
+
+@case("centroids.rest")
+def _other_clusters(sizes: Sizes, device: torch.device) -> Case:
+    (scores, _, _, centroids, tables), choose = _choice(sizes, device)
+    kept, rows = choose()[2], len(centroids)
+    maps = torch.randint(-127, 128, (rows, sizes.dim + 1, 1, sizes.dim), device=device).to(torch.int8)
+    scale, ratio = torch.rand(rows, sizes.dim + 1, device=device), torch.zeros(rows, scores.shape[1], device=device)
+    given = scores, centroids, tables, kept, maps, scale, ratio
+    run = functools.partial(kernel("centroids.rest"), *given, sizes.rows)
+    return Case(run, sum(one.nbytes for one in given[:5]))
+
+
+# A prompt: attention of a piece to one more block of the history
+
+@case("merging.merge")
+def _merge(sizes: Sizes, device: torch.device) -> Case:
+    shape = sizes.rows, sizes.heads, min(1024, sizes.tokens), sizes.dim
+    total, part = torch.randn(shape, device=device), torch.randn(shape, device=device).to(torch.bfloat16)
+    sums = [torch.zeros(shape[:3], device=device) for _ in range(2)]
+    nbytes = 2 * total.nbytes + part.nbytes + 3 * sums[0].nbytes
+    return Case(functools.partial(kernel("merging.merge"), total, sums[0], part, sums[1]), nbytes)

@@ -173,8 +173,7 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert attended["nbytes"] == 2 * 2 * 64 * 64 * 2
     floor = attended["nbytes"] * copy["median_seconds"] / copy["nbytes"]
     assert attended["share"] == pytest.approx(floor / attended["median_seconds"])
-    modules = "ranking", "slots", "kmeans", "bounds", "mixed_attention", "low_bit"
-    assert by_name.keys() >= {name for name in on_a_device.TWINS if name.partition(".")[0] in modules}
+    assert by_name.keys() >= on_a_device.TWINS.keys()
     units, codes, entry = 256 // 4, 112, 2 * 2 * 64 * 2  # of 4 tokens; bytes of a token's codes, and of its entry
     assert by_name["ranking.score"]["nbytes"] == 4 * units * codes + 4 * 4 * units
     read, projection = 256 * (entry // 2 + codes), 2 * 64 * (192 + 4) + 4 * 192  # with the mean and the scale
@@ -195,6 +194,12 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert by_name["kmeans.means"]["nbytes"] == points + labels + 2 * centroids + centroids // 64
     assert by_name["kmeans.apart"]["nbytes"] == points + centroids + 2 * labels
     assert by_name["kmeans.parted"]["nbytes"] == 2 * labels
+    scores, tables = 2 * 21 * 2 * 4, 3 * 2 * 21 * 4  # of two query heads for each of two key heads
+    assert by_name["centroids.score"]["nbytes"] == 2 * 21 * 64 * 2 + tables + scores
+    assert by_name["centroids.choose"]["nbytes"] == scores + tables + 2 * tables // 3
+    maps = 2 * 65 * 64
+    assert by_name["centroids.rest"]["nbytes"] == scores + 2 * 21 * 64 * 2 + tables + tables // 3 + maps
+    assert by_name["merging.merge"]["nbytes"] == 4 * 256 * (64 * (4 + 4 + 2) + 3 * 4)
     assert by_name[gpu_kernels.PRODUCTS]["nbytes"] == 2 * points + centroids + 2 * 256 * 21 * 4  # in float32
 
 
@@ -213,7 +218,8 @@ def test_cases_call_the_kernels_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
     ranking = ("ranking.project", "ranking.score", "ranking.share", "ranking.pick", "ranking.rest", "slots.attend")
     chunks = ("bounds.limits", "bounds.stand", "bounds.front", "bounds.look")
     copy = "mixed_attention.attend", "mixed_attention.share"
-    for name in (*copy, *ranking, *chunks, "kmeans.assign", "kmeans.means", "kmeans.apart", "kmeans.parted"):
+    clusters = "centroids.score", "centroids.choose", "centroids.rest"
+    for name in (*copy, *ranking, *chunks, *clusters, *(name for name in gpu_kernels.CASES if "kmeans" in name)):
         twin = gpu_kernels.CASES[name](sizes, device).run
         module, _, function = name.partition(".")
         kernel = getattr(importlib.import_module(f"hf_offload_cache.kernels.{module}_triton"), function)
