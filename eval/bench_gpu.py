@@ -16,7 +16,8 @@ complete: as "shape", with all 32 layers, if device and host have the memory.
 
 Our caches keep their records in host memory. On the device they get 1/13 of the full KV, and `SpecCache` its copy in 2
 bits. `DiskSwapCache` is measured twice in "shape", "capped" and "complete": with steps that the host launches, and with
-steps that are a CUDA graph, whose times are means of 16 steps, because one in each group of tokens is not replayed.
+steps that are a CUDA graph, whose times are means of 16 steps, because one in each group of tokens is not replayed. A
+third time, except for the quality, with `exact=True`, which attends to all tokens, as offloading by transformers does.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from . import gpu_kernels
 from .bench_text import Contender, text_rows
 from .fidelity_tables import LONGEST_NEEDLES
 from .gpu_kernels import times
-from .gpu_summary import SCALED, draw_kernels, draw_steps, next_batch, scaled, summary
+from .gpu_summary import EXACT, SCALED, draw_kernels, draw_steps, next_batch, scaled, summary
 from .needles import Needle, make_needles
 from .replay import LIKENESS
 from .studies.common import Rows, Study
@@ -73,7 +74,7 @@ QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
 """transformers' quantised caches: backend and its options."""
 GRAPHED = "DiskSwapCache, graphed"
 """Its steps are replays of a CUDA graph, except those that seal."""
-OURS = {cache_class(name).__name__: name for name in CACHES} | {GRAPHED: "disk-swap"}
+OURS = {cache_class(name).__name__: name for name in CACHES} | {GRAPHED: "disk-swap", EXACT: "disk-swap"}
 NAMES = (DYNAMIC, STATIC, OFFLOADED, *QUANTISED, *OURS)
 ROOM = 256
 """Tokens to come that caches are made for."""
@@ -121,18 +122,19 @@ def fields_of(name: str, model: Any, memory: str, tokens: int, batch: int, depth
     cls = cache_class(OURS[name])
     if OURS[name] == "spec":
         return {"engine": "memory", "bits": 2, "max_context": tokens}
+    own = {"engine": "memory"} | ({"exact": True} if name == EXACT else {})
     geometry = Geometry.of(model)
     depth = depth or len(geometry.layers)
     planned = dataclasses.replace(geometry, layers=geometry.layers[:1] * depth, num_blocks=depth)
     limit = parse_memory(memory, planned.full_kv_bytes(tokens, batch))
     try:
-        config = cls.fit(planned, limit, tokens, batch, {"engine": "memory"})
+        config = cls.fit(planned, limit, tokens, batch, own)
     except BudgetError:  # a method whose budget counts the records
-        config = cls.fit(planned, limit, tokens, batch, {})
+        config = cls.fit(planned, limit, tokens, batch, own | {"engine": "auto"})
     default = cls.config_class()
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     fields = {key: value for key, value in fields.items() if value != getattr(default, key)}
-    return {key: value for key, value in fields.items() if key not in ("memory", "max_batch")} | {"engine": "memory"}
+    return {key: value for key, value in fields.items() if key not in ("memory", "max_batch")} | own
 
 
 @contextlib.contextmanager
@@ -333,7 +335,7 @@ def measure_quality(model: Any, ids: torch.Tensor, name: str, arguments: argpars
 
 def quality_part(call: Call, names: list[str], device: torch.device, loaded: Any) -> None:
     arguments, tokens = call.arguments, call.arguments.quality_tokens
-    names = [name for name in names if name != GRAPHED and (name in OURS or name in QUANTISED)]
+    names = [name for name in names if name not in (GRAPHED, EXACT) and (name in OURS or name in QUANTISED)]
     ours = [name for name in names if name in OURS]
     texts, documents = range(arguments.samples), range(arguments.documents)
     key: dict[str, Any] = {"part": "quality", "tokens": tokens}

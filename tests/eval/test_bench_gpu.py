@@ -30,7 +30,7 @@ from hf_offload_cache.registry import cache_class
 
 TINY = Shape(layers=3, heads=4, kv_heads=2, head_dim=64, hidden=48, intermediate=64, vocabulary=512)
 GIB = 2**30
-OURS = [name for name in bench_gpu.OURS if name != bench_gpu.GRAPHED]
+OURS = [name for name in bench_gpu.OURS if name not in (bench_gpu.GRAPHED, bench_gpu.EXACT)]
 
 
 class _Stream(Stream):
@@ -85,7 +85,10 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
 
 EXPECTED = {name for name in bench_gpu.NAMES if name not in bench_gpu.QUANTISED} | {"fp8"}
 FEW = ["DynamicCache", "DiskSwapCache", "SpecCache"]
-NAMES = {"text": [*FEW, "StaticCache"], "shape": [*FEW, bench_gpu.GRAPHED], "capped": FEW, "quality": [*OURS, "fp8"]}
+NAMES = {
+    "text": [*FEW, "StaticCache", bench_gpu.EXACT], "shape": [*FEW, bench_gpu.GRAPHED], "capped": FEW,
+    "quality": [*OURS, "fp8"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("part", ["text", "shape", "quality", "complete", "capped", "kernels"])
@@ -129,6 +132,8 @@ def _check_text(rows: list[dict[str, Any]]) -> None:
     fields = {row["name"]: row["fields"] for row in rows}
     assert fields["SpecCache"] == {"engine": "memory", "bits": 2, "max_context": 640 + bench_gpu.ROOM}
     assert fields["DiskSwapCache"]["engine"] == "memory" and fields["DynamicCache"] == {}
+    exact = fields[bench_gpu.EXACT]
+    assert exact["exact"] and exact["engine"] == "memory" and "exact" not in fields["DiskSwapCache"]
 
 
 def _check_shape(rows: list[dict[str, Any]]) -> None:
@@ -468,7 +473,8 @@ def test_promises_are_judged_by_the_rows() -> None:
         {"part": part, **many, "name": name, "median_seconds": seconds}
         for part, name, seconds in (
             ("scaled", "DynamicCache", 9.0), ("complete", "DynamicCache", 0.04), ("scaled", "DiskSwapCache", 0.02),
-            ("scaled", "DynamicCache(offloading=True)", 0.1),
+            ("scaled", "DynamicCache(offloading=True)", 0.1), ("scaled", bench_gpu.EXACT, 0.08),
+            ("scaled", bench_gpu.GRAPHED, 0.008),
         )
     ]  # fmt: skip
     rows += [
@@ -480,14 +486,18 @@ def test_promises_are_judged_by_the_rows() -> None:
             ("DiskSwapCache", 4, {"median_seconds": 1, "tokens_per_second": 200.0}),
         )
     ]  # fmt: skip
-    judged = {one["figure"]: (one["measured"], one["met"]) for one in gpu_summary.promises(rows, OURS)}
+    judged = {one["figure"]: (one["measured"], one["met"]) for one in gpu_summary.promises(rows, bench_gpu.OURS)}
     assert judged["prefill of 32K over DynamicCache's, DiskSwapCache"] == (1.25, True)
     assert judged["prefill of 32K over DynamicCache's, ClusterCache"] == (2.0, False)
     assert judged["a step of 8 x 32K, DynamicCache's over DiskSwapCache's"] == (2.0, True)
     assert judged["the same of offloading, DiskSwapCache"] == (5.0, False)
     assert judged["rows in 24 GiB over DynamicCache's, DiskSwapCache"] == (8.0, True)
     assert judged["their tokens/s, DiskSwapCache"] == (2.5, False)
-    assert judged["a step of 128K, DynamicCache's over SpecCache's"] == (None, None)
+    assert judged[f"a step of 8 x 32K, DynamicCache's over {bench_gpu.GRAPHED}'s"] == (5.0, True)
+    assert judged[f"the same of offloading, {bench_gpu.GRAPHED}"] == (12.5, False)
+    assert judged[f"a step of 128K, DynamicCache's over {bench_gpu.GRAPHED}'s"] == (None, None)
+    assert judged[f"a step of 8 x 32K, offloading's over {bench_gpu.EXACT}'s"] == (1.25, True)
+    assert judged[f"prefill of 32K over offloading's, {bench_gpu.EXACT}"] == (None, None)
     assert judged["tokens/s in 48 GiB over DynamicCache's, SpecCache, 8,192"] == (None, None)
 
 
