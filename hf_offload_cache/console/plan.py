@@ -156,7 +156,7 @@ def _plan(
     arguments: argparse.Namespace, fields: dict[str, Any], geometry: Geometry, room: dict[str, int | None], folder: str
 ) -> tuple[dict[str, Any], bool]:
     """Print the plan of one cache. Returns values for JSON, and whether the machine has enough."""
-    from ..core.budget import missed_goal
+    from ..core.budget import missed_goal, steps_over_host
     from . import named_cache
 
     cls = named_cache.offloading_class(arguments.cache or named_cache.default_for(None))
@@ -173,6 +173,7 @@ def _plan(
     needs, fits = _needs(plan), _fits(plan, room)
     _print(arguments, plan, config, room)
     notes = [*missed, *cls.notes(plan, config, geometry, fields)]
+    notes += steps_over_host(cls, geometry, config, arguments.context, arguments.batch)
     for note in notes:
         print(f"note: {note}")
     machine = {"needs": needs, "free": room, "fits": fits, "path": folder, "here": here}

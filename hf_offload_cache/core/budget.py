@@ -7,6 +7,7 @@ import dataclasses
 import math
 import sys
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -25,7 +26,7 @@ from ..model.geometry import Geometry, unknown_shapes
 from ..model.place import device_type, offloaded_layers
 from ..report.report import least_size_text, size_text
 from ..stores.engines import resolve_engine
-from .plan import search
+from .plan import layer_kinds, search
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -471,6 +472,29 @@ def _selects_as_many(config: OffloadConfig, other: OffloadConfig) -> bool:
 def _few(lost: Iterable[float]) -> float:
     """The largest share of needles that counts as no more than the least of `lost`."""
     return max(FEW_LOST, min(lost, default=0.0) + _NEEDLES)
+
+
+def steps_over_host(cls: Any, geometry: Geometry, config: OffloadConfig, context: int, batch: int) -> list[str]:
+    """A note if records lie in host memory, and steps of some layers need the host nevertheless, and why."""
+    layer_class = cls.layer_class
+    if geometry.device != "cuda" or config.engine != "memory" or config.exact or not cls.selects:
+        return []
+    if not layer_class.needs_slots:
+        return []
+
+    def alone(kind: Any, own: OffloadConfig) -> bool:
+        return bool(layer_class.plan(kind, own, context).alone)
+
+    kinds, whys = layer_kinds(geometry, config, batch), list[str]()
+    for kind, count in Counter(kinds).items():
+        if not alone(*kind):
+            could = alone(kind[0], dataclasses.replace(kind[1], memory=None))
+            why = "its memory has slots for all that a step may select: raise memory" if could else (
+                "what chooses records is in its memory, not on the disk, and kernels take such heads and fields"
+            )
+            whys += [why] * count
+    text = "steps of {} of {} layers need the host; a GPU alone runs them if {}"
+    return [text.format(count, len(kinds), why) for why, count in Counter(whys).items()]
 
 
 def missed_goal(cls: Any, goal: str | None, config: OffloadConfig, fields: dict[str, Any]) -> list[str]:

@@ -86,29 +86,68 @@ def rehearse(layer: Layer, run: DryRun, kind: LayerKind, context: int) -> bool:
     return True
 
 
+NO_KERNELS = "Triton's kernels do not run on this GPU, or not for these heads"
+NOT_ON_GPU = "what chooses is not on the GPU"
+NOT_PINNED = "the system pins no more memory"
+ON_DISK = "records are not in host memory"
+
+
+def why_over_host(layer: Layer) -> str | None:
+    """Why the latest step of a layer needed the host, as the report says it; None: it ran on a device alone. Does not
+    wait."""
+    if layer.on_device:
+        found: str | None = layer.over_host
+        return found
+    history = layer.history
+    if history.device.type != "cuda":
+        return "the layer is on a CPU"
+    if not history.store.in_memory:
+        return ON_DISK
+    if not has_step(history.device, history.form.key_dim, history.form.value_dim):
+        return NO_KERNELS
+    if not hasattr(layer.predictor, "choose_on_device"):
+        return NOT_ON_GPU
+    return NOT_PINNED if _reads(history.form) else "no kernel attends to such records"
+
+
 def attend_on_device(layer: Layer, call: AttentionCall) -> tuple[torch.Tensor, None] | None:
     """Attention of a step of one query a sequence, without padding, over what the predictor chooses. None: this call
-    needs the way over the host; nothing has changed.
+    needs the way over the host; nothing has changed but `over_host` of the layer.
 
     The output (B, 1, H, Dv) is new. Raises `BudgetError` with nothing changed.
     """
-    if call.mask is not None or not is_plain(call):
-        return None
-    history, selecting = layer.history, layer.selecting
-    predictor: Any = layer.predictor
-    assert selecting is not None
-    chooses = history.records > layer.budget
-    if selecting.watch is not None or history.units > MOST_UNITS or (chooses and not predictor.chooses_on_device):
-        return None
-    most = layer.most_records(layer.config, history.form.group_size, layer.budget)
-    slots = device_slots(layer, most)
+    layer.over_host, slots = _slots_for(layer, call)
     if slots is None:
         return None
+    chooses = layer.history.records > layer.budget
     slots.at_work = True
     try:
         return _attend_in(slots, layer, call, chooses)
     finally:
         slots.at_work = False
+
+
+def _slots_for(layer: Layer, call: AttentionCall) -> tuple[str | None, DeviceSlots | None]:
+    """The slots for a call's step, or why it needs the host."""
+    if call.mask is not None or not is_plain(call):
+        return "the call has padding, several tokens, or more than a softmax", None
+    history, selecting = layer.history, layer.selecting
+    predictor: Any = layer.predictor
+    assert selecting is not None
+    if selecting.watch is not None:
+        return "something watches the choices", None
+    if history.units > MOST_UNITS:
+        return f"a row has more than {MOST_UNITS:,} groups", None
+    if history.records > layer.budget and not predictor.chooses_on_device:
+        return NOT_ON_GPU, None
+    most = layer.most_records(layer.config, history.form.group_size, layer.budget)
+    slots = device_slots(layer, most)
+    if slots is not None:
+        return None, slots
+    count, least = planned_slots(layer), min(history.records, most)
+    if count >= least:
+        return "the budget has no room for slots now", None
+    return f"the budget has {count:,} slots a row, and a step may select {least:,} records", None
 
 
 def _attend_in(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 from ..model.place import untested
@@ -27,9 +28,21 @@ def report_of(cache: Any) -> CacheReport:
         stores=storage.stores,
         store=storage.description,
         device="cuda" if storage.pinned else "cpu",
+        steps=_steps(cache),
         layers=states,
         warnings=[*cache.warnings, *_notes(cache)],
     )
+
+
+def _steps(cache: Any) -> str:
+    """Where the layers' latest steps ran, with a model on a GPU; empty before the first step that selects."""
+    if not cache.storage.pinned or not cache.storage.counters.decode_steps:
+        return ""
+    layers = [one for one in cache.offloaded if getattr(one, "selects", False) and one.state == "tagged"]
+    found = Counter(layer.why_over_host() for layer in layers if layer.is_initialized)
+    alone = found.pop(None, 0)
+    parts = [f"{alone} of {len(layers)} layers on the GPU alone"] if alone else []
+    return "; ".join([*parts, *(f"{count} of {len(layers)} over the host: {why}" for why, count in found.items())])
 
 
 def _notes(cache: Any) -> list[str]:

@@ -48,6 +48,8 @@ class SelectiveLayer(OffloadLayer):
 
     predictor_class: ClassVar[Any] = None
     """Makes a predictor from (form, rows, configuration, account), as `SummaryPredictor` does."""
+    needs_slots: ClassVar[bool] = True
+    """Steps on a device alone need slots for all that they select."""
 
     config: SelectiveConfig
 
@@ -74,6 +76,8 @@ class SelectiveLayer(OffloadLayer):
         """Steps run on a CUDA device that reads records by itself, where that is possible: see `device_step`."""
         self.device_slots: DeviceSlots | None = None
         """Their slots; None: no step has needed them."""
+        self.over_host: str | None = None
+        """Why the latest of these steps needed the host in spite of that; None: it did not."""
 
     # --- what a method is --------------------------------------------------------------------------------------
 
@@ -490,6 +494,10 @@ class SelectiveLayer(OffloadLayer):
     def selects(self) -> bool:
         """Whether steps select, because that needs less memory than the full KV: see `SelectiveCache.weigh`."""
         return self.selecting is not None and self.selecting.worthwhile
+
+    def why_over_host(self) -> str | None:
+        """See `device_step.why_over_host`."""
+        return device_step.why_over_host(self)
 
     def _sparse(self) -> bool:
         selecting = self.selecting

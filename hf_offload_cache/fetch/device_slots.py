@@ -25,7 +25,8 @@ class Addresses:
         self._storage = storage
         self._known: torch.Tensor | None = None  # with room for more
         self._version = -1
-        self._elsewhere = False
+        self.elsewhere = False
+        """Some records are in memory that is not pinned, as of the latest call of `of`."""
         self.again: torch.Tensor | None = None
         """(2, n) int64, rows and numbers of records that were written again before the latest call of `of`; None: there
         are none."""
@@ -39,7 +40,7 @@ class Addresses:
         """The address of each numbered record, (rows, numbers or more) int64, which work of the current stream may read
         from now on; None if some are in memory that is not pinned. Numbers without a record have any address. Valid
         until records move or rows change: see `forget`."""
-        if self._elsewhere or history.version == self._version:
+        if self.elsewhere or history.version == self._version:
             self.again = None
             return self._known
         rows, numbers, records, again = history.numbered(self._version)
@@ -47,7 +48,7 @@ class Addresses:
         self._storage.prefetcher.check_written(history.store, records)
         if (addresses := history.store.addresses(records)) is None:
             self.forget()
-            self._elsewhere = True
+            self.elsewhere = True
             return None
         before, wanted = self._known, history.numbers
         if before is None or before.shape[1] < wanted:  # room for an eighth more
@@ -74,7 +75,7 @@ class Addresses:
 
     def forget(self) -> None:
         """Drop the addresses, because records move or rows change."""
-        self._known, self._version, self._elsewhere, self.again = None, -1, False, None
+        self._known, self._version, self.elsewhere, self.again = None, -1, False, None
 
 
 class DeviceSlots:

@@ -201,6 +201,9 @@ class CacheReport:
     """The most of `host_bytes` at a time."""
     device: str = "cpu"
     """Type of the device that attention runs on: "cuda" or "cpu"."""
+    steps: str = ""
+    """With a model on a GPU: how many layers' latest steps ran on it alone, and why others needed the host. Empty
+    before the first step that selects."""
 
     @classmethod
     def of(cls, *, account: Any, counters: Counters, stores: Sequence[Any], **figures: Any) -> CacheReport:
@@ -270,6 +273,7 @@ class CacheReport:
             "attention mass lost": share_text(self.lost_mass),
             "read as 4-bit copies": share_text(self.compressed_fraction) + copies,
             "decode": decode,
+            **({"steps": self.steps} if self.steps else {}),
             "I/O wait": wait,
             "I/O hidden behind compute": share_text(self.overlap),
             "store": self.store,

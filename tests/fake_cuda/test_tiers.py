@@ -16,9 +16,10 @@ from harness import COMMON, build, prompt
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import offload_cache
-from hf_offload_cache.core import budget
+from hf_offload_cache.core import budget, device_step
 from hf_offload_cache.errors import BudgetError, ConfigError
 from hf_offload_cache.fetch import ByteRows, FirstIn, HostTier
+from hf_offload_cache.kernels import on_a_device
 from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.registry import CACHES, cache_class
@@ -219,6 +220,83 @@ def test_a_fit_leaves_room_for_the_keys_that_it_streams(on_device: Any, tmp_path
         run(on_device, cache, (400, 400, 400))
         report = cache.report()
         assert report.peak_memory_bytes <= report.memory_budget and report.tokens == 1204
+
+
+FIELDS: dict[str, dict[str, Any]] = {"abstract-tree": {"chunk_size": 16, "dense_layers": 0, "early_steps": 0}}
+
+
+def where(name: str, model: Any, tmp_path: Path, calls: int = 1, **fields: Any) -> str:
+    """The report's line on steps, after a prompt and as many calls of one token."""
+    ids, given = prompt(llama(), 1, 600), {"num_selected": 48, "engine": "memory", "max_context": 700, "max_batch": 1}
+    if name == "spec":
+        given |= {"num_recent": 32, "quant_group": 32}
+    with cache_class(name)(model, tmp_path, **{**given, **FIELDS.get(name, {}), **fields}) as cache, torch.no_grad():
+        model(Fake(ids), past_key_values=cache, logits_to_keep=1)
+        before = cache.report()
+        assert before.steps == "" and "steps" not in before._rows()
+        for step in range(calls):
+            model(Fake(ids[:, step : step + 1]), past_key_values=cache)
+        report = cache.report()
+        assert report._rows().get("steps", "") == report.steps
+        return report.steps
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_the_report_says_where_steps_ran(
+    name: str, on_device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = "3 of 3 over the host: "
+    assert where(name, on_device, tmp_path) == "3 of 3 layers on the GPU alone"
+    assert where(name, on_device, tmp_path, engine="mapped") == f"{over}{device_step.ON_DISK}"
+    if name != "spec":  # which is never exact
+        assert where(name, on_device, tmp_path, exact=True) == ""
+    with monkeypatch.context() as patched:
+        patched.setattr(on_a_device, "_has_marked", lambda: False)
+        assert where(name, on_device, tmp_path) == f"{over}{device_step.NO_KERNELS}"
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "is_pinned", lambda self, *_: False)
+        assert where(name, on_device, tmp_path) == f"{over}{device_step.NOT_PINNED}"
+
+
+@pytest.mark.parametrize(("name", "fields", "why"), [
+    ("disk-swap", {"memory": "64MiB", "reuse_capacity": 16},
+     "the budget has 2 slots a row, and a step may select 4 records"),
+    ("disk-swap", {"summary_dtype": "bfloat16"}, "what chooses is not on the GPU"),
+    ("abstract-tree", {"abstracts": "disk"}, "what chooses is not on the GPU"),
+    ("cluster", {"centroids": "disk"}, "what chooses is not on the GPU"),
+])  # fmt: skip
+def test_the_report_says_why_steps_needed_the_host(
+    name: str, fields: dict[str, Any], why: str, on_device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_class(name), "lend_slots", lambda *_: None)
+    assert where(name, on_device, tmp_path, **fields) == f"3 of 3 over the host: {why}"
+
+
+def test_the_report_says_where_the_latest_step_ran(on_device: Any, tmp_path: Path) -> None:
+    """Of several tokens over the host, and then of one on the GPU alone."""
+    ids, sizes = prompt(llama(), 1, 600), {"num_selected": 48, "max_context": 700, "max_batch": 1}
+    with cache_class("disk-swap")(on_device, tmp_path, engine="memory", **sizes) as cache, torch.no_grad():
+        on_device(Fake(ids), past_key_values=cache, logits_to_keep=1)
+        cache.activate_past_recording()  # as assisted decoding does
+        found = []
+        for part in ids[:, :5].split([1, 3, 1], 1):
+            on_device(Fake(part), past_key_values=cache)
+            found.append(cache.report().steps)
+    alone, why = "3 of 3 layers on the GPU alone", "the call has padding, several tokens, or more than a softmax"
+    assert found == [alone, f"3 of 3 over the host: {why}", alone]
+
+
+@pytest.mark.parametrize(("name", "shares"), [("disk-swap", {13: ""}), ("spec", {3: ""}), ("cluster", {
+    3: "", 6: "its memory has slots for all that a step may select: raise memory",
+    13: "what chooses records is in its memory, not on the disk, and kernels take such heads and fields",
+})])  # fmt: skip
+def test_a_plan_says_that_steps_need_the_host(name: str, shares: dict[int, str]) -> None:
+    cls, geometry = cache_class(name), Geometry.uniform(30, 9, 3, 64, device="cuda")
+    for share, why in shares.items():
+        memory = geometry.full_kv_bytes(8192, 1) // share
+        config = budget.fit_goal(cls, None, geometry, (memory, 8192, 1), {"engine": "memory"})
+        note = f"steps of 30 of 30 layers need the host; a GPU alone runs them if {why}"
+        assert budget.steps_over_host(cls, geometry, config, 8192, 1) == ([note] if why else [])
 
 
 OFTEN = {

@@ -247,6 +247,11 @@ class PinnedEntries:
     def nbytes(self) -> int:
         return self._addresses.nbytes
 
+    @property
+    def readable(self) -> bool:
+        """Whether the device could read all records, as far as was tried."""
+        return not self._addresses.elsewhere
+
     def forget(self) -> None:
         """Drop the addresses, because records move or rows change. Blocks until the last `gather` has finished."""
         if self._gathered is not None:

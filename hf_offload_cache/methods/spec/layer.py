@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core.device_step import NO_KERNELS, NOT_PINNED, ON_DISK
 from ...core.layer import Output
 from ...core.plan import LayerKind
 from ...core.selecting import Selecting
@@ -22,6 +23,7 @@ from ...fetch.fetcher import Fetcher
 from ...history.base import Sealed
 from ...history.records import RecordFormat, latest_tokens
 from ...history.state import Array, State
+from ...kernels.host_entries import MOST_EXCHANGED
 from ...memory.dry_run import DryRun
 from ...model.attention_call import AttentionCall
 from ...report.trace import NOTHING
@@ -103,6 +105,7 @@ class SpecLayer(SelectiveLayer):
 
     config: SpecConfig
     predictor: LowBitPredictor | None
+    needs_slots = False
 
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         super().__init__(shared, layer_idx, place, **kwargs)
@@ -293,6 +296,18 @@ class SpecLayer(SelectiveLayer):
             self.collect()
             if absent is not None and not self.history.store.in_memory:
                 self.shared.storage.counters.later(units_ready=(absent >= 0).sum())
+
+    def why_over_host(self) -> str | None:
+        history = self.history
+        if history.device.type != "cuda":
+            return "the layer is on a CPU"
+        if not FusedAttention.fits(history.form, history.device):
+            return NO_KERNELS
+        if not history.store.in_memory:
+            return ON_DISK
+        if self.config.chosen > MOST_EXCHANGED:
+            return f"a step selects more than {MOST_EXCHANGED} tokens"
+        return None if self._entry_reads is None or self._entry_reads.pinned.readable else NOT_PINNED
 
     # --- attention ---------------------------------------------------------------------------------------------
 
