@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache.config import OffloadConfig
-from hf_offload_cache.fetch import Storage
+from hf_offload_cache.core import device_step
+from hf_offload_cache.fetch import Storage, storage
 from hf_offload_cache.fetch.write_queue import WriteBatch
 from hf_offload_cache.history import PositionHistory, RecordFormat, records
 from hf_offload_cache.kernels import low_bit, on_a_device
@@ -36,6 +37,9 @@ blocks with a mask."""
 MOST = {"disk-swap": (0, 4, 1), "cluster": (0, 7, 2), "spec": (3, 2, 4), "abstract-tree": (0, 3, 0)}
 """The most copies to the host and to the device, and waits for the device, a layer and step. A step's own come on
 top."""
+
+WITHOUT = on_a_device._kernel
+"""As it is without the counting device: the twin, where kernels do not run."""
 
 
 def llama() -> Any:
@@ -181,6 +185,56 @@ def test_a_step_copies_and_waits_so_often(name: str, seed: int, tmp_path: Path) 
         assert copies <= (MOST[name][0] * LAYERS + 2) * STEPS, counts.to_host
         assert waits <= (MOST[name][2] * LAYERS + 5) * STEPS, counts.syncs
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_an_exact_step_streams_pinned_memory_and_waits_for_nothing(
+    seed: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four blocks a layer straight from where records lie, in steps and in the pieces of a prompt. From the disk, they
+    are read first."""
+    monkeypatch.setattr(storage, "_LEAST_RUN", 1)
+    waits, fields = {}, {"exact": True, "block_tokens": 64, "max_context": 512}
+    ids = prompt(llama(), 1, TOKENS)
+    for engine in ("memory", "mapped"):
+        made = cache_class("disk-swap")
+        with on_the_device(llama(), seed) as (model, counts), made(model, tmp_path, engine=engine, **fields) as cache:
+            found, copies, copied = steps(model, cache, Fake, counts), counts.to_device, counts.to_device_bytes
+            sealed = sum(layer.history.units * layer.history.form.record_bytes for layer in cache.offloaded)
+            assert 4 * LAYERS * STEPS <= copies["fetch/areas.py:_copy"] <= 5 * LAYERS * STEPS
+            assert 0.9 * sealed * STEPS < copied["fetch/areas.py:_copy"] <= sealed * STEPS
+            waits[engine] = counts.syncs.total(), counts.blocking.total()
+            cache.reset()
+            counts.clear()
+            with torch.no_grad():
+                for piece in ids.split(100, 1):
+                    last = model(Fake(piece), past_key_values=cache, logits_to_keep=1).logits
+            assert copies["fetch/areas.py:_copy"] and not counts.blocking
+        torch.testing.assert_close([*found, values_of(last)], [*expected(), expected()[0]], rtol=1e-3, atol=1e-3)
+    assert waits["memory"] == (0, 0) and waits["mapped"][0] > 0 == waits["mapped"][1]
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_device_without_kernels_runs_torchs_operations(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of compute capability 7.5, whose models have float16, with steps that select. The report says so."""
+    sizes: dict[str, Any] = {"max_context": 512, "max_batch": 1, "engine": "memory", "num_selected": 64}
+    sizes |= {"num_recent": 32, "quant_group": 32, "num_selected": 20} if name == "spec" else {}
+    found: list[list[torch.Tensor]] = []
+    with cache_class(name)(plain := llama().half(), path=tmp_path, **sizes) as cache:
+        found.append(steps(plain, cache, lambda ids: ids, Counts()))
+    with on_the_device(llama().half()) as (model, counts):
+        monkeypatch.setattr(on_a_device, "_kernel", WITHOUT)
+        monkeypatch.setattr(on_a_device, "_has_marked", lambda: False)
+        WITHOUT.cache_clear()
+        with cache_class(name)(model, path=tmp_path, **sizes) as cache:
+            found.append(steps(model, cache, Fake, counts))
+            assert cache.report().steps == f"3 of 3 over the host: {device_step.NO_KERNELS}"
+        WITHOUT.cache_clear()
+    exact = torch.cat([one.float() for one in expected()], 1)
+    wrong = [float((torch.cat(one, 1).float() - exact).square().mean().sqrt()) for one in found]
+    assert wrong[1] == pytest.approx(wrong[0], rel=0.2) and wrong[0] > 1e-4
 
 
 @pytest.mark.parametrize("refuses", [False, True], ids=["pinned", "refused"])
