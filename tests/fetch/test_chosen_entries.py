@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.history import RecordFormat
+from hf_offload_cache.kernels.host_entries import exchange
 from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.spec import ChosenEntries, Entries, picked, records_of
 
@@ -105,3 +106,29 @@ def test_rows_and_crops_and_the_account() -> None:
     assert len(held.tokens) == 2 and account.by_owner["chosen entries"] == held.nbytes
     held.close()
     assert account.by_owner["chosen entries"] == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_device_exchanges_the_entries_that_the_processor_does(data: st.DataObject) -> None:
+    """After any sequence of steps the same tokens are resident, as many came, and those that stay keep their places."""
+    rows, tokens = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 20))
+    count = data.draw(st.integers(1, tokens))
+    on_host, table = ChosenEntries(FORM, rows, count, CPU, MemoryAccount()), torch.full((rows, 2, count), -1)
+    for _ in range(data.draw(st.integers(1, 6))):
+        width = data.draw(st.integers(0, count))
+        each = st.lists(st.integers(0, tokens - 1), unique=True, max_size=width)
+        wanted = torch.full((rows, 2, width), -1)
+        for row, head in np.ndindex(rows, 2):
+            chosen = data.draw(each)
+            wanted[row, head, : len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
+        before = table.clone()
+        new, counts = exchange(table, wanted)
+        absent = on_host.want(wanted)
+        on_host.take([entries(absent.numpy())])
+        same(on_host.entries, table.numpy())
+        assert torch.equal(counts, (absent >= 0).sum(2))
+        assert torch.equal(new.sort(2).values[..., count - width :], absent.sort(2).values)
+        stays = (before >= 0) & (before == table)
+        assert torch.equal(stays | (new >= 0), table >= 0) and torch.equal(table[new >= 0], new[new >= 0])
+    on_host.close()

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,15 @@ def test_each_marked_function_has_its_kernel() -> None:
         importlib.import_module(f"{kernels.__name__}.{name}")
     assert {"ranking.pick", "slots.attend", "low_bit.pack", "low_bit.unpack_replicas"} <= on_a_device.TWINS.keys()
     assert unpaired(on_a_device.TWINS) == []
+
+
+def test_each_marked_function_is_compared_in_the_interpreter() -> None:
+    """A test of kernels calls it."""
+    gpu_kernels.every_name()  # adds all twins
+    tests = [path.read_text() for path in Path(__file__).parent.glob("test_*_triton.py")]
+    for twin, _ in on_a_device.TWINS.values():
+        name, module = twin.__name__, twin.__module__.rpartition(".")[2]
+        assert any(f'"{module}_triton"' in text and re.search(rf"\b{name}\b", text) for text in tests), (module, name)
 
 
 def test_a_function_without_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
