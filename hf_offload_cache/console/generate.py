@@ -55,7 +55,9 @@ def add(verbs: Any) -> None:
     add("--max-new-tokens", metavar="N", type=positive, default=64, help="default: %(default)s")
     add("--prefill-chunk", metavar="N", type=positive,
         help="tokens per prefill forward (default: 1024, or all if the model requires it)")  # fmt: skip
-    add("--memory", metavar="SIZE", help="memory limit: 300MiB, bytes, or a fraction of the full KV cache: 1/13")
+    add("--memory", metavar="SIZE",
+        help="memory limit: 300MiB, bytes, or a fraction of the full KV cache: 1/13. With a GPU: of device memory, and "
+        "--set host_memory=64GiB is the limit of host memory")
     add("--goal", choices=GOALS,
         help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
     add("--compare", action="store_true", help="also run DynamicCache, and print both")

@@ -37,7 +37,9 @@ def add(verbs: Any) -> None:
     )  # fmt: skip
     add_cache_arguments(parser)
     add = parser.add_argument
-    add("--memory", metavar="SIZE", help="memory limit per request: 300MiB, bytes, or 1/13 of its full KV cache")
+    add("--memory", metavar="SIZE",
+        help="memory limit per request: 300MiB, bytes, or 1/13 of its full KV cache. With a GPU: of device memory, and "
+        "--set host_memory=64GiB is the limit of host memory")
     add("--goal", choices=GOALS,
         help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
     add("--floor", metavar="SIZE", help="memory per sequence if that fraction is too small (default: 64MiB)")

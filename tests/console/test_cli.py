@@ -107,6 +107,7 @@ def test_compare_prints_both_and_writes_json(run, tmp_path):
         (["--cache", "dynamic", "--compare"], "--compare sets another cache next to DynamicCache"),
         (["--set", "num_selectd=3"], "did you mean 'num_selected'?"),
         (["--set", "num_selected=-3"], "num_selected must be at least 1, got -3"),
+        (["--set", "host_memory=1GiB"], "--set host_memory=1GiB is a limit for a model on a GPU, and this one is on a"),
         (["--set", "num_selected=lots"], "num_selected must be a whole number, got 'lots'"),
         (["--cache", "dynamic", "--set", "num_selected=3"], "cache 'dynamic' keeps all in memory"),
         (["--max-new-tokens", "400"], f"together 605, but the model has {POSITIONS} positions"),

@@ -237,6 +237,26 @@ def test_a_device_without_kernels_runs_torchs_operations(
     assert wrong[1] == pytest.approx(wrong[0], rel=0.2) and wrong[0] > 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:torch is built for ROCm")
+@pytest.mark.parametrize("name", CACHES)
+def test_rocm_attends_to_blocks_by_plain_operations(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt in pieces, and steps; the report has the note that nobody tried it."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    fields = EVERYTHING | {"engine": "memory"}
+    with on_the_device(llama()) as (model, counts), cache_class(name)(model, path=tmp_path, **fields) as cache:
+        ids = prompt(model, 1, TOKENS + STEPS)
+        with torch.no_grad():
+            found = [
+                values_of(model(Fake(part), past_key_values=cache, logits_to_keep=1).logits)
+                for part in ids.split([TOKENS // 2, TOKENS - TOKENS // 2, *[1] * STEPS], 1)
+            ]
+        assert not counts.launches["model/stream_attention.py:_fused"]
+        assert any("ROCm 6.4.1" in note for note in cache.report().warnings)
+    torch.testing.assert_close(found[1:], expected(), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("refuses", [False, True], ids=["pinned", "refused"])
 @pytest.mark.parametrize("name", CACHES)
 def test_records_in_host_memory_are_pinned(
