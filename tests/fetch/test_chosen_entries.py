@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.history import RecordFormat
-from hf_offload_cache.kernels.host_entries import exchange
+from hf_offload_cache.kernels.mixed_attention import exchange
 from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.spec import ChosenEntries, Entries, picked, records_of
 

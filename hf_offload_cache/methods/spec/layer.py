@@ -23,7 +23,7 @@ from ...fetch.fetcher import Fetcher
 from ...history.base import Sealed
 from ...history.records import RecordFormat, latest_tokens
 from ...history.state import Array, State
-from ...kernels.host_entries import MOST_EXCHANGED
+from ...kernels.mixed_attention import MOST_EXCHANGED
 from ...memory.dry_run import DryRun
 from ...model.attention_call import AttentionCall
 from ...report.trace import NOTHING
