@@ -144,10 +144,9 @@ def _slots_for(layer: Layer, call: AttentionCall) -> tuple[str | None, DeviceSlo
     slots = device_slots(layer, most)
     if slots is not None:
         return None, slots
-    count, least = planned_slots(layer), min(history.records, most)
-    if count >= least:
+    if (count := planned_slots(layer)) >= min(history.records, most):
         return "the budget has no room for slots now", None
-    return f"the budget has {count:,} slots a row, and a step may select {least:,} records", None
+    return f"the budget has {count:,} slots a row, and a step may select more records", None
 
 
 def _attend_in(

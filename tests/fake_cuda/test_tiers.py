@@ -260,7 +260,7 @@ def test_the_report_says_where_steps_ran(
 
 @pytest.mark.parametrize(("name", "fields", "why"), [
     ("disk-swap", {"memory": "64MiB", "reuse_capacity": 16},
-     "the budget has 2 slots a row, and a step may select 4 records"),
+     "the budget has 2 slots a row, and a step may select more records"),
     ("disk-swap", {"summary_dtype": "bfloat16"}, "what chooses is not on the GPU"),
     ("abstract-tree", {"abstracts": "disk"}, "what chooses is not on the GPU"),
     ("cluster", {"centroids": "disk"}, "what chooses is not on the GPU"),
