@@ -80,6 +80,10 @@ def test_a_function_without_one_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
+IN_PARTS = {"low_bit.unpack_replicas"}
+"""On a processor, which it is for as well, it works in parts that stay in the processor's cache."""
+
+
 def lines_of(run: Callable[[], object]) -> int:
     """Lines of twins that a call runs, also those of what they call in their modules."""
     count = 0
@@ -117,7 +121,7 @@ def test_no_twin_loops_over_rows_units_or_tables() -> None:
     marked = [name for name, (twin, _) in on_a_device.TWINS.items() if twin.__module__.startswith(kernels.__name__)]
     lines = {name: lines_by_size(name) for name in marked}
     assert "slots.bring" in lines and min(map(min, lines.values())) > 1
-    assert {name for name, (few, many) in lines.items() if few != many} == set()
+    assert {name for name, (few, many) in lines.items() if few != many} <= IN_PARTS
 
 
 def test_a_twin_that_loops_is_found() -> None:
