@@ -516,7 +516,10 @@ class OffloadLayer(CacheLayerMixin):
     def _blocks(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """Keys and values (B, Hkv, t, D) before token `stop`, in blocks, and their positions, (B, Hkv, t) or (B, t)."""
         for block in self.history.blocks(stop):
-            places = None if block.positions is None else to_device(block.positions, self.history.device)
+            positions, device = block.positions, self.history.device
+            places = None if positions is None else torch.from_numpy(positions)
+            if positions is not None and device.type == "cuda":
+                places = to_device(positions, device)
             if places is not None and self.config.heads_apart:
                 places = places.unflatten(0, (-1, self.rows.heads))
             yield self.rows.unfold(block.keys), self.rows.unfold(block.values), places

@@ -118,7 +118,8 @@ def _filled(entries: torch.Tensor, tokens: np.ndarray) -> tuple[torch.Tensor, np
     """
     valid = tokens >= 0
     order = np.argsort(~valid, axis=1, kind="stable")[:, : valid.sum(1).max()]
-    index = to_device((order + np.arange(len(order))[:, None] * entries.shape[1]).reshape(-1), entries.device)
+    places = (order + np.arange(len(order))[:, None] * entries.shape[1]).reshape(-1)
+    index = to_device(places, entries.device) if entries.device.type == "cuda" else torch.from_numpy(places)
     filled = entries.flatten(0, 1).index_select(0, index)
     return filled.view(*order.shape, entries.shape[2]), np.take_along_axis(tokens, order, 1)
 
