@@ -426,6 +426,28 @@ def _parted(sizes: Sizes, device: torch.device) -> Case:
     return Case(run, 2 * labels.nbytes)
 
 
+_GROUP = 16
+"""Entries of a page."""
+
+
+@case("kmeans.placed")
+def _placed(sizes: Sizes, device: torch.device) -> Case:
+    _, centroids, labels = _points(sizes, device)
+    pages = torch.ones(2, *centroids.shape[:2], dtype=torch.int32, device=device)
+    return Case(functools.partial(kernel("kmeans.placed"), labels, pages, _GROUP), 3 * labels.nbytes + pages.nbytes)
+
+
+@case("kmeans.put")
+def _put(sizes: Sizes, device: torch.device) -> Case:
+    points, _, _ = _points(sizes, device)
+    (rows, count, dim), new = points.shape, points[:, None]
+    targets = torch.randperm(rows * count, device=device).view(rows, count)
+    out = torch.empty(rows * count, 2 * dim, dtype=points.dtype, device=device)
+    held = out.new_empty(rows, 0, 2 * dim)
+    run = functools.partial(kernel("kmeans.put"), held, new, new, targets, 0, out)
+    return Case(run, 2 * points.nbytes + out.nbytes + targets.nbytes)
+
+
 # AbstractTreeCache's step: chunks of 64 tokens, each key head with its own, four times as many examined as attended to
 
 _CHUNK, _EXAMINED = 64, 4

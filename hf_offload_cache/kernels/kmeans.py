@@ -66,3 +66,43 @@ def parted(labels: torch.Tensor, clusters: int, capacity: int) -> torch.Tensor:
     rank = torch.arange(count, device=labels.device) - first.gather(1, sorted_labels)
     part = (rank * parts.gather(1, sorted_labels)).div(counts.gather(1, sorted_labels), rounding_mode="floor")
     return torch.empty_like(each).scatter_(1, order, before.gather(1, sorted_labels) + part).int()
+
+
+@with_kernel(3)
+def placed(labels: torch.Tensor, pages: torch.Tensor, group_size: int) -> torch.Tensor:
+    """The place of each point among pages of `group_size` entries: (R, n) int64. A label's points fill its pages in
+    their order.
+
+    `pages` (2, R, C) int32: the first page of each label below C that has points, and the step, 1 or -1, to its next
+    ones."""
+    (_, rows, clusters), each = pages.shape, labels.long()
+    counts = torch.zeros(rows, clusters, dtype=torch.int64, device=labels.device)
+    counts.scatter_add_(1, each, torch.ones_like(each))
+    order = each.argsort(dim=1, stable=True)
+    sorted_labels = each.gather(1, order)
+    first = (counts.cumsum(1) - counts).gather(1, sorted_labels)
+    rank = torch.arange(labels.shape[1], device=labels.device) - first
+    begin, step = (own.gather(1, sorted_labels) for own in pages)
+    page = begin + step * rank.div(group_size, rounding_mode="floor")
+    return torch.empty_like(each).scatter_(1, order, page * group_size + rank % group_size)
+
+
+@with_kernel()
+def put(
+    held: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, targets: torch.Tensor, first: int, out: torch.Tensor
+) -> None:
+    """Write tokens' entries, the keys of all heads and then the values, to places of `out` (N, width), contiguous.
+
+    Args:
+        held: (R, t, width), the first tokens' entries.
+        keys, values: (R, Hk, m, D) and (R, Hv, m, Dv), those of the next tokens. Of any strides, as `held`, but
+            contiguous in the last dimension; all in the type of `out`.
+        targets: (R, n) int64, contiguous, distinct: place `first` + i is row i of `out`; others are skipped. The first
+            n tokens have one, n at most t + m.
+    """
+    count, width = held.shape[1], keys.shape[1] * keys.shape[3]
+    row, token = ((targets >= first) & (targets < first + len(out))).nonzero(as_tuple=True)
+    place, new = targets[row, token] - first, token >= count
+    out[place[~new]] = held[row[~new], token[~new]]
+    for part, columns in ((keys, slice(0, width)), (values, slice(width, None))):
+        out[place[new], columns] = part[row[new], :, token[new] - count].flatten(1)

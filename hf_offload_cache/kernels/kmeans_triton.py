@@ -17,6 +17,8 @@ _MEMBERS = 16
 """Points of a label that a program adds at a time."""
 _LABELS = 128
 """Labels whose points a program finds."""
+_TOKENS, _CHANNELS = 16, 256
+"""Tokens whose entries a program writes, and channels at a time."""
 
 
 @triton.jit(do_not_specialize=["count", "clusters"])
@@ -133,6 +135,47 @@ def _parted(  # type: ignore[no-untyped-def]
         tl.store(out + row * count + point, before + part.to(tl.int32), mask=there)
 
 
+@triton.jit(do_not_specialize=["count", "clusters"])
+def _placed(  # type: ignore[no-untyped-def]
+    order, firsts, counts, pages, out, count, clusters, GROUP: tl.constexpr, MEMBERS: tl.constexpr
+):
+    row, label = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = row * clusters + label
+    first, number = tl.load(firsts + at), tl.load(counts + at)
+    begin = tl.load(pages + at).to(tl.int64)
+    step = tl.load(pages + tl.num_programs(0).to(tl.int64) * clusters + at).to(tl.int64)
+    for start in range(0, number, MEMBERS):
+        member = start + tl.arange(0, MEMBERS)
+        there = member < number
+        point = tl.load(order + row * count + first + member, mask=there, other=0)
+        tl.store(out + row * count + point, (begin + step * (member // GROUP)) * GROUP + member % GROUP, mask=there)
+
+
+@triton.jit(do_not_specialize=["count", "held_count", "first", "size"])
+def _put(  # type: ignore[no-untyped-def]
+    held, keys, values, targets, out, count, held_count, first, size, held_row, held_token, key_row, key_head,
+    key_token, value_row, value_head, value_token, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    place = tl.load(targets + row * count + token, mask=token < count, other=-1) - first
+    fits = (token < count) & (place >= 0) & (place < size)
+    old, new = (fits & (token < held_count))[:, None], (fits & (token >= held_count))[:, None]
+    old_token, new_token = token.to(tl.int64)[:, None], (token - held_count).to(tl.int64)[:, None]
+    for begin in range(0, WIDTH, WIDE):
+        channel = (begin + tl.arange(0, WIDE))[None, :]
+        value, there = channel - KEYS, channel < WIDTH
+        at_key = keys + row * key_row + new_token * key_token + channel // DIM * key_head + channel % DIM
+        at_value = values + row * value_row + new_token * value_token
+        at_value += value // VALUE_DIM * value_head + value % VALUE_DIM
+        own = tl.load(held + row * held_row + old_token * held_token + channel, mask=old & there, other=0.0)
+        key = tl.load(at_key, mask=new & (value < 0), other=0.0)
+        later = tl.load(at_value, mask=new & (value >= 0) & there, other=0.0)
+        entry = tl.where(old, own, tl.where(value < 0, key, later))
+        tl.store(out + place[:, None] * WIDTH + channel, entry, mask=fits[:, None] & there)
+
+
 def _sorted(labels: torch.Tensor, clusters: int, capacity: int = 0) -> tuple[torch.Tensor, ...]:
     """The points (R, n) in the order of their labels; the first of each label in it, their number, and the parts of at
     most `capacity` points, (R, C) int32 each."""
@@ -193,3 +236,28 @@ def parted(labels: torch.Tensor, clusters: int, capacity: int) -> torch.Tensor:
             order, firsts, counts, parts, parts.cumsum(1), out, labels.shape[1], clusters, _MEMBERS
         )
     return out
+
+
+def placed(labels: torch.Tensor, pages: torch.Tensor, group_size: int) -> torch.Tensor:
+    """As `kmeans.placed`; for where, see `assign`."""
+    clusters = pages.shape[2]
+    order, firsts, counts, _ = _sorted(labels, clusters)
+    out = torch.empty(labels.shape, dtype=torch.int64, device=labels.device)
+    if out.numel():
+        _placed[(len(labels), clusters)](
+            order, firsts, counts, pages, out, labels.shape[1], clusters, group_size, _MEMBERS
+        )
+    return out
+
+
+def put(
+    held: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, targets: torch.Tensor, first: int, out: torch.Tensor
+) -> None:
+    """As `kmeans.put`; for where, see `assign`."""
+    (rows, count), width = targets.shape, out.shape[1]
+    if targets.numel() and out.numel():
+        _put[(rows, triton.cdiv(count, _TOKENS))](
+            held, keys, values, targets, out, count, held.shape[1], first, len(out), *held.stride()[:2],
+            *keys.stride()[:3], *values.stride()[:3], keys.shape[3], values.shape[3], keys.shape[1] * keys.shape[3],
+            width, min(wide(width), _CHANNELS), _TOKENS,
+        )  # fmt: skip

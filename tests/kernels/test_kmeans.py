@@ -66,6 +66,38 @@ def test_parts_are_runs_of_equal_length(capacity: int) -> None:
         assert (expected >= 0).all()
 
 
+@pytest.mark.parametrize("group", [1, 4])
+def test_points_fill_the_pages_of_their_label(group: int) -> None:
+    """In their order: forwards from a label's first page, or backwards. Label 5 has none."""
+    labels = torch.randint(0, 9, (2, 70), generator=torch.Generator().manual_seed(0))
+    labels[labels == 5] = 6
+    pages = torch.stack([100 * torch.arange(1, 19).view(2, 9), torch.tensor([1, -1]).repeat(9).view(2, 9)]).int()
+    found, expected = kmeans.placed(labels.int(), pages, group), torch.empty(2, 70, dtype=torch.int64)
+    for row in range(2):
+        for label in range(9):
+            members = (labels[row] == label).nonzero()[:, 0].tolist()
+            begin, step = pages[:, row, label].tolist()
+            for rank, point in enumerate(members):
+                expected[row, point] = (begin + step * (rank // group)) * group + rank % group
+    assert torch.equal(found, expected)
+
+
+def test_entries_are_put_where_they_fit() -> None:
+    """Those of the first tokens, which are packed, and of the next ones; not those of other places."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 5, 10), (2, 2, 8, 3), (2, 1, 8, 4)
+    held, keys, values = (torch.randn(*shape, generator=generator) for shape in shapes)
+    targets = torch.randperm(24, generator=generator).view(2, 12)
+    entries = torch.cat([held, torch.cat([keys.transpose(1, 2).flatten(2), values[:, 0]], 2)], 1)[:, :12]
+    every = torch.empty(24, 10)
+    every[targets.flatten()] = entries.flatten(0, 1)
+    for first, size in ((0, 24), (7, 9), (20, 8)):
+        out = torch.full((size, 10), -5.0)
+        kmeans.put(held, keys, values, targets, first, out)
+        written = min(size, 24 - first)
+        assert torch.equal(out[:written], every[first : first + written]) and (out[written:] == -5).all()
+
+
 def test_a_device_without_triton_runs_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_a_device, "_triton", lambda: False)
     on_a_device._kernel.cache_clear()

@@ -69,6 +69,36 @@ def test_the_kernels_give_what_their_twins_give(
     for capacity in (1, 3, 1000):
         parts = on_device.parted(labels.to(device), clusters, capacity)
         assert torch.equal(parts.cpu(), kmeans.parted(labels, clusters, capacity))
+    pages = torch.stack([torch.arange(rows * clusters).view(rows, clusters), 1 - 2 * closed.long()]).int()
+    for group in (1, 4, 7):
+        places = on_device.placed(labels.to(device), pages.to(device), group)
+        assert torch.equal(places.cpu(), kmeans.placed(labels, pages, group)) and places.dtype == torch.int64
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "dims", "held"), [((1, 1), (64, 64), 33), ((3, 2), (7, 150), 0), ((2, 1), (5, 9), 99)]
+)
+def test_entries_are_put_as_their_twin_puts_them(
+    device: str, dtype: torch.dtype, heads: tuple[int, int], dims: tuple[int, int], held: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of tokens in the tail, new ones, or both, of adjacent rows of more; all places, or a part of them."""
+    on_device, tokens = kernels("kmeans_triton", device, monkeypatch), 90
+    widths = [count * dim for count, dim in zip(heads, dims, strict=True)]
+    width = sum(widths)
+    old = random(4, held, width + 3).to(dtype).to(device)[1:, :, :width]
+    new = [random(4, 80, count, dim, seed=dim).to(dtype).to(device).transpose(1, 2)[1:]
+           for count, dim in zip(heads, dims, strict=True)]  # fmt: skip
+    targets = torch.randperm(3 * tokens, generator=torch.Generator().manual_seed(1)).view(3, tokens)
+    for first, size in ((0, 3 * tokens), (50, 77), (3 * tokens - 5, 20)):
+        out = torch.full((size, width), float("nan"), dtype=dtype)
+        there = out.to(device)
+        on_device.put(old, *new, targets.to(device), first, there)
+        kmeans.put(old.cpu(), *(part.cpu() for part in new), targets, first, out)
+        assert torch.equal(there.cpu().nan_to_num(-9.0), out.nan_to_num(-9.0))
+        assert out.isnan().any(1).sum() == max(0, first + size - 3 * tokens)
 
 
 @pytest.mark.parametrize("device", DEVICES)

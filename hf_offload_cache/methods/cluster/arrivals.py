@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from ...history.records import RecordFormat
+from ...kernels import kmeans
 from ...kernels.on_a_device import MOST_CHANNELS, to_device
 
 
@@ -55,21 +56,14 @@ class Arrivals:
         out[in_tail] = tail[row, index[in_tail]]
         return out
 
-    def put(self, rows: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor, target: torch.Tensor) -> None:
-        """Write the entries of `tokens` (n,) of `rows` (n,) to the places `target` (n,), all different, of `out` (N,
-        width). All on the entries' device, which nothing waits for."""
-        held, width = self._held.shape[1], self._form.key_width
-        new, old, in_tail = tokens, tokens, None
-        if held:
-            new, old, in_tail = (tokens - held).clamp_(min=0), tokens.clamp(max=held - 1), (tokens < held)[:, None]
-        for part, columns in ((self._keys, slice(0, width)), (self._values, slice(width, None))):
-            if not part.shape[2]:
-                entries = self._held[rows, old, columns]
-            elif in_tail is None:
-                entries = part[rows, :, new].flatten(1)
-            else:
-                entries = torch.where(in_tail, self._held[rows, old, columns], part[rows, :, new].flatten(1))
-            out[:, columns].index_copy_(0, target, entries)
+    def put(self, rows: slice, targets: torch.Tensor, first: int, out: torch.Tensor) -> None:
+        """Write the entries of the first tokens of adjacent `rows` to the places `targets` (rows, count) int64, all
+        different, from `first` on, as far as `out` (n, width) has these. All on the entries' device, which nothing
+        waits for."""
+        keys, values = self._keys[rows], self._values[rows]
+        if keys.stride(-1) != 1 or values.stride(-1) != 1:  # which the kernel relies on
+            keys, values = keys.contiguous(), values.contiguous()
+        kmeans.put(self._held[rows], keys, values, targets, first, out)
 
     def points_of(self, rows: np.ndarray, start: int, stop: int) -> torch.Tensor:
         """The vectors that are clustered, of several `rows` (r,), ascending: keys (r, stop - start, key width) of their

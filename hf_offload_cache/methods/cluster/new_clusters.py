@@ -190,7 +190,7 @@ class NewClusters:
         try:
             if self.coming.there:
                 at_once, nbytes = part
-                for some in in_groups(self._rows, at_once):
+                for some in in_groups(self._rows, at_once, adjacent=True):
                     of_some = slice(*np.searchsorted(rows, (some[0], some[-1] + 1)).tolist())
                     lying = rows[of_some], numbers[of_some], np.array(places[of_some])
                     self._pack(storage, store, form, some, *lying, nbytes)
@@ -230,56 +230,39 @@ class NewClusters:
         group, counts = form.group_size, self._partition.counts[rows, clusters].astype(np.int64)
         each, (first, step) = -(-counts // group), places.T
         lowest = np.where(step < 0, first - (each - 1), first)
-        begin, parts = np.empty_like(each), list(pieces(counts, nbytes // form.record_bytes, group))
-        ids = []
-        for part in parts:  # pages are sorted, so that adjacent ones are one write
-            order = np.argsort(lowest[part])
+        begin, packed, ids = np.empty_like(each), 0, []
+        for part in pieces(counts, nbytes // form.record_bytes, group):
+            order = np.argsort(lowest[part])  # pages are sorted, so that adjacent ones are one write
             sizes = each[part][order]
-            begin[part][order] = np.cumsum(sizes) - sizes
+            begin[part][order] = packed + np.cumsum(sizes) - sizes
             ids.append(np.repeat(lowest[part][order], sizes) + places_within(sizes))
-        begin = np.where(step < 0, begin + each - 1, begin)
-        index = self._index(form, some, rows, clusters, counts, begin, step)
-        ends = np.cumsum(counts)
-        for part, written in zip(parts, ids, strict=True):
-            tokens = slice(int(ends[part.start] - counts[part.start]), int(ends[part.stop - 1]))
-            records = self._records(form, len(written), *(own[tokens] for own in index))
-            piece = max(1, piece_bytes(storage.write_queue) // form.record_bytes)
+            packed += len(ids[-1])
+        new = clusters - self._used[rows]
+        table = np.zeros((2, len(some), int(new.max()) + 1), dtype=np.int32)
+        table[:, rows - some[0], new] = np.where(step < 0, begin + each - 1, begin), step
+        own = (self._labels[some] - self._used[some][:, None]).astype(np.int32)
+        labels, table_there = (to_device(array, self.coming.device) for array in (own, table))
+        targets, first_page = kmeans.placed(labels, table_there, group), 0
+        for written in ids:
+            records = self._records(form, slice(some[0], some[-1] + 1), targets, first_page, len(written))
+            piece, first_page = max(1, piece_bytes(storage.write_queue) // form.record_bytes), first_page + len(written)
             for start in range(0, len(written), piece):
                 host, arrived = storage.copied_out(records[start : start + piece], store)
                 storage.prefetcher.write(store, written[start : start + piece], host, arrived)
 
-    def _index(
-        self, form: RecordFormat, some: np.ndarray, rows: np.ndarray, clusters: np.ndarray, counts: np.ndarray,
-        begin: np.ndarray, step: np.ndarray,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Row, token and place in its piece of pages of each entry of the clusters (n,), cluster by cluster, on the
-        device. A cluster's first page is the page `begin` of its piece, its next ones follow by `step`."""
-        group, count, device = form.group_size, self.coming.count, self.coming.device
-        new = clusters - self._used[rows]
-        table = np.zeros((len(some), int(new.max()) + 1), dtype=np.int64)
-        table[np.searchsorted(some, rows), new] = np.arange(len(new))
-        of_cluster = to_device(np.stack([np.cumsum(counts) - counts, begin, step]), device)
-        labels = to_device(self._labels[some] - self._used[some][:, None], device)
-        sorted_clusters, order = to_device(table, device).gather(1, labels).flatten().sort(stable=True)
-        first, page, step_of = of_cluster.index_select(1, sorted_clusters)
-        within = torch.arange(len(order), device=device) - first
-        target = (page + step_of * within.div(group, rounding_mode="floor")) * group + within % group
-        row = order.div(count, rounding_mode="floor")
-        row = row + int(some[0]) if some[-1] - some[0] == len(some) - 1 else to_device(some, device)[row]
-        return row, order % count, target
-
     def _records(
-        self, form: RecordFormat, pages: int, rows: torch.Tensor, tokens: torch.Tensor, target: torch.Tensor
+        self, form: RecordFormat, rows: slice, targets: torch.Tensor, first: int, pages: int
     ) -> torch.Tensor:
-        """Records (pages, record bytes) with the entries of tokens of rows, (n,) each, at their places."""
-        records = torch.zeros(pages, form.record_bytes, dtype=torch.uint8, device=rows.device)
+        """Records (pages, record bytes) of the pages from `first` on, with the entries of adjacent `rows` whose places
+        `targets` (rows, count) are in them."""
+        records = torch.zeros(pages, form.record_bytes, dtype=torch.uint8, device=targets.device)
         fills = form.fills
         shape = pages * form.group_size, form.entry_width
         entries = (
             records.view(form.dtype).view(shape) if fills
-            else torch.zeros(shape, dtype=form.dtype, device=rows.device)
+            else torch.zeros(shape, dtype=form.dtype, device=targets.device)
         )  # fmt: skip
-        self.coming.put(rows, tokens, entries, target)
+        self.coming.put(rows, targets, first * form.group_size, entries)
         if not fills:
             form.pack(entries.view(pages, form.group_size, -1), form.payload(records))
         return records
@@ -305,6 +288,8 @@ class NewClusters:
         return in_pools(co_retrieved(queries, centroids, counts, max(1, wanted * int(counts.sum()) // arrived)), lead)
 
 
-def in_groups(rows: np.ndarray, at_once: int) -> list[np.ndarray]:
-    """Split `rows` (n,) into groups of at most `at_once`."""
-    return [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
+def in_groups(rows: np.ndarray, at_once: int, *, adjacent: bool = False) -> list[np.ndarray]:
+    """Split `rows` (n,), ascending, into groups of at most `at_once`; with `adjacent`, of rows that follow each
+    other."""
+    parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1) if adjacent else [rows]
+    return [part[start : start + at_once] for part in parts for start in range(0, len(part), at_once)]
