@@ -24,7 +24,7 @@ from ..memory.plan import LayerPlan
 from ..model.attention_call import TAG, AttentionCall, Tag
 from ..model.place import no_backward
 from ..stores.base import FreezableStore
-from .plan import LayerKind, stream_bytes, streamed
+from .plan import LayerKind, place_bytes, stream_bytes, streamed
 from .read_only import ReadOnlyTensor, refuse_assignment
 from .shared import Shared
 from .step import Step
@@ -320,6 +320,7 @@ class OffloadLayer(CacheLayerMixin):
         extends this, for steps that select."""
         self.rehearse_history(run, kind, context)
         run.stages("stream buffers", decode=stream_bytes(kind, self.config, self._records(kind)))
+        run.passes("stream buffers", decode=place_bytes(kind, self.config, self._records(kind)), together=True)
 
     def rehearse_history(self, run: DryRun, kind: LayerKind, context: int) -> None:
         """Rehearse the history, its stores, and the buffers that a prefill streams it through."""
@@ -330,6 +331,7 @@ class OffloadLayer(CacheLayerMixin):
         run.keeps(RECORDS, sum(store.memory_bytes for store in self.shared.storage.stores))
         records = self._records(kind)
         run.stages("stream buffers", prefill=stream_bytes(kind, self.config, records))
+        run.passes("stream buffers", prefill=place_bytes(kind, self.config, records), together=True)
         unpacked = unpacking_bytes(kind.form, kind.rows * streamed(kind, self.config, records))
         run.passes("unpacked entries", prefill=unpacked)
 
@@ -495,7 +497,7 @@ class OffloadLayer(CacheLayerMixin):
         if asked != dtype:
             call = dataclasses.replace(call, query=call.query.to(dtype))
         added_kv = call.key.to(dtype), call.value.to(dtype)
-        output, weights = call.stream(self._blocks(before), added_kv, mask, seen)
+        output, weights = call.stream(self._blocks(before, mask is None is seen), added_kv, mask, seen)
         return output.to(asked), weights
 
     def before(self, call: AttentionCall) -> int:
@@ -513,10 +515,13 @@ class OffloadLayer(CacheLayerMixin):
         keys, values = (torch.cat([no_backward(old, call.query), new], 2) for old, new in held)
         return keys, values
 
-    def _blocks(self, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Keys and values (B, Hkv, t, D) before token `stop`, in blocks, and their positions, (B, Hkv, t) or (B, t)."""
+    def _blocks(self, stop: int, plain: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Keys and values (B, Hkv, t, D) before token `stop`, in blocks, and their positions, (B, Hkv, t) or (B, t).
+        `plain`: no mask needs the positions, which a block without empty entries is then given without."""
         for block in self.history.blocks(stop):
             positions, device = block.positions, self.history.device
+            if positions is not None and plain and (positions >= 0).all():
+                positions = None
             places = None if positions is None else torch.from_numpy(positions)
             if positions is not None and device.type == "cuda":
                 places = to_device(positions, device)

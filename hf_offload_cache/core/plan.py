@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..config import OffloadConfig, parse_size
+from ..fetch.areas import PLACE_BYTES
 from ..fetch.write_queue import WriteQueue
 from ..history.records import RecordFormat, block_groups, latest_tokens, longest_block
 from ..memory.account import RECORDS, host_side
@@ -73,6 +76,12 @@ def stream_bytes(kind: LayerKind, config: OffloadConfig, records: int) -> int:
     """Bytes of the two buffers that a history of at most so many `records` a row is streamed through, without their
     copy in host memory: see `staged`."""
     return 2 * kind.rows * streamed(kind, config, records) * kind.form.record_bytes
+
+
+def place_bytes(kind: LayerKind, config: OffloadConfig, records: int) -> int:
+    """Bytes besides, on a device whose kernel reads scattered records: where these are."""
+    on_device = torch.device(kind.device).type == "cuda"
+    return PLACE_BYTES * kind.rows * streamed(kind, config, records) if on_device else 0
 
 
 def decoding_queue(write_queue: int, units: Iterable[int]) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..kernels import slots
 from ..kernels.on_a_device import to_device
 from ..memory.account import MemoryAccount, staged
 from ..memory.dry_run import DryRun
@@ -80,6 +82,10 @@ class Outgoing:
 
 
 # Memory that reads fill, and its copy to the device
+
+PLACE_BYTES = 8 + 4
+"""Bytes of device memory for a record that a kernel reads: its address and its index."""
+
 
 class Staging:
     """Bytes of host memory to read into, and on CUDA as many bytes of device memory; seen as rows of any size.
@@ -153,13 +159,31 @@ class Staging:
         self._copy(runs, 0)
         return self._device[: sum(run.numel() for run in runs)].view(-1, runs[0].shape[1])
 
+    def bring(self, addresses: np.ndarray, record_bytes: int) -> torch.Tensor:
+        """As `gather` of records at `addresses` (n,) int64 in pinned memory, multiples of 16, which a kernel reads by
+        itself. It is given `PLACE_BYTES` a record."""
+        count = len(addresses)
+        part = self._device[: count * record_bytes].view(count, record_bytes)
+        every = np.arange(count, dtype=np.int32)[None]
+        with self._account.holding(self._owners[0], PLACE_BYTES * count), self._copying():
+            at, places = to_device(addresses[None], self.device), to_device(every, self.device)
+            slots.bring(at, places, places, part[None])
+        return part
+
     def _copy(self, sources: list[torch.Tensor], first_byte: int) -> None:
-        self.stream.wait_event(self._freed)
-        with torch.cuda.stream(self.stream):
+        with self._copying():
             for source in sources:
                 stop = first_byte + source.numel()
                 self._device[first_byte:stop].copy_(source.view(-1), non_blocking=True)
                 first_byte = stop
+
+    @contextlib.contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Inside, the stream of copies is the current one. It begins when the device memory is free, and work that the
+        stream outside is given from then on sees what it copied."""
+        self.stream.wait_event(self._freed)
+        with torch.cuda.stream(self.stream):
+            yield
             self._copied.record(self.stream)
         torch.cuda.current_stream(self.device).wait_event(self._copied)
 

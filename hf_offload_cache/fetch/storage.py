@@ -15,12 +15,13 @@ import torch
 
 from ..config import OffloadConfig, parse_size
 from ..errors import StalledError
+from ..kernels.on_a_device import has_step
 from ..memory.account import MemoryAccount, host_side, staged
 from ..memory.dry_run import DryRun
 from ..memory.plan import LayerPlan
 from ..report.counters import Counters
 from ..report.trace import NO_TIMELINE, Timeline, Trace
-from ..stores.base import FreezableStore, Process, Store, aligned_empty
+from ..stores.base import FreezableStore, Process, Store, aligned_empty, runs
 from ..stores.encryption import load_key, make_guard
 from ..stores.engines import DryStore, choose_engine, open_store
 from ..stores.layered import LayeredStore
@@ -31,6 +32,8 @@ from .prefetcher import Prefetcher, Ticket
 
 _LEAST_RUN = 1 << 16
 """Fewest bytes of a copy to a device, on average: the host copies less in about the time that it takes to launch."""
+_ALIGNED = 16
+"""Bytes that a kernel reads at a time: records begin at a multiple."""
 
 
 class DryStorage:
@@ -241,8 +244,8 @@ class Storage:
 
         Double-buffered: the next part is read, and copied to a CUDA device, while the caller works on this one. A part
         is valid until the next one. On a CUDA device, work that the current stream gets before that sees it. Records in
-        pinned memory are copied straight from there. Within `audited`, records that the configuration trusts are
-        checked too.
+        pinned memory are copied straight from there, or read by a kernel if they are scattered. Within `audited`,
+        records that the configuration trusts are checked too.
         """
         parts = [ids[start : start + records_at_once] for start in range(0, len(ids), records_at_once)]
         if not parts:
@@ -251,16 +254,16 @@ class Storage:
         buffers = [*self._buffers(2 if on_cuda else min(2, len(parts)), len(parts[0]) * size, device)]
         if on_cuda and len(parts) % 2:
             self.stream_buffers.reverse()  # the next stream begins with the one that is free sooner
-        if on_cuda and not self._audits and (pinned := self._pinned_runs(store, ids, parts)) is not None:
+        if on_cuda and not self._audits and (pinned := self._pinned(store, parts, device)) is not None:
             if device in self._outgoing:
                 for buffer in buffers:
                     self._outgoing[device].join(buffer.stream)
             self._read_by.add(device)
-            for index, runs in enumerate(pinned):
+            for index, (part, found) in enumerate(zip(parts, pinned, strict=True)):
                 buffer = buffers[index % 2]
-                store.count_read(len(runs), len(parts[index]) * size)
+                store.count_read(len(runs(part)), len(part) * size)
                 try:
-                    yield buffer.gather(runs)
+                    yield buffer.bring(found, size) if isinstance(found, np.ndarray) else buffer.gather(found)
                 finally:
                     buffer.free()
             return
@@ -286,17 +289,25 @@ class Storage:
                 with contextlib.suppress(OSError):  # the caller gets the first error
                     ticket.wait()
 
-    def _pinned_runs(self, store: Store, ids: np.ndarray, parts: list[np.ndarray]) -> list[list[torch.Tensor]] | None:
-        """Each part's records `ids` in pinned memory; None if some are elsewhere, or are still on their way there
-        through the writer's thread, or too scattered. Raises the error of a failed write."""
+    def _pinned(
+        self, store: Store, parts: list[np.ndarray], device: torch.device
+    ) -> list[list[torch.Tensor] | np.ndarray] | None:
+        """Where the records of each part are in pinned memory: their memory, or the addresses of scattered ones, which
+        a kernel of `device` reads. None if some are elsewhere, or still on their way there through the writer's
+        thread, or scattered where there is no kernel. Raises the error of a failed write."""
+        ids = np.concatenate(parts)
         if not store.in_memory or (store in self._copies and self.prefetcher.is_queued(store, ids)):
             return None
-        pinned = [store.pinned_runs(part) for part in parts]
-        count = sum(len(runs) for runs in pinned if runs is not None)
-        if None in pinned or len(ids) * store.record_bytes < count * _LEAST_RUN:
+        found: list[list[torch.Tensor] | np.ndarray | None]
+        if len(ids) * store.record_bytes >= sum(len(runs(part)) for part in parts) * _LEAST_RUN:
+            found = [store.pinned_runs(part) for part in parts]
+        elif has_step(device) and not store.record_bytes % _ALIGNED:
+            found = [store.addresses(part) for part in parts]
+        else:
             return None
         self.prefetcher.check_written(store, ids)
-        return [runs for runs in pinned if runs is not None]
+        known = [one for one in found if one is not None]
+        return known if len(known) == len(parts) else None
 
     @contextlib.contextmanager
     def audited(self) -> Iterator[None]:

@@ -206,11 +206,12 @@ class WriteQueue:
         return copy_rows(queued, ids, out) if queued else whole
 
     def is_queued(self, store: Store, ids: np.ndarray) -> bool:
-        """Whether a queued batch of `store` may have one of `ids`."""
+        """Whether a queued batch of `store` has one of `ids`."""
         with self._changed:
             writes = self.unsettled.get(store)
-            batches = [] if writes is None or not len(ids) else writes.batches
-            return any(batch.lowest <= ids.max() and batch.highest >= ids.min() for batch in batches)
+            batches = [] if writes is None or not len(ids) else [*writes.batches]
+        near = [batch.ids for batch in batches if batch.lowest <= ids.max() and batch.highest >= ids.min()]
+        return any(np.isin(own, ids).any() for own in near)
 
     def flush(self, store: Store | None) -> None:
         """As `Prefetcher.flush`."""

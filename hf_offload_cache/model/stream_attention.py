@@ -159,7 +159,8 @@ def stream_attention(
     """Attention of query (B, H, q, D) over blocks of keys and values, one at a time.
 
     `own` is the block that ends with the queries' own tokens, in order. `history` is everything before it that every
-    query may see: blocks in any order, all with positions, or all without and in order. `mask` (·, 1, q, T) is the
+    query may see: blocks in any order, all with positions, or all without and in order; without a mask for it, some of
+    them may be without, whose entries are all seen. `mask` (·, 1, q, T) is the
     model's, with a column per position, the last ones for `own`; None: a query sees the tokens of `own` up to itself,
     aligned at the lower right. `seen` (·, 1, 1, ·) is the part of the history that all queries see, whatever the mask
     says of it. `softcap` bounds scores by tanh; `s_aux` (H,) is a logit per head that joins the denominator only. No

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.fetch import Staging, Storage
 from hf_offload_cache.fetch import storage as fetch_storage
-from hf_offload_cache.fetch.areas import Outgoing
+from hf_offload_cache.fetch.areas import PLACE_BYTES, Outgoing
 from hf_offload_cache.kernels.on_a_device import to_host
 from hf_offload_cache.methods.spec import ChosenEntries
 from hf_offload_cache.registry import CACHES, cache_class
@@ -65,8 +65,8 @@ def written(folder: Path) -> list[torch.Tensor]:
 
 
 def streamed(folder: Path) -> list[torch.Tensor]:
-    """Stored records as they are streamed to the device, which computes with them."""
-    with storage(folder) as made:
+    """Stored records as they are streamed to the device, which computes with them; through the host's memory."""
+    with storage(folder) as made, mock.patch.object(fetch_storage, "has_step", return_value=False):
         store = made.open_store(RECORD, "layer 0")
         ids = store.allocate(COUNT * TURNS)
         store.write(ids, torch.cat([pattern(turn) for turn in range(TURNS)]))
@@ -88,6 +88,24 @@ def streamed_in_place(folder: Path) -> list[torch.Tensor]:
         found = []
         for _ in range(2):
             found = [records.clone().sub_(1) for records in made.stream(store, ids, COUNT, CUDA)]
+        assert not any(buffer._host.numel() for buffer in made.stream_buffers)
+        return [values_of(one) for one in found]
+
+
+def streamed_by_a_kernel(folder: Path) -> list[torch.Tensor]:
+    """As `streamed_in_place`, of records that do not follow each other."""
+    with storage(folder, "cuda") as made:
+        store = made.open_store(RECORD, "layer 0")
+        ids, found = store.allocate(COUNT * TURNS), list[torch.Tensor]()
+        for turn in range(TURNS):
+            records, new = Fake(pattern(turn)).add(1), ids[turn * COUNT : (turn + 1) * COUNT]
+            made.prefetcher.write(store, new, *made.copied_out(records, store, new))
+            del records
+        for _ in range(2):
+            made.account.reset_peaks()
+            scattered = ids.reshape(TURNS, COUNT)[:, ::-1].flatten()
+            found = [records.flip(0).sub_(1) for records in made.stream(store, scattered, COUNT, CUDA)]
+        assert made.account.peak == COUNT * (2 * RECORD + PLACE_BYTES)
         assert not any(buffer._host.numel() for buffer in made.stream_buffers)
         return [values_of(one) for one in found]
 
@@ -130,7 +148,7 @@ def without_joins() -> Iterator[None]:
         yield
 
 
-WAYS = (written, streamed, streamed_in_place, staged, on_the_host)
+WAYS = (written, streamed, streamed_in_place, streamed_by_a_kernel, staged, on_the_host)
 MISSING: dict[str, tuple[Callable[[Path], list[torch.Tensor]], Callable[[], Any]]] = {
     "a copy out waits for what computes its records": (written, lambda: without(Stream, "wait_stream")),
     "the writer waits for the copy": (written, lambda: without(Event, "synchronize")),
@@ -144,6 +162,9 @@ MISSING: dict[str, tuple[Callable[[Path], list[torch.Tensor]], Callable[[], Any]
     "records in place arrive before they are streamed": (streamed_in_place, lambda: without_joins()),
     "attention waits for its block in place": (streamed_in_place, lambda: without(Stream, "wait_event", is_default)),
     "blocks in place are copied to free memory": (streamed_in_place, lambda: without(Staging, "free")),
+    "records arrive before a kernel reads them": (streamed_by_a_kernel, lambda: without_joins()),
+    "attention waits for the kernel": (streamed_by_a_kernel, lambda: without(Stream, "wait_event", is_default)),
+    "a kernel reads into free memory": (streamed_by_a_kernel, lambda: without(Staging, "free")),
     "the host waits for its copies": (on_the_host, lambda: without(Stream, "synchronize")),
 }
 """Each wait of the library: what needs it, and the device without it."""
@@ -323,8 +344,12 @@ def test_records_in_place_wait_in_no_queue(tmp_path: Path) -> None:
             made.prefetcher.write(store, new, *made.copied_out(Fake(pattern(turn)), store, new))
         assert made.prefetcher.is_queued(store, ids[-1:]) and not made.prefetcher.is_queued(store, ids[:0])
         assert made.account.by_owner["write queue"] == 0
+        far = made.open_store(RECORD, "layer 1")
+        ends = far.allocate(3)
+        made.prefetcher.write(far, ends[::2], *made.copied_out(Fake(pattern(0)[:2]), far))
+        assert made.prefetcher.is_queued(far, ends[1:]) and not made.prefetcher.is_queued(far, ends[1:2])
         arrives.set()
-        made.prefetcher.flush(store)
+        made.prefetcher.flush()
         assert not made.prefetcher.is_queued(store, ids)
         out = aligned_empty(COUNT * TURNS, RECORD)
         store.read(ids, out)

@@ -29,6 +29,7 @@ from hf_offload_cache.config import parse_memory, parse_size
 from hf_offload_cache.core import missed_goal
 from hf_offload_cache.errors import BudgetError, ConfigError, UnsupportedModelError
 from hf_offload_cache.fetch import Prefetcher
+from hf_offload_cache.fetch.areas import PLACE_BYTES
 from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.disk_swap import fit as summary_bytes
 from hf_offload_cache.methods.disk_swap import most_bytes, needles_lost, worth
@@ -164,11 +165,12 @@ def test_what_reads_are_held_in() -> None:
     config = DiskSwapConfig(num_selected=64, remainder=False)
     two = [Geometry.uniform(2, 9, 3, 64, device=device) for device in ("cpu", "cuda")]
     host, cuda = (DiskSwapCache.plan(geometry, config, 1040, 1) for geometry in two)
-    for owner, there, apart, here in (
-        ("stream buffers", cuda.prefill, cuda.host_prefill, host.prefill),
-        ("staging", cuda.decode, cuda.host_decode, host.decode),
+    places = 1024 // 16 * PLACE_BYTES  # a kernel is told where the records of a block are
+    for owner, there, apart, here, more in (
+        ("stream buffers", cuda.prefill, cuda.host_prefill, host.prefill, places),
+        ("staging", cuda.decode, cuda.host_decode, host.decode, 0),
     ):
-        assert there[owner] == apart[f"{owner}, host"] == here[owner] > 0
+        assert there[owner] - more == apart[f"{owner}, host"] == here[owner] > 0
     assert host.host_bytes == 0
     mapped = DiskSwapCache.plan(SMOL, DiskSwapConfig(num_selected=64, engine="mapped"), 1040, 1)
     assert mapped.decode["records in memory"] == mapped.decode["staging"]
