@@ -31,9 +31,9 @@ from hf_offload_cache.registry import CACHES, cache_class
 from hf_offload_cache.stores import memory
 
 TOKENS, STEPS, LAYERS = 300, 4, COMMON["num_hidden_layers"]
-ATTENDED, IN_COPIES = 2, {"cluster": 4}
-"""Launches of attention in a piece that attends to one block, and to itself with the tail; and of copies of queries for
-blocks with a mask."""
+ATTENDED, OF_TAILS = 2, {"cluster": 1}
+"""Launches of attention in a piece that attends to one block, and to itself with the tail; and those of an earlier tail
+that is a block by itself."""
 MOST = {"disk-swap": (0, 4, 1), "cluster": (0, 7, 2), "spec": (3, 2, 4), "abstract-tree": (0, 3, 0)}
 """The most copies to the host and to the device, and waits for the device, a layer and step. A step's own come on
 top."""
@@ -168,7 +168,7 @@ def test_blocks_of_a_device_are_planned(name: str, tmp_path: Path) -> None:
             owner = "stream buffers"
             assert short.prefill[owner] < account.by_owner[owner] <= plan.prefill[owner]
             assert account.peak <= plan.prefill_bytes
-        assert counts.launches["model/stream_attention.py:_fused"] == (ATTENDED + IN_COPIES.get(name, 0)) * LAYERS
+        assert counts.launches["model/stream_attention.py:_fused"] == (ATTENDED + OF_TAILS.get(name, 0)) * LAYERS
 
 
 @pytest.mark.parametrize("seed", SEEDS)

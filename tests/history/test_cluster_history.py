@@ -116,6 +116,31 @@ class Case:
                     np.testing.assert_allclose(partition.variances[row, cluster], apart, rtol=5e-3, atol=2e-3)
 
 
+def test_attention_to_earlier_tokens_reads_no_later_pages() -> None:
+    """Before the latest call, whose first tokens were in the tail: these are given from there, and no page of theirs is
+    read. Without the tail, only the first pages of their clusters are."""
+    with filled(1, 300) as case:
+        history, own, stop = case.history, case.history.clustered, 300
+        before, pages = own.sealed, int(own.page_counts.sum())
+        case.append(HELD_BACK + 40)
+        assert own.sealed > stop and history.left is not None and history.left[1] == before < stop
+        for tail in (history.left, None):
+            history.left = tail
+            for until in (stop, before, before + 1):
+                read = history.store.bytes_read
+                blocks = list(history.blocks(until))
+                records = (history.store.bytes_read - read) // history.store.record_bytes
+                positions = np.concatenate([block.positions for block in blocks], 1)[0]
+                order = torch.from_numpy(np.argsort(positions)[(positions < 0).sum() :])
+                for part, whole in (("keys", case.keys), ("values", case.values)):
+                    entries = torch.cat([getattr(block, part)[0] for block in blocks], 1)
+                    assert torch.equal(entries[:, order], whole[0, :, :until])
+                in_pages = counted(own.labels[:, before:until], own.partition.clusters)
+                assert records == pages + (0 if tail is not None else (-(-in_pages // FORM.group_size)).sum())
+        history.truncate(400)
+        assert history.left is None
+
+
 CHANGES = st.one_of(
     st.tuples(st.just("append"), st.integers(1, 40)),
     st.tuples(st.just("steps"), st.integers(1, 30)),

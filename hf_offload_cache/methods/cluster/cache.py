@@ -191,6 +191,7 @@ class ClusterLayer(SelectiveLayer):
         try:
             return super()._attend(call)
         finally:
+            self.history.left = None
             if self.config.centroids == "disk":
                 self.history.clustered.partition.rest()
 
@@ -202,6 +203,7 @@ class ClusterLayer(SelectiveLayer):
         if self.is_filled:
             if self.history.held_back:
                 self.history.place()
+            self.history.left = None
             self.history.clustered.partition.rest()  # in case no attention has used the centroids
         super().end_step()
 

@@ -89,7 +89,13 @@ def cluster_blocks(
     clustered: ClusteredEntries, storage: Storage, device: torch.device, stop: int, step: int
 ) -> Iterator[Block]:
     """Stream the stored entries before token `stop`, at most `step` pages a row at a time, in record order."""
-    pages, form, rows = in_order(clustered.page_counts), clustered.form, len(clustered.page_counts)
+    page_counts, form = clustered.page_counts, clustered.form
+    if stop < clustered.sealed:  # a cluster's pages hold its first members, in sequence order
+        before = counted(clustered.labels[:, :stop], clustered.partition.clusters)
+        page_counts = -(-np.minimum(clustered.stored, before) // form.group_size)
+    pages, rows = in_order(page_counts), len(page_counts)
+    if not pages[0].size:
+        return
     ids = clustered.pages.records(*pages)
     each = np.bincount(pages[0], minlength=rows)
     width, begins = int(each.max()), (np.cumsum(each) - each)[:, None]
@@ -155,6 +161,9 @@ class ClusterHistory:
         # see `unsealed`; and the change and number of tokens it is of
         self._seen: tuple[tuple[int, int], int, torch.Tensor | None] = (-1, 0), 0, None
         self._before: tuple[torch.Tensor, int] | None = None  # tail and length before the clusters that are held back
+        self.left: tuple[torch.Tensor, int] | None = None
+        """The tail (rows, t, width) before the latest `append`, and its first token: for attention to the tokens before
+        this call, after which the layer drops it. None: they are in pages, or still in the tail."""
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         sizes = clusters.size, clusters.places(form.group_size), clusters.threshold
         mapped = partial(storage.open_table, f"centroids of {name}") if clusters.mapped else None
@@ -187,7 +196,8 @@ class ClusterHistory:
         if run.device_type == "cuda":
             keys = min(MOST_JOINING, clusters.together(form.group_size))
             a_group = max(a_group, DeviceClusters.joining_bytes(rows, keys, form.key_width))
-        run.passes("packing", prefill=max(at_once, streaming(form, pages, block, tokens)), decode=a_group)
+        left = rows * (self._num_recent + self.together) * form.entry_bytes
+        run.passes("packing", prefill=max(at_once, streaming(form, pages, block, tokens) + left), decode=a_group)
 
     # An attrgetter makes no Python frame, unlike a function: steps read this often.
     units: int = property(attrgetter("clustered.partition.clusters"))  # type: ignore[assignment]
@@ -229,6 +239,7 @@ class ClusterHistory:
         count, parts = max(0, total - self._num_recent) // group * group, []
         if count < self.together:
             self.tail.append(keys, values)
+            self.left = None
         else:
             old = self.tail.entries.clone()
             arrivals = Arrivals(self.form, old, keys, values, count)
@@ -236,8 +247,10 @@ class ClusterHistory:
             hold_back = self.holds_back and count >= HELD_BACK > self.clustered.buffer.joining
             if arrivals.there and self.store.in_memory:
                 hold_back = False  # no order is better than another
+            first, clusters_only = self.clustered.sealed, count > self.clustered.buffer.joining
             self.clustered.add(arrivals, hold_back=hold_back)
             self._before = (old, self.length) if hold_back else None
+            self.left = (old, first) if clusters_only else None
             self.tail.replace(tail)
             parts = leaving(self.form, old, keys, values, count)
         self.length += keys.shape[2]
@@ -332,16 +345,25 @@ class ClusterHistory:
         return rows, page, column, places_within(page_counts), int(page_counts.max(initial=0))
 
     def blocks(self, stop: int | None = None) -> Iterator[Block]:
-        """As `History.blocks`: first in record order, then the buffered entries, then the tail."""
+        """As `History.blocks`: first in record order, then the buffered entries, then the tail. Tokens that are `left`
+        are given from there, because their new pages may be on their way."""
         self.place()
-        stop, clustered = self.length if stop is None else stop, self.clustered
+        stop, clustered, left, paged = self.length if stop is None else stop, self.clustered, self.left, None
+        if left is not None and left[1] <= stop <= left[1] + left[0].shape[1]:
+            paged = left[1]
         if clustered.page_counts.any():
             step = self._step if self.device.type == "cpu" else self._blocks(self.rows, self.records)
             block = step * self.form.group_size * self.rows
             packing = streaming(self.form, int(clustered.page_counts.sum()), block, clustered.sealed)
+            packing += 0 if left is None else left[0].nbytes
             unpacked = unpacking(self._storage.account, self.form, step * self.rows)
             with clustered.holding(packing), unpacked:
-                yield from cluster_blocks(clustered, self._storage, self.device, stop, step)
+                yield from cluster_blocks(clustered, self._storage, self.device, stop if paged is None else paged, step)
+        if left is not None and paged is not None:
+            latest = np.arange(paged, stop)
+            if latest.size:
+                yield Block(*self.form.split(left[0][:, : len(latest)]), np.tile(latest, (self.rows, 1)))
+            return
         entries, tokens = self.extra_entries
         if (tokens >= 0).any():
             yield Block(*self.form.split(entries), np.where(tokens < stop, tokens, -1))
@@ -357,7 +379,7 @@ class ClusterHistory:
     def truncate(self, length: int) -> np.ndarray | None:
         """As `History.truncate`. Clusters that lose members are read. The tail then contains `num_recent` tokens again,
         or all that remain."""
-        clustered = self.clustered
+        clustered, self.left = self.clustered, None
         if self._before is not None and length <= self._before[1]:
             clustered.drop_unplaced()
             self.tail.replace(self._before[0])
@@ -383,6 +405,7 @@ class ClusterHistory:
         buffered entries of these are settled first. This may raise `StoreError`, as mapped centroids may, with nothing
         changed."""
         self.place()
+        self.left = None
         self.clustered.settle_shared(rows)
         self.clustered.partition.select_rows(rows.cpu().numpy())
         try:
