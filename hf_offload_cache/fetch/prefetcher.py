@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from ..report.trace import Timeline
 from ..stores.base import Deadline, Process, Store, Transfer, check_batch
 from .reader_pool import ReaderPool, join_before_exit
 from .write_queue import WriteQueue
+
+T = TypeVar("T")
 
 # Reads in flight: a ticket for the caller to wait with, and the log of unfinished reads
 
@@ -346,6 +349,22 @@ class Prefetcher:
         self.poll()
         with self._log.noting_stalls():
             self._writes.add(store, ids, records, arrived)
+
+    def run_behind_writes(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Run `work`, which must not use this object, in the thread that writes, behind what is queued now. Returns a
+        function that waits for it, and returns what it returned or raises what it raised; at once if the system
+        provides no thread. Raises `CacheClosedError` after `close`, and `StalledError` if an earlier write does not end
+        in time."""
+        self._log.process.check("this prefetcher")
+        result = self._writes.run(work)
+
+        def waited() -> T:
+            self._log.process.check("this prefetcher")
+            with self._log.noting_stalls():
+                found: T = result()
+            return found
+
+        return waited
 
     def limit_writes(self, most_bytes: int) -> None:
         """Limit the queue to `most_bytes` from now on; blocks until it is that small. A failed write is reported to the

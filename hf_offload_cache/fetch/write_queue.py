@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -114,8 +115,8 @@ class WriteQueue:
         self._changed = threading.Condition()  # guards the attributes below, and the batches
         self.unsettled: dict[Store, StoreWrites] = {}
         self._jobs: Jobs = queue.SimpleQueue()
-        self._progress = 0  # changes when a batch was filled by a device, and when one ended
-        self._arriving = False  # a device fills the next batch
+        self._progress = 0  # changes when a batch was filled by a device, and when one, or other work, ended
+        self._arriving = False  # a device fills the next batch, or other work runs
 
     @staticmethod
     def planned(most_bytes: int, largest_batch: int) -> int:
@@ -159,6 +160,52 @@ class WriteQueue:
             writes.lost = [(left, error) for lost, error in writes.lost if len(left := np.setdiff1d(lost, ids))]
         if not hired:
             self._run(batch)
+
+    def run(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """As `Prefetcher.run_behind_writes`."""
+        outcome: list[tuple[Any, BaseException | None]] = []
+        with self._changed:
+            self._check_open()
+            if not self._alive:
+                self._fail_all()
+            hired = self._hire()
+        job = functools.partial(self._work, work, outcome)
+        if hired:
+            self._jobs.put(job)
+        else:
+            job()
+
+        def result() -> Any:
+            with self._changed:
+                self._wait(lambda: bool(outcome) or self.closed or not self._alive)
+                if not outcome:
+                    self._check_open()
+                    why = self.threads[0].ended_by if self.threads else "it was not started"
+                    raise StoreError(errno.EIO, f"no thread is left that could do it: {why}")
+            returned, error = outcome[0]
+            if error is not None:
+                raise error
+            return returned
+
+        return result
+
+    def _work(self, work: Callable[[], Any], outcome: list[tuple[Any, BaseException | None]]) -> None:
+        with self._changed:
+            if self.closed:
+                return
+            self._arriving = True
+        returned: Any = None
+        error: BaseException | None = None
+        try:
+            returned = work()
+        except BaseException as failure:  # kept for who waits
+            error = failure
+        self.deadline.answered()
+        with self._changed:
+            outcome.append((returned, error))
+            self._arriving = False
+            self._progress += 1
+            self._changed.notify_all()
 
     @property
     def _bytes(self) -> int:

@@ -118,6 +118,15 @@ def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
+def to_host_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """As `to_host`, of a tensor that stays as it is: a function that waits for the copy, in any thread. Its own call
+    waits for nothing, unless the system pins no more memory."""
+    if tensor.device.type != "cuda":
+        return lambda: tensor.cpu()
+    arriving = Arriving(tensor)
+    return lambda: arriving.wait()[0]
+
+
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """`array` on `device`, which may be the host. To a CUDA device nothing waits; the copy follows its current
     stream."""

@@ -103,7 +103,7 @@ def test_all_rows_are_clustered_and_written_together(
             assert history.held_back == (engine == "mapped" and stop != 303)
             history.place(Fake(queries), 40)
             if stop != 303:
-                waits = -(-(stop - start - 8) // batch) + (engine == "mapped")
+                waits = -(-(stop - start - 8) // batch)
                 assert device.syncs == {"kernels/on_a_device.py:to_host": waits} and not device.blocking
                 assert device.launches.total() <= 40 + 30 * waits
                 made_of = history.clustered.partition

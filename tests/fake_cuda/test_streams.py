@@ -22,7 +22,7 @@ from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.fetch import Staging, Storage
 from hf_offload_cache.fetch import storage as fetch_storage
 from hf_offload_cache.fetch.areas import PLACE_BYTES, Outgoing
-from hf_offload_cache.kernels.on_a_device import to_host
+from hf_offload_cache.kernels.on_a_device import to_host, to_host_later
 from hf_offload_cache.methods.spec import ChosenEntries
 from hf_offload_cache.registry import CACHES, cache_class
 from hf_offload_cache.stores import aligned_empty
@@ -127,6 +127,12 @@ def on_the_host(folder: Path) -> list[torch.Tensor]:
     return [to_host(Fake(pattern(turn)).add(1))[0].sub(1) for turn in range(TURNS)]
 
 
+def on_the_host_later(folder: Path) -> list[torch.Tensor]:
+    """As `on_the_host`, all asked for before the first is waited for."""
+    asked = [to_host_later(Fake(pattern(turn)).add(1)) for turn in range(TURNS)]
+    return [arrived().sub(1) for arrived in asked]
+
+
 def without(owner: Any, name: str, when: Callable[[Any], bool] = lambda owner: True) -> Any:
     """Drop the calls of a method, of the objects for which `when` holds."""
     original = getattr(owner, name)
@@ -148,7 +154,7 @@ def without_joins() -> Iterator[None]:
         yield
 
 
-WAYS = (written, streamed, streamed_in_place, streamed_by_a_kernel, staged, on_the_host)
+WAYS = (written, streamed, streamed_in_place, streamed_by_a_kernel, staged, on_the_host, on_the_host_later)
 MISSING: dict[str, tuple[Callable[[Path], list[torch.Tensor]], Callable[[], Any]]] = {
     "a copy out waits for what computes its records": (written, lambda: without(Stream, "wait_stream")),
     "the writer waits for the copy": (written, lambda: without(Event, "synchronize")),
@@ -165,6 +171,7 @@ MISSING: dict[str, tuple[Callable[[Path], list[torch.Tensor]], Callable[[], Any]
     "records arrive before a kernel reads them": (streamed_by_a_kernel, lambda: without_joins()),
     "attention waits for the kernel": (streamed_by_a_kernel, lambda: without(Stream, "wait_event", is_default)),
     "a kernel reads into free memory": (streamed_by_a_kernel, lambda: without(Staging, "free")),
+    "what is asked for is waited for": (on_the_host_later, lambda: without(Event, "synchronize")),
     "the host waits for its copies": (on_the_host, lambda: without(Stream, "synchronize")),
 }
 """Each wait of the library: what needs it, and the device without it."""

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from pairwise import in_full
 
 from hf_offload_cache.errors import CacheClosedError, StoreError
-from hf_offload_cache.fetch import Prefetcher, Staging, split
+from hf_offload_cache.fetch import Prefetcher, Staging, split, write_queue
 from hf_offload_cache.fetch.prefetcher import _end
 from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.report import Timeline
@@ -370,6 +370,61 @@ def test_records_that_a_device_fills_are_waited_for(account: MemoryAccount) -> N
     assert outcome == [None]
     assert torch.equal(out, pattern(3)) and torch.equal(read(store, ids), pattern(3))
     prefetcher.close()
+
+
+def test_work_runs_behind_the_writes(account: MemoryAccount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their thread, or here if the system provides none. What it raises is raised where its result is asked for."""
+    store, begin, done = memory(), threading.Event(), list[str]()
+    writes = store.write
+
+    def late(ids: np.ndarray, records: torch.Tensor) -> None:
+        assert begin.wait(60)
+        writes(ids, records)
+        done.append("written")
+
+    def work() -> str:
+        done.append("worked")
+        return threading.current_thread().name
+
+    monkeypatch.setattr(store, "write", late)
+    prefetcher = Prefetcher(account, 1 << 20)
+    prefetcher.write(store, store.allocate(1), pattern(1))
+    result = prefetcher.run_behind_writes(work)
+    failing = prefetcher.run_behind_writes(lambda: 1 // 0)
+    assert done == []
+    begin.set()
+    assert result() == prefetcher._writes.threads[0].name and done == ["written", "worked"] and result() == result()
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    prefetcher.close()
+    with pytest.raises(CacheClosedError):
+        prefetcher.run_behind_writes(work)
+
+    def refused(*_: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(write_queue, "start_worker", refused)
+    alone = Prefetcher(account, 1 << 20)
+    assert alone.run_behind_writes(work)() == threading.current_thread().name
+    alone.close()
+
+
+def test_work_that_a_close_comes_before_has_no_result(account: MemoryAccount) -> None:
+    prefetcher, started, begin = Prefetcher(account, 1 << 20), threading.Event(), threading.Event()
+
+    def waits() -> bool:
+        started.set()
+        return begin.wait(60)
+
+    first = prefetcher.run_behind_writes(waits)
+    assert started.wait(60)
+    second = prefetcher.run_behind_writes(lambda: 1)
+    prefetcher._writes.stop()
+    begin.set()
+    prefetcher.close()
+    assert first() is True
+    with pytest.raises(CacheClosedError):
+        second()
 
 
 def test_a_device_that_fails_fails_the_write(prefetcher: Prefetcher) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,14 +14,19 @@ from hf_offload_cache.errors import StoreFullError
 from hf_offload_cache.fetch import Storage
 from hf_offload_cache.methods.cluster import (
     HELD_BACK,
+    ClusterCache,
+    ClusterConfig,
     ClusterForm,
     ClusterHistory,
     chain,
     co_retrieved,
     in_order,
     in_pools,
+    new_clusters,
     pairs,
 )
+from hf_offload_cache.methods.cluster.plan import ordering
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.testing.histories import CONFIG, FORM, some_keys_and_values
 
 TOKENS = HELD_BACK + 80
@@ -151,6 +160,104 @@ def test_order_changes_places_alone(storage: Storage) -> None:
     assert (mine.pages.records(*which) != other.pages.records(*which)).mean() > 0.5
     for one, two in zip(held.whole(), plain.whole(), strict=True):
         assert torch.equal(one, two)
+
+
+def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What clusters that are ordered wait for."""
+    begin, counts = threading.Event(), new_clusters.co_retrieved
+
+    def counted(*given: Any) -> np.ndarray:
+        assert begin.wait(60)
+        return counts(*given)
+
+    monkeypatch.setattr(new_clusters, "co_retrieved", counted)
+    return begin
+
+
+def test_clusters_are_ordered_while_others_attend(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens before them are read meanwhile. They lie where they would if nobody had waited."""
+    keys, values = some_keys_and_values(2, 2 * TOKENS, 2)
+    queries = torch.randn(2, 3, 8, FORM.key_width, generator=torch.Generator().manual_seed(1))
+    at_once, later, begin = history_of(storage), history_of(storage), waiting(monkeypatch)
+    begin.set()
+    for history in (at_once, later):
+        history.append(keys[:, :, :TOKENS], values[:, :, :TOKENS])
+        history.holds_back = True
+        history.append(keys[:, :, TOKENS:], values[:, :, TOKENS:])
+    at_once.place(queries, 40)
+    begin.clear()
+    booked, new = storage.account.by_owner["packing"], later.clustered._unplaced
+    assert new is not None
+    later.order(queries, 40)
+    later.order(queries, 40)  # which is under way
+    assert storage.account.by_owner["packing"] - booked == ordering(new.most) > 0
+    for part, came in zip(later.whole(TOKENS), (keys, values), strict=True):
+        assert torch.equal(part, came[:, :, :TOKENS])
+    assert later.held_back
+    begin.set()
+    later.place()
+    assert storage.account.by_owner["packing"] == booked and not later.held_back
+    which = np.zeros(later.units, dtype=int), np.arange(later.units), np.zeros(later.units, dtype=int)
+    assert np.array_equal(later.clustered.pages.records(*which) - later.clustered.pages.records(*which)[0],
+                          at_once.clustered.pages.records(*which) - at_once.clustered.pages.records(*which)[0])
+    for part, came in zip(later.whole(), (keys, values), strict=True):
+        assert torch.equal(part, came)
+
+
+@pytest.mark.parametrize("how", ["truncate", "close"])
+def test_clusters_that_are_ordered_may_be_dropped(
+    storage: Storage, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, values = some_keys_and_values(2, TOKENS, 2)
+    history, begin = history_of(storage), waiting(monkeypatch)
+    history.holds_back = True
+    history.append(keys, values)
+    history.order(torch.zeros(2, 3, 8, FORM.key_width), 40)
+    begin.set()
+    if how == "close":
+        history.close()
+    else:
+        history.truncate(0)
+        assert not history.held_back and not history.length and not history.units
+    assert not storage.account.by_owner["packing"]
+
+
+def test_without_an_order_clusters_lie_as_they_were_made(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the thread is raised once; what it would have ordered is whole."""
+    keys, values = some_keys_and_values(2, TOKENS, 2)
+    history = history_of(storage)
+    history.holds_back = True
+    history.append(keys, values)
+
+    def fails(*given: Any) -> np.ndarray:
+        raise MemoryError("no room for tables")
+
+    monkeypatch.setattr(new_clusters, "co_retrieved", fails)
+    with pytest.raises(MemoryError, match="no room for tables"):
+        history.place(torch.zeros(2, 3, 8, FORM.key_width), 40)
+    assert history.held_back and not storage.account.by_owner["packing"]
+    history.place()
+    for part, came in zip(history.whole(), (keys, values), strict=True):
+        assert torch.equal(part, came)
+
+
+def test_within_a_budget_attention_waits_for_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = Storage(replace(CONFIG, memory="1GiB"), None)
+    try:
+        form, config = ClusterForm(size=6, capacity=12), replace(CONFIG, memory="1GiB")
+        history = ClusterHistory(
+            limited, FORM, 2, torch.device("cpu"), config, "layer 0", form, lambda records: None
+        )  # fmt: skip
+        history.holds_back = True
+        history.append(*some_keys_and_values(2, TOKENS, 2))
+        history.order(torch.zeros(2, 3, 8, FORM.key_width), 40)
+        assert not history.held_back
+    finally:
+        limited.close()
+    geometry, plans = Geometry.uniform(2, 9, 3, 64), []
+    for fields in ({}, {"memory": "1GiB"}):
+        plans.append(ClusterCache.plan(geometry, ClusterConfig(num_selected=64, **fields), 8192, 1).prefill["packing"])
+    assert 0 < plans[0] - plans[1] <= ordering(512)
 
 
 @pytest.mark.parametrize("what", ["blocks", "extents", "append", "freeze", "select_rows", "truncate"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pairwise import combinations
 from transformers import DynamicCache
 
 from hf_offload_cache.errors import BudgetError, ConfigError
-from hf_offload_cache.methods.cluster import ClusterCache, ClusterConfig, ClusterHistory, ClusterLayer
+from hf_offload_cache.methods.cluster import ClusterCache, ClusterConfig, ClusterHistory, ClusterLayer, new_clusters
 from hf_offload_cache.methods.cluster import cache as cluster
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.stores import MappedTable
@@ -226,23 +227,31 @@ def test_what_gives_way_in_a_budget_first(share: int, every: int, centroids: str
 
 
 def test_a_prompt_is_placed_by_its_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread that writes; after the layer's attention they are in its order."""
     given: list[tuple[Any, int]] = []
-    place = ClusterHistory.place
+    threads, order, co_retrieved = set[str](), ClusterHistory.order, new_clusters.co_retrieved
 
-    def told(history: ClusterHistory, queries: Any = None, wanted: int = 0) -> None:
-        if history.held_back:
-            given.append((None if queries is None else tuple(queries.shape), wanted))
-        place(history, queries, wanted)
+    def told(history: ClusterHistory, queries: Any, wanted: int) -> None:
+        given.append((tuple(queries.shape), wanted))
+        order(history, queries, wanted)
+        assert history.held_back
 
-    monkeypatch.setattr(ClusterHistory, "place", told)
+    def counted(*those: Any) -> np.ndarray:
+        threads.add(threading.current_thread().name)
+        return co_retrieved(*those)
+
+    monkeypatch.setattr(ClusterHistory, "order", told)
+    monkeypatch.setattr(new_clusters, "co_retrieved", counted)
     model = long_model()
     layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
     queries = (heads, model.config.num_attention_heads // heads, 32, model.config.head_dim)
     with ClusterCache(model, num_selected=60, **SMALL) as cache:
         feed(cache, prompt(model, 1, LENGTH))
         assert given == [(queries, 60)] * layers
+        assert not any(layer.history.held_back for layer in cache.offloaded)
         feed(cache, prompt(model, 1, LENGTH, seed=2))
         assert given == [(queries, 60)] * (2 * layers)
+        assert threads == {cache.storage.prefetcher._writes.threads[0].name}
 
 
 def test_centroids_on_the_disk_are_in_memory_while_they_are_used(

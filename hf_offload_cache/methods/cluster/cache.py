@@ -177,7 +177,8 @@ class ClusterLayer(SelectiveLayer):
 
     # --- placement ---------------------------------------------------------------------------------------------
 
-    # The queries of the next attention order the clusters of an `update` on disk. Without one, `end_step` places them.
+    # The queries of the next attention order the clusters of an `update` on disk, while it runs. Without attention,
+    # `end_step` places them.
 
     def _take_in(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.history.holds_back = self.shared.step is not None and self.state != "full"
@@ -187,9 +188,12 @@ class ClusterLayer(SelectiveLayer):
         if self.history.held_back:
             latest = call.query[:, :, -_PLACED_BY:].detach() * call.scaling
             queries = latest.unflatten(1, (self.rows.heads, -1)).flatten(0, 1)
-            self.history.place(queries, self.config.tokens_fetched(self.length))
+            self.history.order(queries, self.config.tokens_fetched(self.length))
         try:
-            return super()._attend(call)
+            output = super()._attend(call)
+            if self.history.held_back:  # ordered meanwhile
+                self.history.place()
+            return output
         finally:
             self.history.left = None
             if self.config.centroids == "disk":

@@ -3,6 +3,7 @@ sections 4.2 and 5)."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from .plan import (
     clustering,
     clustering_there,
     most_settled,
+    ordering,
     parts_there,
     settling,
     writing,
@@ -204,6 +206,7 @@ class ClusteredEntries:
         self.sealed = 0
         self._labels = np.zeros((partition.rows, 0), dtype=np.uint16)
         self._unplaced: NewClusters | None = None
+        self._ordering = 0  # bytes booked while they are ordered
         self.changes, self.rewritten = Changes(buffer.entries.device), Changes(buffer.entries.device)
         """Of counts, centroids or labels; and of pages."""
         self._count_stored()
@@ -355,14 +358,36 @@ class ClusteredEntries:
         """The vectors that are clustered: the keys of entries (n, width), as (n, key width) float32 on the host."""
         return to_host(entries[:, : self.form.key_width].float())[0].numpy()
 
-    def place(self, queries: np.ndarray | None = None, wanted: int = 0) -> None:
+    def order(self, queries: Callable[[], torch.Tensor], wanted: int) -> None:
+        """Begin to order the clusters that were held back, if any, in the writer's thread: see `NewClusters.order`. The
+        account has what this takes until `place`. Raises `BudgetError`."""
+        if (new := self._unplaced) is not None and not new.ordering:
+            nbytes = ordering(new.most)
+            self._storage.account.hold("packing", nbytes)
+            self._ordering = nbytes
+            new.order(self._storage, self.pages, queries, wanted)
+
+    def _orders(self, new: NewClusters) -> list[np.ndarray]:
+        """`NewClusters.orders`, after which nothing is booked for them."""
+        try:
+            return new.orders()
+        finally:
+            self.end_order()
+
+    def end_order(self) -> None:
+        """Book nothing for an order any more."""
+        self._storage.account.release("packing", self._ordering)
+        self._ordering = 0
+
+    def place(self) -> None:
         """Write the clusters that were held back, if any: see `NewClusters.write`, also for the errors."""
         if (new := self._unplaced) is not None:
+            orders = self._orders(new)
             part, nbytes = self._part(new.coming, partial(writing_there, self.form, new.coming.count, new.most))
             if nbytes is None:
                 nbytes = writing(self.form, new.coming.count, new.most, self._storage.write_queue)
             with self.holding(nbytes):
-                new.write(self._storage, self.store, self.form, self.pages, queries, wanted, part)
+                new.write(self._storage, self.store, self.form, self.pages, orders, part)
             self._unplaced = None
 
     def _part(self, coming: Arrivals, nbytes: Callable[[Part], int]) -> tuple[Part, int | None]:
@@ -378,6 +403,8 @@ class ClusteredEntries:
     def drop_unplaced(self) -> None:
         """Drop the clusters that were held back, and their tokens."""
         if self._unplaced is not None:
+            with contextlib.suppress(OSError):  # nobody needs the order any more, but it reads the partition
+                self._orders(self._unplaced)
             self._unplaced.undo()
             self.sealed -= self._unplaced.coming.count
             self._unplaced = None

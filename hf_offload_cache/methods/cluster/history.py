@@ -20,7 +20,7 @@ from ...history.position_history import check_captured
 from ...history.records import RecordFormat, block_groups, leaving, places_within, sealed_groups, together, unpacking
 from ...history.state import Number, State
 from ...history.tail import RollingTail
-from ...kernels.on_a_device import to_device, to_host
+from ...kernels.on_a_device import to_device, to_host_later
 from ...memory.dry_run import DryRun
 from ...stores.base import FreezableStore, Store
 from .append_buffer import AppendBuffer
@@ -30,7 +30,7 @@ from .entries import ClusteredEntries, Readers, Settling, where
 from .on_device import MOST_JOINING, DeviceClusters
 from .pages import in_order
 from .partition import Moments, Partition, counted
-from .plan import most_packing, parts_there, settling, streaming
+from .plan import most_packing, ordering, parts_there, settling, streaming
 from .state import check_clusters
 
 # Reads of a crop
@@ -196,8 +196,10 @@ class ClusterHistory:
         if run.device_type == "cuda":
             keys = min(MOST_JOINING, clusters.together(form.group_size))
             a_group = max(a_group, DeviceClusters.joining_bytes(rows, keys, form.key_width))
-        left = rows * (self._num_recent + self.together) * form.entry_bytes
-        run.passes("packing", prefill=max(at_once, streaming(form, pages, block, tokens) + left), decode=a_group)
+        attending = streaming(form, pages, block, tokens) + rows * (self._num_recent + self.together) * form.entry_bytes
+        if not self._limited:  # the writer's thread orders clusters meanwhile
+            attending += ordering(count)
+        run.passes("packing", prefill=max(at_once, attending), decode=a_group)
 
     # An attrgetter makes no Python frame, unlike a function: steps read this often.
     units: int = property(attrgetter("clustered.partition.clusters"))  # type: ignore[assignment]
@@ -262,17 +264,27 @@ class ClusterHistory:
         """True if new clusters wait for `place`."""
         return self._before is not None
 
-    def place(self, queries: torch.Tensor | None = None, wanted: int = 0) -> None:
-        """Write the clusters that `append` held back; without any, do nothing (DynaKV, section 5.1).
+    def order(self, queries: torch.Tensor, wanted: int) -> None:
+        """Begin to order the clusters that `append` held back, if any (DynaKV, section 5.1), in the writer's thread, so
+        that those which the same `queries` (rows, heads, n, D), scaled, retrieve, `wanted` tokens each, lie side by
+        side. `queries` stay as they are. Within a budget, `place` them at once."""
+        if self._before is not None:
+            self.clustered.order(to_host_later(queries.float()), wanted)
+            if self._limited:  # attention needs the memory
+                self.place()
 
-        Clusters that the same `queries` (rows, heads, n, D), scaled, retrieve, `wanted` tokens each, lie side by side.
+    def place(self, queries: torch.Tensor | None = None, wanted: int = 0) -> None:
+        """Write the clusters that `append` held back; without any, do nothing. `queries`: `order` them first.
+
         Raises `StoreFullError`, or an earlier write's `StoreError`; `truncate` to the earlier length then drops them.
         Changes for which numbers came from a device are made too: see `ClusteredEntries.catch_up`.
         """
         if self.clustered.late:
             self.clustered.catch_up()
         if self._before is not None:
-            self.clustered.place(None if queries is None else to_host(queries.float())[0].numpy(), wanted)
+            if queries is not None:
+                self.clustered.order(to_host_later(queries.float()), wanted)
+            self.clustered.place()
             self._before = None
 
     # --- reads -------------------------------------------------------------------------------------------------
@@ -347,10 +359,11 @@ class ClusterHistory:
     def blocks(self, stop: int | None = None) -> Iterator[Block]:
         """As `History.blocks`: first in record order, then the buffered entries, then the tail. Tokens that are `left`
         are given from there, because their new pages may be on their way."""
-        self.place()
         stop, clustered, left, paged = self.length if stop is None else stop, self.clustered, self.left, None
         if left is not None and left[1] <= stop <= left[1] + left[0].shape[1]:
             paged = left[1]
+        else:
+            self.place()
         if clustered.page_counts.any():
             step = self._step if self.device.type == "cpu" else self._blocks(self.rows, self.records)
             block = step * self.form.group_size * self.rows
@@ -420,6 +433,7 @@ class ClusterHistory:
         self._storage.close_store(self.store)
         self.clustered.late.clear()
         self.clustered.join_there = None  # its owner has these clusters: only a search for cycles would free them
+        self.clustered.end_order()
         self.tail.close()
         self.clustered.buffer.close()
 

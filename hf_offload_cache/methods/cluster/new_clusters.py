@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -144,6 +145,7 @@ class NewClusters:
         self, partition: Partition, rows: np.ndarray, coming: Arrivals, labels: np.ndarray, at_once: int = 1
     ) -> None:
         self.coming, self._partition, self._rows, self._labels = coming, partition, rows, labels
+        self._ordered: Callable[[], list[np.ndarray]] | None = None
         self._used, self._limits, self._held = partition.used.copy(), partition.limits.copy(), partition.held.copy()
         try:
             edges = np.linspace(0, coming.count, -(-coming.count // BATCH) + 1).astype(int).tolist()
@@ -170,6 +172,33 @@ class NewClusters:
         """New clusters of the row with the most."""
         return int((self._partition.used - self._used).max())
 
+    def order(
+        self, storage: Storage, pages: ClusterPages, queries: Callable[[], torch.Tensor], wanted: int
+    ) -> None:
+        """Begin to order the new clusters for `write`, in the writer's thread: clusters that the same of the latest
+        `queries` (rows, heads, n, D), scaled, retrieve, `wanted` keys each, lie side by side (sections 5.1 and 5.2)."""
+        half_empty = [pages.half_empty(row) for row in self._rows.tolist()]
+
+        def ordered() -> list[np.ndarray]:
+            states = queries().numpy()
+            rows = zip(self._rows.tolist(), half_empty, strict=True)
+            return [self._order(row, halves, states[row], wanted) for row, halves in rows]
+
+        self._ordered = storage.prefetcher.run_behind_writes(ordered)
+
+    @property
+    def ordering(self) -> bool:
+        """Whether `order` has begun, and `orders` has not been called since."""
+        return self._ordered is not None
+
+    def orders(self) -> list[np.ndarray]:
+        """The numbers (n,) of each row's new clusters in their order, after what `order` began; without it, as they
+        are. Raises `StalledError` if earlier writes do not end, and what `order` met; then they stay as they are."""
+        if self._ordered is None:
+            return [np.arange(self._used[row], self._partition.used[row]) for row in self._rows.tolist()]
+        ordered, self._ordered = self._ordered, None
+        return ordered()
+
     def undo(self) -> None:
         """Restore the partition's earlier state."""
         for row in self._rows.tolist():
@@ -177,14 +206,12 @@ class NewClusters:
         self._partition.limits, self._partition.held = self._limits, self._held
 
     def write(
-        self, storage: Storage, store: Store, form: RecordFormat, pages: ClusterPages,
-        queries: np.ndarray | None = None, wanted: int = 0, part: tuple[int, int] = (1, 0),
+        self, storage: Storage, store: Store, form: RecordFormat, pages: ClusterPages, orders: list[np.ndarray],
+        part: tuple[int, int] = (1, 0),
     ) -> None:  # fmt: skip
-        """Write the new clusters to reserved places (sections 5.1 and 5.2). If there are `queries` (rows, heads, n, D),
-        scaled, clusters that the same queries retrieve, `wanted` keys each, lie side by side. `part`: rows and bytes of
-        pages that a device packs at a time. Raises `StoreFullError`, or an earlier write's `StoreError`, with no
+        """Write the new clusters to reserved places, each row's in the order that `orders` gave. `part`: rows and bytes
+        of pages that a device packs at a time. Raises `StoreFullError`, or an earlier write's `StoreError`, with no
         cluster placed."""
-        orders = [self._order(row, pages.half_empty(row), queries, wanted) for row in self._rows.tolist()]
         rows, numbers = np.repeat(self._rows, [len(order) for order in orders]), np.concatenate(orders)
         places = pages.reserve(rows)
         try:
@@ -267,16 +294,16 @@ class NewClusters:
             form.pack(entries.view(pages, form.group_size, -1), form.payload(records))
         return records
 
-    def _order(self, row: int, half_empty: int, queries: np.ndarray | None, wanted: int) -> np.ndarray:
+    def _order(self, row: int, half_empty: int, queries: np.ndarray, wanted: int) -> np.ndarray:
         """Order a row's new clusters on disk, (n,) numbers: the first ones fill pools that are `half_empty`, the others
-        new pools."""
+        new pools. `queries` (heads, n, D) are the row's."""
         new = np.arange(self._used[row], self._partition.used[row])
-        if queries is None or len(new) < FEWEST_TO_ORDER:
+        if len(new) < FEWEST_TO_ORDER:
             return new
         parts = [new[start : start + ORDERED] for start in range(0, len(new), ORDERED)]
         leads = [half_empty + 1, *((start - half_empty + 1) % 2 for start in range(ORDERED, len(new), ORDERED))]
         ordered = (
-            part[self._in_pools(row, part, lead, queries[row], wanted)] for part, lead in zip(parts, leads, strict=True)
+            part[self._in_pools(row, part, lead, queries, wanted)] for part, lead in zip(parts, leads, strict=True)
         )
         return np.concatenate(list(ordered))
 

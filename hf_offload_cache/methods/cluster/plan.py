@@ -27,11 +27,15 @@ def clustering(form: RecordFormat, tokens: int) -> int:
 
 
 def writing(form: RecordFormat, tokens: int, clusters: int, write_queue: int) -> int:
-    """Bytes to order and write so many tokens in `clusters` new clusters: three co-retrieval tables of the clusters
-    that are ordered at a time; then pages and their entries."""
+    """Bytes to write so many tokens in `clusters` new clusters: pages and their entries."""
     pages = min(-(-piece_bytes(write_queue) // form.record_bytes), tokens // form.group_size + clusters)
     each = 2 * form.record_bytes + 2 * max(form.record_bytes, form.group_size * form.entry_bytes)
-    return max(pages * each + rounding_bytes(form, pages), 3 * 4 * min(clusters, ORDERED) ** 2)
+    return pages * each + rounding_bytes(form, pages)
+
+
+def ordering(clusters: int) -> int:
+    """Bytes to order so many new clusters of a row: three co-retrieval tables of those that are ordered at a time."""
+    return 3 * 4 * min(clusters, ORDERED) ** 2
 
 
 Part = tuple[int, int]
@@ -57,14 +61,14 @@ def clustering_there(form: RecordFormat, clusters: ClusterForm, tokens: int, par
 
 
 def writing_there(form: RecordFormat, tokens: int, clusters: int, part: Part) -> int:
-    """Bytes to order and write so many tokens of each row in `clusters` new clusters: three co-retrieval tables; or
-    each token's place, pages and their entries."""
+    """Bytes to write so many tokens of each row in `clusters` new clusters: each token's place, pages and their
+    entries."""
     rows, nbytes = part
     packed = min(-(-nbytes // form.record_bytes), rows * (tokens // form.group_size + clusters))
     entries = form.group_size * form.entry_bytes
     each = form.record_bytes + (3 if form.fills else 5) * entries // 2
     pages = packed * each + rounding_bytes(form, packed)
-    return max(96 * rows * tokens + pages, 3 * 4 * min(clusters, ORDERED) ** 2)
+    return 96 * rows * tokens + pages
 
 
 def most_settled(form: RecordFormat, joining: int, write_queue: int) -> int:
@@ -97,8 +101,10 @@ def most_packing(
 
     def making(arriving: int, count: int) -> int:
         if part is None:
-            return max(clustering(form, arriving), writing(form, arriving, count, write_queue))
-        return max(clustering_there(form, clusters, arriving, part), writing_there(form, arriving, count, part))
+            made = clustering(form, arriving), writing(form, arriving, count, write_queue)
+        else:
+            made = clustering_there(form, clusters, arriving, part), writing_there(form, arriving, count, part)
+        return max(*made, ordering(count))
 
     at_once, a_group = making(tokens, clusters.most_clusters(tokens, form.group_size)), making(joining, new_clusters)
     room = clusters.places(form.group_size) + clusters.append_buffer + joining + form.group_size
