@@ -426,7 +426,7 @@ def _parted(sizes: Sizes, device: torch.device) -> Case:
     return Case(run, 2 * labels.nbytes)
 
 
-_GROUP = 16
+_PAGE = 16
 """Entries of a page."""
 
 
@@ -434,7 +434,7 @@ _GROUP = 16
 def _placed(sizes: Sizes, device: torch.device) -> Case:
     _, centroids, labels = _points(sizes, device)
     pages = torch.ones(2, *centroids.shape[:2], dtype=torch.int32, device=device)
-    return Case(functools.partial(kernel("kmeans.placed"), labels, pages, _GROUP), 3 * labels.nbytes + pages.nbytes)
+    return Case(functools.partial(kernel("kmeans.placed"), labels, pages, _PAGE), 3 * labels.nbytes + pages.nbytes)
 
 
 @case("kmeans.put")
