@@ -3,6 +3,7 @@ host waits for nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import torch
@@ -166,10 +167,7 @@ def _attend_in(
         layer.on_device = False
         return None
     if not isinstance(decision, DeviceChoice):
-        try:
-            decision.send(InSlots(slots.data, where))
-        except StopIteration as end:
-            choice = end.value
+        choice = _looked(decision, InSlots(slots.data, where))
     latest, copied = history.recent.shape[1], 0 if choice.keep is None else choice.keep.nbytes
     if history.extra_entries is not None:
         latest += history.extra_entries[0].shape[1]
@@ -189,6 +187,16 @@ def _attend_in(
         counters.later(estimated_millionths=((choice.weight - logarithm).exp().nan_to_num().mean() * 1e6).long())
     layer.attended_on_device(choice)
     return output[:, None], None
+
+
+def _looked(decision: Generator[DeviceChoice, InSlots, DeviceChoice], stored: InSlots) -> DeviceChoice:
+    """The choice of a decision that has looked at the `stored` entries it asked for."""
+    try:
+        decision.send(stored)
+    except StopIteration as end:
+        choice: DeviceChoice = end.value
+        return choice
+    raise AssertionError("a decision looks once")
 
 
 def is_plain(call: AttentionCall) -> bool:
@@ -254,8 +262,11 @@ def attend_in_graph(layer: Layer, call: AttentionCall, sizes: DeviceSizes) -> Gr
     history, slots, storage = layer.history, layer.device_slots, layer.shared.storage
     form, memory = history.form, history.tail.memory
     query = Query(call.query[:, :, 0], call.scaling, None, lambda: form.split(memory)[0], sizes)
-    choice = layer.predictor.choose_on_device(query, layer.budget, False)
+    decision: DeviceDecision = layer.predictor.choose_on_device(query, layer.budget, False)
+    choice = decision if isinstance(decision, DeviceChoice) else next(decision)
     where, counts = slots.exchanged(choice.units)
+    if not isinstance(decision, DeviceChoice):
+        choice = _looked(decision, InSlots(slots.data, where))
     shape = *call.query.shape[:2], history.rows, where.shape[1], slots.count, memory.shape[1]
     nbytes = slots_bytes(form, *shape)
     with storage.account.holding("scores", nbytes):

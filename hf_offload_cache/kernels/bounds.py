@@ -5,6 +5,10 @@ chunks and tokens the first come first.
 
 Shapes: B sequences, H query heads; R rows (sequences, or their key heads if these choose apart) of K key heads with D
 channels and h query heads each; n chunks of G tokens; S selected chunks.
+
+A step that is captured as a CUDA graph has room for more chunks and latest keys than there are: see `ranking`. Chunks
+that do not exist stand last, so that `stand` and `front` need not know how many there are: fewer chunks than exist are
+chosen.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ def look_bytes(rows: int, heads: int, tokens: int, recent: int) -> int:
 
 @with_kernel()
 def limits(
-    states: torch.Tensor, abstracts: torch.Tensor, scaling: float, expected: bool
+    states: torch.Tensor, abstracts: torch.Tensor, scaling: float, expected: bool, count: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Upper and lower bounds (R, h, n) float32 of the scores of each chunk's keys (LeoAM, section 4.2). Both are new,
     and never NaN.
@@ -43,6 +47,7 @@ def limits(
         abstracts: (R, n, 2, K, D): the minimum and the maximum of each key component; contiguous in the last dimension.
         scaling: factor of all scores.
         expected: the first are `likely`'s expected maxima instead of `bounds`'.
+        count: () int64, on the device: number of chunks that exist; the others get -inf. None: all.
     """
     rows, chunks, _, key_heads, dim = abstracts.shape
     grouped = (states.float() * scaling).reshape(rows, key_heads, -1, dim)
@@ -52,7 +57,11 @@ def limits(
     below = grouped.clamp(max=0) @ ranges
     reach = (products + (grouped.square() @ ranges.square()).sqrt_()) / 2 if expected else products - below
     high, low = ((lowest + more).view(rows, -1, chunks) for more in (reach, below))
-    return high.masked_fill_(high.isnan(), LOWEST), low.masked_fill_(low.isnan(), -torch.inf)
+    high, low = high.masked_fill_(high.isnan(), LOWEST), low.masked_fill_(low.isnan(), -torch.inf)
+    if count is not None:
+        missing = torch.arange(chunks, device=high.device) >= count
+        high, low = high.masked_fill_(missing, -torch.inf), low.masked_fill_(missing, -torch.inf)
+    return high, low
 
 
 @with_kernel()
@@ -101,7 +110,7 @@ def front(most: torch.Tensor, least: torch.Tensor, group: int, wanted: int, budg
 @with_kernel()
 def look(
     query: torch.Tensor, data: torch.Tensor, slots: torch.Tensor, recent: torch.Tensor, form: Any, scaling: float,
-    wanted: int, apart: int,
+    wanted: int, apart: int, count: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Keep the `wanted` most important tokens of the chunks in slots: (R, S, G) bool, new. Important is what has large
     shares in the attention to all of these and the latest tokens, summed over a row's heads (LeoAM, section 4.2). Sums
@@ -115,6 +124,8 @@ def look(
         scaling: factor of the scores.
         wanted: tokens to keep of each row, those of `apart` included.
         apart: first tokens of each row, which are kept.
+        count: () int64, on the device: number of the first `recent` keys that exist; None: all. There may be anything
+            in the others.
     """
     rows, (_, key_heads, _, dim) = len(slots), recent.shape
     at = slots.clamp(min=0).long()[..., None].expand(-1, -1, data.shape[2])
@@ -122,8 +133,13 @@ def look(
     hidden = (slots < 0).repeat_interleave(form.group_size, 1)
     keys = form.split(entries.masked_fill(hidden[..., None], 0))[0]
     grouped = (query.float() * scaling).reshape(rows, key_heads, -1, dim)
+    if count is not None:
+        missing = torch.arange(recent.shape[2], device=recent.device) >= count
+        recent = recent.masked_fill(missing[:, None], 0)
     scores = torch.cat([grouped @ keys.float().transpose(2, 3), grouped @ recent.float().transpose(2, 3)], 3)
     scores[..., : hidden.shape[1]].masked_fill_(hidden[:, None, None], -torch.inf)
+    if count is not None:
+        scores[..., hidden.shape[1] :].masked_fill_(missing, -torch.inf)
     importance = scores.softmax(3)[..., : hidden.shape[1]].sum((1, 2)).nan_to_num_()
     importance[:, :apart] = torch.inf
     importance.masked_fill_(hidden, -1)

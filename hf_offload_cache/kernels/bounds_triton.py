@@ -15,7 +15,7 @@ import triton.language as tl
 from .bounds import LOWEST, TOKENS
 from .low_bit_triton import wide
 from .ranking import MOST_UNITS
-from .ranking_triton import _LOWEST, counters
+from .ranking_triton import _LOWEST, _exist, counters
 from .slots_triton import _in_type, _scale
 
 _CHANNELS = 32
@@ -29,14 +29,14 @@ _NONE = tl.constexpr(LOWEST)
 
 @triton.jit(do_not_specialize=["chunks"])
 def _limits(  # type: ignore[no-untyped-def]
-    states, abstracts, high, low, scaling, chunks, key_heads, each, state_row, state_head, row_step, chunk_step,
+    states, abstracts, count, high, low, scaling, chunks, key_heads, each, state_row, state_head, row_step, chunk_step,
     end_step, head_step, EACH: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, CHUNKS: tl.constexpr,
-    CHANNELS: tl.constexpr, EXPECTED: tl.constexpr,
+    CHANNELS: tl.constexpr, EXPECTED: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(1).to(tl.int64)
     row, head = program // key_heads, program % key_heads
     asked, chunk = tl.arange(0, QUERIES), tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
-    of_query, there = asked < EACH, chunk < chunks
+    of_query, there = asked < EACH, chunk < _exist(count, chunks, COUNTED)
     own_query = (row % each * key_heads + head) * EACH + asked  # of the sequence's
     states += row // each * state_row
     abstracts += row * row_step + head * head_step
@@ -63,12 +63,16 @@ def _limits(  # type: ignore[no-untyped-def]
     into = (program * EACH + asked)[:, None] * chunks + chunk[None, :]
     reach, below = lowest + reach, lowest + below
     reach, below = tl.where(reach == reach, reach, _NONE), tl.where(below == below, below, float("-inf"))  # not NaN
-    tl.store(high + into, reach, mask=of_query[:, None] & there[None, :])
-    tl.store(low + into, below, mask=of_query[:, None] & there[None, :])
+    if COUNTED:
+        reach = tl.where(there[None, :], reach, float("-inf"))
+        below = tl.where(there[None, :], below, float("-inf"))
+    inside = of_query[:, None] & (chunk < chunks)[None, :]
+    tl.store(high + into, reach, mask=inside)
+    tl.store(low + into, below, mask=inside)
 
 
 def limits(
-    states: torch.Tensor, abstracts: torch.Tensor, scaling: float, expected: bool
+    states: torch.Tensor, abstracts: torch.Tensor, scaling: float, expected: bool, count: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `bounds.limits`."""
     (batch, heads, _), (rows, chunks, _, key_heads, dim) = states.shape, abstracts.shape
@@ -77,9 +81,9 @@ def limits(
     high, low = (torch.empty(rows, own, chunks, **options) for _ in range(2))
     grid: Any = (triton.cdiv(chunks, TOKENS), rows * key_heads)
     _limits[grid](
-        states, abstracts, high, low, scaling, chunks, key_heads, rows // batch, *states.stride()[:2],
-        *abstracts.stride()[:4], own // key_heads, dim, wide(own // key_heads), TOKENS, _CHANNELS, expected,
-        num_warps=4,
+        states, abstracts, high if count is None else count, high, low, scaling, chunks, key_heads, rows // batch,
+        *states.stride()[:2], *abstracts.stride()[:4], own // key_heads, dim, wide(own // key_heads), TOKENS, _CHANNELS,
+        expected, count is not None, num_warps=4,
     )  # fmt: skip
     return high, low
 
@@ -178,13 +182,13 @@ def front(most: torch.Tensor, least: torch.Tensor, group: int, wanted: int, budg
 
 # Tokens
 
-@triton.jit(do_not_specialize=["tokens", "selected", "recent_count", "wanted", "apart", "slot_row", "blocks"])
+@triton.jit(do_not_specialize=["tokens", "selected", "recent_room", "wanted", "apart", "slot_row", "blocks"])
 def _look(  # type: ignore[no-untyped-def]
-    query, data, largest, slots, recent, scores, tops, sums, done, keep, scaling, tokens, selected, recent_count,
+    query, data, largest, slots, recent, count, scores, tops, sums, done, keep, scaling, tokens, selected, recent_room,
     wanted, apart, blocks, key_heads, each, held, query_row, query_head, slot_row, recent_row, recent_head,
     recent_token, EACH: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr,
     KEY: tl.constexpr, ENTRY: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
-    EVERY: tl.constexpr, PACKED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    EVERY: tl.constexpr, PACKED: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     of_tokens = tl.cdiv(tokens, TOKENS)  # the blocks of slots come first
@@ -193,7 +197,7 @@ def _look(  # type: ignore[no-untyped-def]
     token = block * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slots + row * slot_row + token // GROUP, mask=token < tokens, other=-1)
     stored, later = slot >= 0, token - of_tokens * TOKENS
-    among = (later >= 0) & (later < recent_count)
+    among = (later >= 0) & (later < _exist(count, recent_room, COUNTED))
     begin, place = (row * held + slot) * WIDTH, token % GROUP
     for head in range(key_heads):
         own_query = (row % each * key_heads + head) * EACH + asked  # of the sequence's
@@ -262,13 +266,13 @@ def _look(  # type: ignore[no-untyped-def]
 
 def look(
     query: torch.Tensor, data: torch.Tensor, slots: torch.Tensor, recent: torch.Tensor, form: Any, scaling: float,
-    wanted: int, apart: int,
+    wanted: int, apart: int, count: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """As `bounds.look`, of contiguous `data`, `slots` in the last dimension, at most `MOST_UNITS` tokens a row and
     entries of at most 32 bits. The last program of a row keeps the best."""
-    (batch, count, _), (rows, selected), heads = query.shape, slots.shape, form.num_key_heads
+    (batch, asked, _), (rows, selected), heads = query.shape, slots.shape, form.num_key_heads
     (_, held, width), packed, group = data.shape, form.bits is not None, form.group_size
-    tokens, own = selected * group, batch * count // rows
+    tokens, own = selected * group, batch * asked // rows
     assert tokens <= MOST_UNITS and form.dtype.itemsize <= 4, (tokens, form)
     options: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     blocks = triton.cdiv(tokens, TOKENS) + triton.cdiv(recent.shape[2], TOKENS)
@@ -280,11 +284,12 @@ def look(
     grid: Any = (blocks, rows)
     _look[grid](
         query, data.view(torch.int8) if packed else data, data.view(form.dtype) if packed else data, slots, recent,
-        scores, tops, sums, counters(query.device, triton.next_power_of_2(rows)), keep.view(torch.uint8), scaling,
-        tokens, selected, recent.shape[2], wanted, apart, blocks, heads, rows // batch, held, *query.stride()[:2],
+        recent if count is None else count, scores, tops, sums,
+        counters(query.device, triton.next_power_of_2(rows)), keep.view(torch.uint8), scaling, tokens, selected,
+        recent.shape[2], wanted, apart, blocks, heads, rows // batch, held, *query.stride()[:2],
         slots.stride(0), *recent.stride()[:3], own // heads, group, width, largest_at // form.dtype.itemsize,
         form.key_dim, form.entry_width, wide(own // heads), TOKENS, _CHANNELS, every, packed,
-        str(form.dtype).removeprefix("torch."), "ieee" if single else "tf32",
+        str(form.dtype).removeprefix("torch."), "ieee" if single else "tf32", count is not None,
         num_warps=min(32, max(4, every // 512)),
     )  # fmt: skip
     return keep

@@ -57,6 +57,48 @@ def test_limits_are_the_twins(
 
 
 @EACH_DEVICE
+@pytest.mark.parametrize("count", [1, 70, 133])
+def test_chunks_that_do_not_exist_stand_last(device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the chosen ones are those of the chunks that exist, and what the others contain does not matter."""
+    kernel, made = kernels("bounds_triton", device, monkeypatch), torch.Generator().manual_seed(count)
+    states, ends = torch.randn(2, 6, 24, generator=made), torch.randn(4, 140, 2, 1, 24, generator=made).sort(2).values
+    alone = bounds.limits(states, ends[:, :count], 0.3, True)
+    ends[:, count:] = torch.nan
+    twin = bounds.limits(states, ends, 0.3, True, torch.tensor(count))
+    fill_what_is_empty(monkeypatch)
+    found = kernel.limits(*(one.to(device) for one in (states, ends)), 0.3, True, torch.tensor(count, device=device))
+    for one, other, exist in zip(found, twin, alone, strict=True):
+        torch.testing.assert_close(other[..., :count], exist)
+        assert (other[..., count:] == -torch.inf).all()
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=2e-5)
+    places = max(1, count // 3)
+    chosen = bounds.front(*bounds.stand(*alone, places, 1), 8, 40, places)
+    assert torch.equal(bounds.front(*bounds.stand(*twin, places, 1), 8, 40, places), chosen)
+    assert torch.equal(kernel.front(*kernel.stand(*found, places, 1), 8, 40, places).cpu(), chosen)
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize("count", [0, 1, 33, 70])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_latest_keys_that_do_not_exist_do_not_count(
+    device: str, count: int, bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, made = kernels("bounds_triton", device, monkeypatch), torch.Generator().manual_seed(count)
+    form = RecordFormat(2, 24, 2, 24, torch.float32, 5, bits)
+    data = torch.empty(18, form.payload_width, dtype=form.payload_dtype)
+    form.pack(torch.randn(18, 5, form.entry_width, generator=made), data)
+    query, latest = torch.randn(2, 6, 24, generator=made), 3 * torch.randn(2, 2, 70, 24, generator=made)
+    places, data = torch.stack([torch.randperm(9, generator=made)[:6] for _ in range(2)]).int(), data.view(2, 9, -1)
+    alone = bounds.look(query, data, places, latest[:, :, :count], form, 0.3, 11, 2)
+    latest[:, :, count:] = torch.nan
+    twin = bounds.look(query, data, places, latest, form, 0.3, 11, 2, torch.tensor(count))
+    fill_what_is_empty(monkeypatch)
+    given = [one.to(device) for one in (query, data, places, latest)]
+    found = kernel.look(*given, form, 0.3, 11, 2, torch.tensor(count, device=device))
+    assert torch.equal(twin, alone) and torch.equal(found.cpu(), twin)
+
+
+@EACH_DEVICE
 def test_scores_that_are_nan_are_the_twins(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, made = kernels("bounds_triton", device, monkeypatch), torch.Generator().manual_seed(0)
     states, ends = torch.randn(1, 6, 32, generator=made), torch.randn(1, 70, 2, 2, 32, generator=made).sort(2).values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -202,7 +202,7 @@ class AbstractTreePredictor(SummaryPredictor):
     judges_by: ClassVar[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = staticmethod(likely)
     """The bounds that rank chunks: `likely` or `bounds`."""
     evaluations = 0
-    """Importance evaluations of all steps: chunks, parts of chunks, and pairs of tokens."""
+    """Importance evaluations of all steps but those in a CUDA graph: chunks, parts of chunks, and pairs of tokens."""
     judged = 0
     """Tokens that these evaluations selected from."""
 
@@ -338,6 +338,22 @@ class DevicePredictor(AbstractTreePredictor):
         most = self._most(self.config, self.form, self.units) * self.form.group_size
         return self.judges_by in (likely, bounds) and most <= MOST_UNITS
 
+    @property
+    def room(self) -> int:
+        """Chunks a row that there is room for."""
+        return 0 if self._held is None else self._held.shape[1]
+
+    def graph_parts(self) -> list[Any]:
+        """The tensors and numbers that `choose_on_device` uses in a captured step, which is valid while they stay."""
+        return [self._held, *self._wants(self.units * self.form.group_size)]
+
+    def _wants(self, tokens: int) -> tuple[int, bool]:
+        """Tokens of each row's `tokens` that a step attends to, those of the sinks included; and whether to these of
+        its chunks, or to complete ones."""
+        config = self.config
+        attended = config.attended(tokens)
+        return attended + config.num_sinks, config.tokens_fetched(tokens) > attended
+
     def device_bytes(self, context: int, heads: int, wanted: int, recent: int) -> dict[str, int] | None:
         """Upper bounds by owner on the device memory of `choose_on_device`, of `wanted` chunks of `context` tokens a
         row, for `heads` query heads a row and so many `recent` entries. None: it cannot choose there."""
@@ -352,31 +368,38 @@ class DevicePredictor(AbstractTreePredictor):
     def choose_on_device(self, query: Query, budget: int, looks: bool) -> DeviceDecision:
         """As `select`, on the device of the abstracts. The lost mass is not known."""
         assert self._held is not None
-        group, config, rows = self.form.group_size, self.config, self.rows
-        tokens, places = self.units * group, min(budget, self.units)
-        attended, sinks = config.attended(tokens), config.num_sinks
-        heads, abstracts = query.states.shape[0] * query.states.shape[1] // rows, self._held[:, : self.units]
-        with self._account.holding("scores", kernels.chunk_bytes(rows, heads, self.units)):
-            high, low = kernels.limits(query.states, abstracts, query.scaling, self.judges_by is likely)
-            standings = kernels.stand(high, low, places, -(-sinks // group))
-            units = kernels.front(*standings, group, attended + sinks, budget)
-        self.evaluations += rows * self.units
-        self.judged += rows * tokens
-        if config.tokens_fetched(tokens) <= attended:  # complete chunks are attended to
-            return DeviceChoice(units)
-        return self._look_on_device(query, units, heads, attended + sinks)
+        group, rows, sizes = self.form.group_size, self.rows, query.sizes
+        chunks, exist = (self.units, None) if sizes is None else (sizes.room, sizes.units)
+        (wanted, some), abstracts = self._wants(self.units * group), self._held[:, :chunks]
+        heads = query.states.shape[0] * query.states.shape[1] // rows
+        nbytes = kernels.chunk_bytes(rows, heads, chunks)
+        with self._account.holding("scores", nbytes):
+            high, low = kernels.limits(query.states, abstracts, query.scaling, self.judges_by is likely, exist)
+            standings = kernels.stand(high, low, min(budget, self.units), -(-self.config.num_sinks // group))
+            units = kernels.front(*standings, group, wanted, budget)
+        if sizes is None:
+            self.evaluations += rows * chunks
+            self.judged += rows * chunks * group
+        if not some:
+            return DeviceChoice(units, nbytes=nbytes)
+        return self._look_on_device(query, units, heads, wanted, nbytes)
 
     def _look_on_device(
-        self, query: Query, units: torch.Tensor, heads: int, wanted: int
+        self, query: Query, units: torch.Tensor, heads: int, wanted: int, nbytes: int
     ) -> Generator[DeviceChoice, InSlots, DeviceChoice]:
-        """As `look_into`. Chunks that a row does not have count as evaluated, because the host does not know them."""
+        """As `look_into`, after a choice of chunks that took `nbytes`. Chunks that a row does not have count as
+        evaluated, because the host does not know them."""
         data, slots = yield DeviceChoice(units)
         form, recent, sinks, tokens = self.form, query.recent(), self.config.num_sinks, units.shape[1]
         tokens *= form.group_size
-        with self._account.holding("judging", kernels.look_bytes(self.rows, heads, tokens, recent.shape[2])):
-            keep = kernels.look(query.states, data, slots, recent, form, query.scaling, wanted, sinks)
-        self.evaluations += units.numel() * form.group_size // 2
-        return DeviceChoice(units, keep, min(wanted, tokens))
+        looked, exist = kernels.look_bytes(self.rows, heads, tokens, recent.shape[2]), None
+        if query.sizes is None:
+            self.evaluations += units.numel() * form.group_size // 2
+        else:
+            exist = query.sizes.recent
+        with self._account.holding("judging", looked):
+            keep = kernels.look(query.states, data, slots, recent, form, query.scaling, wanted, sinks, exist)
+        return DeviceChoice(units, keep, min(wanted, tokens), nbytes=nbytes + looked)
 
 
 # The predictor with abstracts on disk (LeoAM, section 4.3)
