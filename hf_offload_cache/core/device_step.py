@@ -4,7 +4,7 @@ host waits for nothing."""
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,7 +18,6 @@ from ..kernels.slots import attend, slots_bytes
 from ..memory.account import SLOTS
 from ..memory.dry_run import DryRun
 from ..model.attention_call import AttentionCall
-from ..predictors.base import DeviceSizes, Query
 from .plan import LayerKind
 
 Layer = Any
@@ -167,7 +166,7 @@ def _attend_in(
         layer.on_device = False
         return None
     if not isinstance(decision, DeviceChoice):
-        choice = _looked(decision, InSlots(slots.data, where))
+        choice = looked(decision, InSlots(slots.data, where))
     latest, copied = history.recent.shape[1], 0 if choice.keep is None else choice.keep.nbytes
     if history.extra_entries is not None:
         latest += history.extra_entries[0].shape[1]
@@ -189,7 +188,7 @@ def _attend_in(
     return output[:, None], None
 
 
-def _looked(decision: Generator[DeviceChoice, InSlots, DeviceChoice], stored: InSlots) -> DeviceChoice:
+def looked(decision: Generator[DeviceChoice, InSlots, DeviceChoice], stored: InSlots) -> DeviceChoice:
     """The choice of a decision that has looked at the `stored` entries it asked for."""
     try:
         decision.send(stored)
@@ -203,77 +202,6 @@ def is_plain(call: AttentionCall) -> bool:
     """Whether a call is a softmax of one query a sequence, and nothing else, apart from its mask."""
     plain = call.query.shape[2] == 1 and call.autocast is None and not call.args
     return plain and call.softcap is None and call.s_aux is None and not call.wants_weights
-
-
-# A step in a CUDA graph: it has fixed shapes, and reads from the device how much of its tensors exists. For a method
-# that takes part, `choose_on_device` of its predictor follows `Query.sizes`, and the predictor has `graph_parts` and
-# `room`; its history has a `tail`, `room` and `advance`
-
-class GraphStep(NamedTuple):
-    """The results of a layer's step in a graph."""
-
-    output: torch.Tensor
-    """(B, 1, H, Dv)."""
-    counts: torch.Tensor
-    """(2, rows) int64: units that were read, and those that were in slots."""
-    attended: int
-    """Entries of units that a row attends to, at most."""
-    nbytes: int
-    """Upper bound on the device memory that it needs for itself."""
-
-
-def why_no_graph(layer: Layer) -> str | None:
-    """Why the next step of a layer cannot be in a graph; None: it can. Does not wait."""
-    slots, selecting, predictor = layer.device_slots, layer.selecting, layer.predictor
-    if not layer.on_device or layer.state != "tagged" or selecting is None or not selecting.worthwhile:
-        return f"{layer.name} does not step on a CUDA device with records in pinned host memory"
-    history = layer.history
-    if not hasattr(predictor, "graph_parts") or not hasattr(history, "advance"):
-        return f"{type(predictor).__name__} has no step with fixed shapes"
-    if history.records <= layer.budget or not predictor.chooses_on_device or not predictor.ready(history.units):
-        return "the context is so short that a step attends to all of it"
-    if history.room < 1:
-        return "the step seals a group of tokens"
-    if selecting.watch is not None:
-        return "something watches the choices"
-    made_for = selecting.version, history.records
-    if slots is None or slots.closed or slots.made_for != made_for or not slots.is_ready(history):
-        return "slots are made"
-    if history.units > graph_room(layer):
-        return "the context is too long for a kernel"
-    return None
-
-
-def graph_room(layer: Layer) -> int:
-    """Units a row that the tensors of a step in a graph have room for."""
-    return min(layer.device_slots.room, layer.predictor.room, MOST_UNITS)
-
-
-def graph_parts(layer: Layer) -> list[Any]:
-    """The tensors and numbers that a step in a graph keeps; other ones need another graph."""
-    history, room = layer.history, graph_room(layer)
-    fixed = history.rows, layer.budget, room, layer.scaling
-    return [history.tail.memory, *layer.device_slots.memory, *fixed, *layer.predictor.graph_parts()]
-
-
-def attend_in_graph(layer: Layer, call: AttentionCall, sizes: DeviceSizes) -> GraphStep:
-    """As `attend_on_device`, in a graph: no tensor is replaced, nothing is counted on the host, and no mass is
-    estimated. The mask is not looked at: nothing is padded."""
-    history, slots, storage = layer.history, layer.device_slots, layer.shared.storage
-    form, memory = history.form, history.tail.memory
-    query = Query(call.query[:, :, 0], call.scaling, None, lambda: form.split(memory)[0], sizes)
-    decision: DeviceDecision = layer.predictor.choose_on_device(query, layer.budget, False)
-    choice = decision if isinstance(decision, DeviceChoice) else next(decision)
-    where, counts = slots.exchanged(choice.units)
-    if not isinstance(decision, DeviceChoice):
-        choice = _looked(decision, InSlots(slots.data, where))
-    shape = *call.query.shape[:2], history.rows, where.shape[1], slots.count, memory.shape[1]
-    nbytes = slots_bytes(form, *shape)
-    with storage.account.holding("scores", nbytes):
-        made_of = query.states, slots.data, where, memory, form, call.scaling
-        output, _ = attend(*made_of, choice.value, choice.weight, choice.keep, count=sizes.recent)
-    attended = where.shape[1] * form.group_size if choice.attended is None else choice.attended
-    return GraphStep(output[:, None], counts, attended, nbytes + choice.nbytes)
 
 
 def planned_slots(layer: Layer) -> int:

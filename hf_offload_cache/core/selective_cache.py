@@ -313,6 +313,10 @@ class SelectiveCache(OffloadCache):
             return True
         return False
 
+    def why_no_graph(self) -> str | None:
+        """Why the next step cannot be in a CUDA graph, whatever its layers say; None: it can."""
+        return None
+
     def wants_blocks(self) -> bool:
         """Also while the look-ahead runs: it has learned enough when the other way is tried."""
         first = self._selective.get(0)

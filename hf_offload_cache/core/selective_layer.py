@@ -31,6 +31,7 @@ from ..predictors.base import Learner, Predictor, Query
 from ..report.trace import NOTHING
 from ..stores.base import FreezableStore
 from . import device_step
+from .captured import CapturedLayer
 from .device_step import LOOKED_AT
 from .gathered_mask import biased_mask, gathered_mask, millionths
 from .layer import OffloadLayer, Output
@@ -50,6 +51,8 @@ class SelectiveLayer(OffloadLayer):
     """Makes a predictor from (form, rows, configuration, account), as `SummaryPredictor` does."""
     needs_slots: ClassVar[bool] = True
     """Steps on a device alone need slots for all that they select."""
+    captured_class: ClassVar[type[CapturedLayer]] = CapturedLayer
+    """This layer in a CUDA graph: see `GraphedStep`."""
 
     config: SelectiveConfig
 

@@ -36,6 +36,11 @@ class Addresses:
         """Bytes of device memory."""
         return 0 if self._known is None else self._known.nbytes
 
+    @property
+    def known(self) -> torch.Tensor | None:
+        """What `of` returned last; None: nothing, or it was forgotten."""
+        return self._known
+
     def of(self, history: Source) -> torch.Tensor | None:
         """The address of each numbered record, (rows, numbers or more) int64, which work of the current stream may read
         from now on; None if some are in memory that is not pinned. Numbers without a record have any address. Valid

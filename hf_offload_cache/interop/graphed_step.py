@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from operator import is_
@@ -11,8 +12,7 @@ import numpy as np
 import torch
 
 from ..core.cache import OffloadCache
-from ..core.captured import NUMBERS, CapturedCache, static
-from ..core.device_step import graph_parts, why_no_graph
+from ..core.captured import NUMBERS, SLOTS, CapturedCache, CapturedLayer, static
 from ..core.selective_cache import SelectiveCache
 from ..errors import BudgetError, UnsupportedModelError
 from ..kernels.on_a_device import fill
@@ -55,6 +55,7 @@ class GraphedStep:
         self._parts: list[Any] = []  # of the graph; weak references to tensors
         self._modules: list[torch.nn.Module] = []
         self._model_parts: list[Any] = []
+        self._layers: list[CapturedLayer] = []
         self._captured: CapturedCache | None = None
         self._prepared = False  # a step with these parts has run, so that kernels are compiled
         self._refused = False  # the budget has no room for a graph of these parts
@@ -102,8 +103,13 @@ class GraphedStep:
             return _NO_POSITIONS
         if self.model.training or getattr(cache.model.config, "output_attentions", False):
             return "the model trains, or returns attention weights"
-        for layer in layers:
-            if (why := why_no_graph(layer)) is not None:
+        if (why := cache.why_no_graph()) is not None:
+            return why
+        if [one.layer for one in self._layers] != layers:
+            self.close()
+            self._layers = [layer.captured_class(layer) for layer in layers]
+        for one in self._layers:
+            if (why := one.why_not()) is not None:
                 return why
         if len({layer.history.device for layer in layers}) > 1:
             return "the model is on several devices"
@@ -114,31 +120,37 @@ class GraphedStep:
         called; `reason` says why."""
         cache: Any = self.cache
         version, device = cache.selecting.version, cache.selective[0].history.device
-        cache.begin_step(cache.model, {"input_ids": input_ids, "past_key_values": cache, "use_cache": True})
-        slots = [layer.device_slots for layer in cache.selective]
-        if cache.selecting.version != version or any(one is None or one.closed for one in slots):
-            self.reason = "slots are made"
+        call = {"input_ids": input_ids, "past_key_values": cache, "use_cache": True}
+        changed = cache.begin_step(cache.model, call)
+        self.reason = cache.why_no_graph()
+        if cache.selecting.version != version or any(one.lost for one in self._layers):
+            self.reason = SLOTS
+        if self.reason is not None:
             return None
         try:
-            output = self._run(input_ids, device)
+            output = self._run((changed or call)["input_ids"], device)
         except BaseException:
             cache.fail_step()
             raise
-        if output is not None:
-            self._count(input_ids.shape[0])
-            cache.end_step(None)
-        return output
+        if output is None:
+            return None
+        self._count(input_ids.shape[0])
+        output = copy.copy(output)  # a caller, or the cache, may change it
+        changed = cache.end_step(output)
+        return output if changed is None else changed
 
     def _run(self, input_ids: torch.Tensor, device: torch.device) -> Any:
-        """Compute a step. Nothing is added yet."""
+        """Compute a step of ids (B, t): a token and its guess, if there is one. Nothing is added yet."""
         cache: Any = self.cache
-        parts = [input_ids.shape[0], *(part for layer in cache.selective for part in graph_parts(layer))]
+        parts = [*input_ids.shape, *(part for layer in self._layers for part in layer.parts())]
         model_parts = _parts_of(self._modules)
         unchanged = len(model_parts) == len(self._model_parts) and all(map(is_, model_parts, self._model_parts))
         if not unchanged or not _same(self._parts, parts):
             self.close()
-            self._make(parts, input_ids.shape[0], device)
+            self._make(parts, input_ids, device)
         self._tell(input_ids)
+        for layer in self._layers:
+            layer.join()
         try:
             with cache.storage.account.not_sparing():
                 if self._refused:
@@ -157,11 +169,10 @@ class GraphedStep:
         self.replays += 1
         return self._output
 
-    def _make(self, parts: list[Any], batch: int, device: torch.device) -> None:
-        """Make what a graph reads besides the cache's tensors."""
-        cache: Any = self.cache
-        layers = cache.selective
-        sizes = (batch, 1), (len(layers) * NUMBERS + 1,), (len(layers), 2, layers[0].history.rows)
+    def _make(self, parts: list[Any], ids: torch.Tensor, device: torch.device) -> None:
+        """Make what a graph of `ids` (B, t) reads besides the cache's tensors."""
+        layers = self._layers
+        sizes = ids.shape, (len(layers) * NUMBERS + ids.shape[1],), (len(layers), 2, layers[0].layer.history.rows)
         self._ids, self._numbers, self._counts = (static(*size, device=device) for size in sizes)
         self._captured = CapturedCache(layers, self._numbers)
         self._parts = [weakref.ref(part) if isinstance(part, torch.Tensor) else part for part in parts]
@@ -172,17 +183,18 @@ class GraphedStep:
         """Give the device the step's token and sizes."""
         cache: Any = self.cache
         numbers = np.empty(len(self._numbers), dtype=np.int64)
-        for place, layer in enumerate(cache.selective):
-            length = layer.history.tail.length
-            numbers[place * NUMBERS : (place + 1) * NUMBERS] = length, length + 1, layer.history.units
-        numbers[-1] = cache.selective[0].history.length
+        for place, layer in enumerate(self._layers):
+            length = layer.layer.history.tail.length
+            numbers[place * NUMBERS : (place + 1) * NUMBERS] = length, length + 1, layer.units
+        first = self._layers[0].layer.history.length
+        numbers[len(self._layers) * NUMBERS :] = range(first, first + input_ids.shape[1])
         fill(self._numbers, numbers)
         self._ids.copy_(input_ids, non_blocking=True)
         if self._counters is not (counters := cache.storage.counters):
             self._counts.zero_()
             self._counters = counters
-            for layer, counts in zip(cache.selective, self._counts, strict=True):
-                layer.device_slots.count_later(layer.history, counts, self._told)
+            for layer, counts in zip(self._layers, self._counts, strict=True):
+                layer.count_later(counts, self._told)
 
     def _told(self) -> None:
         """Note that the counts of earlier replays were copied from the device."""
@@ -192,7 +204,7 @@ class GraphedStep:
         """Run the model's step on the current stream, and the device memory that a layer of it needs for itself."""
         captured = self._captured
         assert captured is not None
-        positions = captured.position.expand(len(self._ids), 1)
+        positions = captured.positions.expand(len(self._ids), -1)
         output = self.model(
             input_ids=self._ids, position_ids=positions, past_key_values=captured, use_cache=True, return_dict=True
         )
@@ -230,6 +242,8 @@ class GraphedStep:
                 self._output, _ = self._forward()
         except RuntimeError as error:
             self._output = None
+            for layer in self._layers:
+                layer.abandon()
             raise UnsupportedModelError(
                 f"a step of {type(self.cache.model).__name__} cannot be captured as a CUDA graph ({error}); nothing "
                 "was added: call the model itself"

@@ -3,6 +3,9 @@ ones, and each token's share of it (SpeCache, section 3.3). Then stored entries 
 
 Shapes: B sequences, H query heads, K key heads, q queries a sequence, n = H / K q queries a key head, head by head; D
 channels of a key and Dv of a value; T tokens of the copy, m stored entries a key head, t latest tokens.
+
+A step that is captured as a CUDA graph has room for more tokens of the copy, and more latest ones, than there are: see
+`ranking`.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ def attend(
     entry_keys: torch.Tensor, entry_values: torch.Tensor, latest_keys: torch.Tensor, latest_values: torch.Tensor,
     guess_keys: torch.Tensor | None, guess_values: torch.Tensor | None, mask: torch.Tensor | None,
     sink: torch.Tensor | None, scaling: float, softcap: float | None, scored: bool,
+    exist: torch.Tensor | None = None, count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
     """Attention of `query` (B, H, q, D) over a copy, stored entries instead of some of it, and the latest tokens, in
     one softmax in single precision (SpeCache, equation 1).
@@ -57,25 +61,41 @@ def attend(
         sink: (H,): a logit of each head that joins the denominator only; None: there is none.
         scaling, softcap: factor of the scores, and then their bound by tanh; None: no bound.
         scored: return the scores, too.
+        exist, count: () int64 each, on the device: number of the copy's tokens, and of the latest ones, that exist;
+            None: all. Then there is no mask. There may be anything in the others.
 
     Returns the output (B, q, H, Dv) in the query's type, the scores (B, K, n, T) float32 of the copy's tokens or of the
-    entries instead of them, -inf: hidden, None unless `scored`, and the logarithm (B, K, n) float32 of each softmax's
-    sum. A query that sees nothing has an output and a logarithm of 0. All are new.
+    entries instead of them, -inf: hidden, anything for those that do not exist; None unless `scored`; and the logarithm
+    (B, K, n) float32 of each softmax's sum. A query that sees nothing has an output and a logarithm of 0. All are new.
     """
-    (batch, heads, count, dim), key_heads, copied = query.shape, keys.shape[1], values.shape[3]
+    (batch, heads, queries, dim), key_heads, copied = query.shape, keys.shape[1], values.shape[3]
     states = query.float().reshape(batch, key_heads, -1, dim) * scaling
     if guess_keys is not None and guess_values is not None:
         latest_keys = torch.cat([latest_keys, guess_keys.to(latest_keys.dtype)], 2)
         latest_values = torch.cat([latest_values, guess_values.to(latest_values.dtype)], 2)
     value_dim, later = latest_values.shape[3], latest_keys.shape[2]
+    order = torch.arange(later, device=query.device)  # of the latest tokens and the guesses
+    last: int | torch.Tensor = later - 1
+    absent: torch.Tensor | None = None
+    if count is not None:
+        guesses = 0 if guess_keys is None else guess_keys.shape[2]
+        room = later - guesses
+        absent, last = (order >= count) & (order < room), count + guesses - 1
+        order = torch.where(order < room, order, order - room + count)
+        latest_keys, latest_values = (part.masked_fill(absent[:, None], 0) for part in (latest_keys, latest_values))
     of_copy = unpacked(keys, bits).transpose(2, 3).flatten(3) if copied else states.new_empty(batch, key_heads, dim, 0)
     low, full = states @ of_copy, states @ entry_keys.float().transpose(2, 3)
     late = states @ latest_keys.float().transpose(2, 3)
     if softcap is not None:
         low, full, late = (torch.tanh(part / softcap) * softcap for part in (low, full, late))
+    missing = None if exist is None else torch.arange(copied, device=query.device) >= exist
+    if missing is not None:
+        low = low.masked_fill(missing, -torch.inf)
     places = tokens.masked_fill(tokens < 0, copied)
     if mask is None:
-        own = torch.ones(count, later, dtype=torch.bool, device=query.device).tril(later - count)
+        turn = torch.arange(queries, device=query.device)
+        own = order <= (last - (queries - 1) + turn)[:, None]
+        own = own if absent is None else own & ~absent
         late = late.masked_fill(~own.repeat(heads // key_heads, 1), -torch.inf)
     else:
         every = mask.expand(batch, key_heads, -1, -1).repeat(1, 1, heads // key_heads, 1)
@@ -92,7 +112,7 @@ def attend(
     joined = torch.cat([low, full, late], 3)
     total = joined
     if sink is not None:
-        logits = sink.float().view(key_heads, -1).repeat_interleave(count, 1)
+        logits = sink.float().view(key_heads, -1).repeat_interleave(queries, 1)
         total = torch.cat([joined, logits[None, :, :, None].expand(batch, -1, -1, -1)], 3)
     logarithm = total.logsumexp(3)
     logarithm = logarithm.masked_fill(logarithm == -torch.inf, 0)
@@ -101,8 +121,9 @@ def attend(
     output = weights[..., copied:] @ exact
     if copied:
         stored = unpacked(values, bits).transpose(2, 3).flatten(3)[..., :value_dim]
+        stored = stored if missing is None else stored.masked_fill(missing[:, None], 0)
         output = output + weights[..., :copied] @ stored
-    output = output.view(batch, heads, count, value_dim).transpose(1, 2).contiguous().to(query.dtype)
+    output = output.view(batch, heads, queries, value_dim).transpose(1, 2).contiguous().to(query.dtype)
     scores = torch.nn.functional.pad(low, (0, 1)).scatter(3, at, full)[..., :copied].contiguous() if scored else None
     return output, scores, logarithm
 
@@ -110,7 +131,7 @@ def attend(
 @with_kernel()
 def share(
     scores: torch.Tensor, logarithm: torch.Tensor, queries: int, first: int, stop: int, held: torch.Tensor | None,
-    loyalty: float, sinks: int, begin: torch.Tensor | None,
+    loyalty: float, sinks: int, begin: torch.Tensor | None, exist: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Importance (B K, T) float32 of the copy's tokens, new: their shares of attention in the queries `first` to `stop`
     of each head, summed. Those of queries before the last one count for the next token, too.
@@ -119,6 +140,7 @@ def share(
         scores, logarithm: of `attend`, with so many `queries` a sequence.
         held: (B, K, m) int64, distinct tokens whose importance counts `loyalty` times, -1: none; None: there are none.
         sinks: number of first tokens, whose importance is infinite. They follow `begin` (1 or B,) int64, None: 0.
+        exist: as for `attend`; the others' importance is -inf.
     """
     batch, key_heads, _, tokens = scores.shape
     shares = (scores - logarithm[..., None]).exp_().unflatten(2, (-1, queries)).sum(2)[:, :, first:stop]
@@ -131,6 +153,8 @@ def share(
     start = torch.zeros(1, dtype=torch.int64, device=scores.device) if begin is None else begin
     at = (start[:, None] + torch.arange(min(sinks, tokens), device=scores.device)).clamp(max=tokens - 1)
     found.scatter_(2, at[:, None].expand(batch, key_heads, -1), torch.inf)
+    if exist is not None:
+        found.masked_fill_(torch.arange(tokens, device=scores.device) >= exist, -torch.inf)
     return found.flatten(0, 1)
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from .low_bit import group_of
 from .low_bit_triton import half, wide
 from .mixed_attention import PART, PROGRAMS
-from .ranking_triton import _rounded, _times, counters
+from .ranking_triton import _exist, _rounded, _times, counters
 
 _QUERIES = 64
 """Most queries of a key head that a program attends with."""
@@ -55,20 +55,21 @@ def _added(most, shares, found, own, entries, PRECISION: tl.constexpr):  # type:
 
 
 @triton.jit(do_not_specialize=[
-    "copied", "per_part", "copy_parts", "entries", "entry_parts", "latest", "guesses", "key_head", "value_head",
+    "copy_room", "per_part", "copy_parts", "entries", "entry_parts", "latest_room", "guesses", "key_head", "value_head",
     "value_part", "mask_row", "mask_query"
 ])  # fmt: skip
 def _attend(  # type: ignore[no-untyped-def]
     query, keys, values, tokens, entry_keys, entry_values, latest_keys, latest_values, guess_keys, guess_values, mask,
-    sink, hidden, scores, best, total, parted, done, output, logarithm, scaling, softcap, heads, count, copied,
-    per_part, copy_parts, entries, entry_parts, latest, guesses, query_row, query_head, query_token, key_head,
-    value_head, value_part, latest_key_row, latest_key_head, latest_key_token, latest_value_row, latest_value_head,
-    latest_value_token, guess_key_row, guess_key_head, guess_key_token, guess_value_row, guess_value_head,
-    guess_value_token, mask_row, mask_query, EACH: tl.constexpr, KEY: tl.constexpr, KEY_WIDE: tl.constexpr,
-    VALUE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, KEY_BYTES: tl.constexpr, CHANNELS: tl.constexpr,
-    CHANNELS_WIDE: tl.constexpr, VALUE_PARTS: tl.constexpr, VALUE_PARTS_WIDE: tl.constexpr, VALUE_BYTES: tl.constexpr,
-    QUERIES: tl.constexpr, TOKENS: tl.constexpr, PER_PART: tl.constexpr, HELD: tl.constexpr, MASK: tl.constexpr,
-    SINK: tl.constexpr, CAPPED: tl.constexpr, SCORED: tl.constexpr, GUESSED: tl.constexpr, PRECISION: tl.constexpr,
+    sink, exist, latest_count, hidden, scores, best, total, parted, done, output, logarithm, scaling, softcap, heads,
+    count, copy_room, per_part, copy_parts, entries, entry_parts, latest_room, guesses, query_row, query_head,
+    query_token, key_head, value_head, value_part, latest_key_row, latest_key_head, latest_key_token, latest_value_row,
+    latest_value_head, latest_value_token, guess_key_row, guess_key_head, guess_key_token, guess_value_row,
+    guess_value_head, guess_value_token, mask_row, mask_query, EACH: tl.constexpr, KEY: tl.constexpr,
+    KEY_WIDE: tl.constexpr, VALUE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, KEY_BYTES: tl.constexpr,
+    CHANNELS: tl.constexpr, CHANNELS_WIDE: tl.constexpr, VALUE_PARTS: tl.constexpr, VALUE_PARTS_WIDE: tl.constexpr,
+    VALUE_BYTES: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, PER_PART: tl.constexpr, HELD: tl.constexpr,
+    MASK: tl.constexpr, SINK: tl.constexpr, CAPPED: tl.constexpr, SCORED: tl.constexpr, GUESSED: tl.constexpr,
+    PRECISION: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     head, part, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     row, own_head, parts = head // heads, head % heads, tl.num_programs(1)
@@ -91,10 +92,10 @@ def _attend(  # type: ignore[no-untyped-def]
     shares = tl.zeros((QUERIES,), dtype=tl.float32)
     found = tl.zeros((QUERIES, LANES), dtype=tl.float32)
     tokens += head * entries
-    scores += (head * count + asked)[:, None] * copied  # of each query
+    scores += (head * count + asked)[:, None] * copy_room  # of each query
     if part < copy_parts:
-        begin, end = part * per_part, min((part + 1) * per_part, copied)
-        hidden += (block * tl.num_programs(0) + head) * copied
+        begin, end = part * per_part, min((part + 1) * per_part, _exist(exist, copy_room, COUNTED))
+        hidden += (block * tl.num_programs(0) + head) * copy_room
         for first in range(begin, end, GROUP):  # a copy's tokens are complete groups
             tl.store(hidden + first + tl.arange(0, GROUP), tl.zeros((GROUP,), dtype=tl.uint8))
         tl.debug_barrier()
@@ -151,6 +152,7 @@ def _attend(  # type: ignore[no-untyped-def]
             ).to(tl.float32)  # fmt: skip
             most, shares, found = _added(most, shares, found, own, stored, PRECISION)
     else:
+        latest = _exist(latest_count, latest_room, COUNTED)
         begin, number = (part - copy_parts - entry_parts) * PER_PART, latest + guesses
         latest_keys += row * latest_key_row + own_head * latest_key_head
         latest_values += row * latest_value_row + own_head * latest_value_head
@@ -173,7 +175,7 @@ def _attend(  # type: ignore[no-untyped-def]
             if MASK == "none":
                 own = tl.where(entry[None, :] <= (number - EACH + turn)[:, None], own, float("-inf"))
             else:
-                at = in_mask[:, None] + (copied + entry)[None, :]
+                at = in_mask[:, None] + (copy_room + entry)[None, :]
                 own = _masked(own, mask, at, of_query[:, None] & there[None, :], MASK)
             own = tl.where(there[None, :], own, float("-inf"))
             stored = tl.load(
@@ -235,20 +237,21 @@ def attend(
     entry_keys: torch.Tensor, entry_values: torch.Tensor, latest_keys: torch.Tensor, latest_values: torch.Tensor,
     guess_keys: torch.Tensor | None, guess_values: torch.Tensor | None, mask: torch.Tensor | None,
     sink: torch.Tensor | None, scaling: float, softcap: float | None, scored: bool,
+    exist: torch.Tensor | None = None, count: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
     """As `mixed_attention.attend`, of tensors that are contiguous in the last dimension. Rows of the copy's keys are
     those of a view of the first groups of each key head, and those of its values of the first tokens of each part. The
     last program of a key head merges its parts."""
     (batch, heads, each, key), key_heads, copied = query.shape, keys.shape[1], values.shape[3]
     entries, latest, value_dim = tokens.shape[2], latest_keys.shape[2], latest_values.shape[3]
-    count, group, channels = heads // key_heads * each, group_of(keys, bits), group_of(values, bits)
+    own, group, channels = heads // key_heads * each, group_of(keys, bits), group_of(values, bits)
     guesses = 0 if guess_keys is None else guess_keys.shape[2]
     options: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     output = torch.empty(batch, each, heads, value_dim, dtype=query.dtype, device=query.device)
-    logarithm = torch.empty(batch, key_heads, count, **options)
-    scores = torch.empty(batch, key_heads, count, copied, **options) if scored else None
-    queries = min(_QUERIES, wide(count))
-    blocks, programs = triton.cdiv(count, queries), batch * key_heads
+    logarithm = torch.empty(batch, key_heads, own, **options)
+    scores = torch.empty(batch, key_heads, own, copied, **options) if scored else None
+    queries = min(_QUERIES, wide(own))
+    blocks, programs = triton.cdiv(own, queries), batch * key_heads
     copy_parts, per_part = 0, group
     if copied:
         copy_parts = max(1, min(PROGRAMS // programs, copied // (2 * PART)))
@@ -256,8 +259,9 @@ def attend(
         copy_parts = triton.cdiv(copied, per_part)
     entry_parts = triton.cdiv(entries, PART)
     parts = copy_parts + entry_parts + triton.cdiv(latest + guesses, PART)
-    best, total = torch.empty(2, programs, parts, count, **options)
-    parted = torch.empty(programs, parts, count, value_dim, **options)
+    best, total = torch.empty(2, programs, parts, own, **options)
+    parted = torch.empty(programs, parts, own, value_dim, **options)
+    assert (exist is None) is (count is None) and (count is None or mask is None)
     hidden = torch.empty(blocks, programs, copied, dtype=torch.uint8, device=query.device)
     kind, strides = "none", (0, 0)
     if mask is not None:
@@ -271,15 +275,16 @@ def attend(
     grid: Any = (programs, parts, blocks)
     _attend[grid](
         query, keys, values, tokens, entry_keys, entry_values, latest_keys, latest_values, more_keys, more_values,
-        logarithm if mask is None else mask, logarithm if sink is None else sink, hidden,
+        logarithm if mask is None else mask, logarithm if sink is None else sink,
+        logarithm if exist is None else exist, logarithm if count is None else count, hidden,
         logarithm if scores is None else scores, best, total, parted,
         counters(query.device, triton.next_power_of_2(programs * blocks)), output, logarithm, scaling, softcap or 1.0,
-        key_heads, count, copied, per_part, copy_parts, entries, entry_parts, latest, guesses, *query.stride()[:3],
+        key_heads, own, copied, per_part, copy_parts, entries, entry_parts, latest, guesses, *query.stride()[:3],
         keys.stride(1), values.stride(1), values.stride(2), *latest_keys.stride()[:3], *latest_values.stride()[:3],
         *more_keys.stride()[:3], *more_values.stride()[:3], *strides, each, key, wide(key), value_dim, bits, group,
         keys.shape[4], channels, triton.next_power_of_2(channels) if value_parts > 1 else wide(channels), value_parts,
         triton.next_power_of_2(value_parts), values.shape[4], queries, at_once, PART, _HELD, kind, sink is not None,
-        softcap is not None, scored, guess_keys is not None, "tf32x3" if single else "tf32",
+        softcap is not None, scored, guess_keys is not None, "tf32x3" if single else "tf32", count is not None,
         num_warps=4 if max(key, value_dim) <= 128 else 8,
     )  # fmt: skip
     return output, scores, logarithm
@@ -287,8 +292,9 @@ def attend(
 
 @triton.jit(do_not_specialize=["count", "copied", "first", "stop", "entries", "sinks", "begin_row"])
 def _share(  # type: ignore[no-untyped-def]
-    scores, logarithm, held, begin, importance, count, copied, first, stop, entries, loyalty, sinks, heads, begin_row,
-    EACH: tl.constexpr, TOKENS: tl.constexpr, HELD: tl.constexpr, BEGINS: tl.constexpr, KEEPS: tl.constexpr,
+    scores, logarithm, held, begin, exist, importance, count, copied, first, stop, entries, loyalty, sinks, heads,
+    begin_row, EACH: tl.constexpr, TOKENS: tl.constexpr, HELD: tl.constexpr, BEGINS: tl.constexpr, KEEPS: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * TOKENS
@@ -305,6 +311,8 @@ def _share(  # type: ignore[no-untyped-def]
     if BEGINS:
         since = token - tl.load(begin + head // heads * begin_row)
     found = tl.where((since >= 0) & (since < sinks), float("inf"), found)
+    if COUNTED:
+        found = tl.where(token < _exist(exist, copied, COUNTED), found, float("-inf"))
     importance += head * copied
     tl.store(importance + token, found, mask=there)
     if KEEPS:
@@ -319,7 +327,7 @@ def _share(  # type: ignore[no-untyped-def]
 
 def share(
     scores: torch.Tensor, logarithm: torch.Tensor, queries: int, first: int, stop: int, held: torch.Tensor | None,
-    loyalty: float, sinks: int, begin: torch.Tensor | None,
+    loyalty: float, sinks: int, begin: torch.Tensor | None, exist: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """As `mixed_attention.share`, of contiguous tensors."""
     batch, key_heads, count, tokens = scores.shape
@@ -327,8 +335,10 @@ def share(
     if importance.numel():
         _share[(batch * key_heads, triton.cdiv(tokens, _SHARED))](
             scores, logarithm, importance if held is None else held, importance if begin is None else begin,
-            importance, count, tokens, first, stop, 0 if held is None else held.shape[2], loyalty, sinks, key_heads,
+            importance if exist is None else exist, importance, count, tokens, first, stop,
+            0 if held is None else held.shape[2], loyalty, sinks, key_heads,
             0 if begin is None or len(begin) == 1 else 1, queries, _SHARED, _HELD, begin is not None, held is not None,
+            exist is not None,
         )  # fmt: skip
     return importance
 

@@ -27,7 +27,7 @@ class DeviceSizes:
     recent: torch.Tensor
     """() int64: latest tokens a row, the step's own among them."""
     units: torch.Tensor
-    """() int64: units a row."""
+    """() int64: units a row; of a copy, tokens."""
     room: int
     """Units a row that there is room for."""
 

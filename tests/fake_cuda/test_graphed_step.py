@@ -13,11 +13,12 @@ from fake_device import Counts, Fake, on_the_device, values_of
 from harness import COMMON, build, prompt
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_offload_cache import AbstractTreeCache, DiskSwapCache, graphed_step
+from hf_offload_cache import AbstractTreeCache, DiskSwapCache, SpecCache, graphed_step
 from hf_offload_cache.core import SelectiveCache
 from hf_offload_cache.errors import PromptError, UnsupportedModelError
 from hf_offload_cache.fetch import device_slots
 from hf_offload_cache.interop import graphed_step as graphs
+from hf_offload_cache.methods.spec import FusedAttention
 from hf_offload_cache.model import Geometry
 
 TOKENS, STEPS = 664, 19
@@ -26,6 +27,7 @@ PREPARES, SEALS = "the step prepares a graph", "the step seals a group of tokens
 FIELDS: dict[type[SelectiveCache], dict[str, Any]] = {
     DiskSwapCache: {"num_selected": 128, "group_size": 4},
     AbstractTreeCache: {"num_selected": 32, "chunk_size": 8, "early_steps": 0},
+    SpecCache: {"num_selected": 20, "num_recent": 32, "quant_group": 32},
 }
 """The usual ones of these tests."""
 WAYS: list[tuple[type[SelectiveCache], dict[str, Any], tuple[int, int, int]]] = [
@@ -36,9 +38,12 @@ WAYS: list[tuple[type[SelectiveCache], dict[str, Any], tuple[int, int, int]]] = 
     (AbstractTreeCache, {"reuse_capacity": 0, "num_sinks": 0}, (2, 2, 1)),
     (AbstractTreeCache, {"num_opened": 32}, (2, 2, 1)),
     (AbstractTreeCache, {"early_steps": 6, "dense_layers": 1}, (2, 3, 2)),
+    (SpecCache, {}, (1, 2, 1)),
+    (SpecCache, {"bits": 1, "num_sinks": 0, "max_context": TOKENS + 64}, (1, 1, 1)),
+    (SpecCache, {"num_selected": 0}, (1, 2, 0)),
 ]
-"""With so many steps that seal, that prepare a graph, and for which slots are made."""
-SLOTS = "slots are made"
+"""With so many steps that seal, that prepare a graph, and that make slots or the first guess."""
+OTHERS = {"slots are made", "there is no guess of the next token"}
 Step = Callable[[torch.Tensor], Any]
 
 
@@ -102,7 +107,8 @@ def test_tokens_are_those_of_eager_steps(way: Any, rows: int, seed: int) -> None
         report = cache.report()
         assert torch.equal(cache.input_ids[:, TOKENS:], torch.cat([first, expected[0][:, :-1]], 1))
         assert cache.tokens == TOKENS + STEPS
-    assert (reasons.count(SEALS), reasons.count(PREPARES), reasons.count(SLOTS)) == way[2]
+    others = sum(reason in OTHERS for reason in reasons)
+    assert (reasons.count(SEALS), reasons.count(PREPARES), others) == (seals, prepares, made)
     assert reasons.count(None) == step.replays == STEPS - seals - prepares - made and reasons[-4:].count(None) >= 2
     assert step.captures == prepares
     for name in ("hit_rate", "bytes_read", "selected_fraction", "decode_steps"):
@@ -112,9 +118,13 @@ def test_tokens_are_those_of_eager_steps(way: Any, rows: int, seed: int) -> None
         assert (ours is None) == (theirs is None) and (ours is None or ours == pytest.approx(theirs, rel=0.3))
 
 
-@pytest.mark.parametrize(("cls", "replays"), [(DiskSwapCache, 10), (AbstractTreeCache, 12)])
+@pytest.mark.parametrize(("cls", "replays"), [(DiskSwapCache, 10), (AbstractTreeCache, 12), (SpecCache, 13)])
 def test_a_replayed_step_is_one_launch_and_two_copies(cls: type[SelectiveCache], replays: int) -> None:
-    """And the copy of its ids. It waits for nothing."""
+    """And the copy of its ids; with `SpecCache` the guess is joined to them, and the next one found. It waits for
+    nothing."""
+    expected = {"interop/graphed_step.py:_run": 1, "interop/graphed_step.py:_tell": 1, "core/token_log.py:append": 1}
+    if cls is SpecCache:
+        expected |= {"methods/spec/cache.py:with_guess": 1, "methods/spec/cache.py:guess_of": 1}
     with a_device(None, cls) as (model, cache, counts):
         first, step = prefilled(model, cache), graphed_step(model, cache)
         launches, replayed = {}, 0
@@ -123,12 +133,13 @@ def test_a_replayed_step_is_one_launch_and_two_copies(cls: type[SelectiveCache],
             step(Fake(first))
             if step.reason is None and not counts.syncs:  # a capture waits
                 replayed += 1
-                assert counts.launches == {"interop/graphed_step.py:_run": 1, "interop/graphed_step.py:_tell": 1,
-                                           "core/token_log.py:append": 1}  # fmt: skip
+                assert counts.launches == expected
                 assert counts.to_device.total() == 1 and not counts.to_host
             launches[step.reason] = counts.launches.total(), counts.syncs.total(), counts.blocking.total()
     assert replayed == step.replays - step.captures == replays
-    assert launches[None] == (3, 0, 0) and launches[SEALS][0] > 40 and launches[SEALS][1:] == (0, 0)
+    assert launches[None] == (len(expected), 0, 0)
+    looks = cls is SpecCache  # a step of the model with a guess has a mask
+    assert launches[SEALS][0] > 40 and launches[SEALS][1:] == (looks, 0)
 
 
 def changed(model: Any, cache: Any, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,6 +282,12 @@ def test_other_calls_are_the_models() -> None:
         step, first = graphed_step(model, cache), prefilled(model, cache)
         decoded(step, first, 2)
         assert step.reason == "layer 0 does not step on a CUDA device with records in pinned host memory"
+    no_guess = "there is no guess of the next token"
+    for fields, reason in (({"speculative": False}, no_guess), ({"top_up": "always"}, "steps are topped up")):
+        with a_device(None, SpecCache, **fields) as (model, cache, _):
+            step, first = graphed_step(model, cache), prefilled(model, cache)
+            decoded(step, first, 2)
+            assert step.reason == reason and not step.replays
     with a_device(exact=True) as (model, cache, _):
         step, first = graphed_step(model, cache), prefilled(model, cache)
         decoded(step, first, 2)
@@ -302,21 +319,29 @@ def test_on_a_processor_each_call_is_the_models() -> None:
         graphed_step(llama(), cache)
 
 
-def test_a_step_that_cannot_be_captured_says_so_and_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with a_device() as (model, cache, _):
+@pytest.mark.parametrize("cls", [DiskSwapCache, SpecCache])
+def test_a_step_that_cannot_be_captured_says_so_and_adds_nothing(
+    cls: type[SelectiveCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_device(None, cls) as (model, cache, _):
         first = prefilled(model, cache)
         expected = decoded(eager(model, cache), first, 6)
-    with a_device() as (model, cache, _):
+    with a_device(None, cls) as (model, cache, _):
         first, step = prefilled(model, cache), graphed_step(model, cache)
         for _, place in zip(range(2), itertools.count()):
             step(Fake(first if not place else expected[0][:, place - 1 : place]))
-        forward = type(model.model.norm).forward
+        # other code's hooks on the model would see a guess
+        where, name = (FusedAttention, "attend") if cls is SpecCache else (type(model.model.norm), "forward")
+        own: Any = getattr(where, name)
+        calls = itertools.count(1)
 
-        def waits(self: Any, hidden: torch.Tensor) -> Any:
-            assert float(hidden.abs().max()) > 0
-            return forward(self, hidden)
+        def waits(self: Any, *given: Any) -> Any:
+            result = own(self, *given)
+            if cls is not SpecCache or next(calls) == len(cache.selective):  # after other layers' reads have begun
+                assert float((result[0] if cls is SpecCache else result).abs().max()) > 0
+            return result
 
-        monkeypatch.setattr(type(model.model.norm), "forward", waits)
+        monkeypatch.setattr(where, name, waits)
         with pytest.raises(UnsupportedModelError, match="cannot be captured as a CUDA graph"):
             step(Fake(expected[0][:, 1:2]))
         monkeypatch.undo()

@@ -109,6 +109,51 @@ def test_one_softmax_over_a_copy_and_stored_entries(
 
 
 @EACH_DEVICE
+@pytest.mark.parametrize(("shape", "tokens", "latest"), [("smol", 64, 1), ("odd", 96, 40), ("no guess", 192, 73)])
+@pytest.mark.parametrize("programs", [1, 528], ids=["many groups each", "few each"])
+def test_tokens_that_do_not_exist_do_not_count(
+    device: str, shape: str, tokens: int, latest: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the copy and of the latest ones: what their memory contains does not matter."""
+    kernel = kernels("mixed_attention_triton", device, monkeypatch)
+    monkeypatch.setattr(kernel, "PROGRAMS", programs)
+    query, keys, values, bits, chosen, *parts, _ = given(SHAPES[shape], torch.float32, 2, 320, 9, "none")
+    chosen = torch.where(chosen < tokens, chosen, -1)
+    entries, recent, guesses = parts[:2], parts[2:4], parts[4:]
+    group = SHAPES[shape].group
+    alone = keys[:, :, : tokens // group], values[:, :, :, :tokens]
+    near = [part[:, :, :latest] for part in recent]
+    more = None, None, 0.2, 5.0, True
+    expected = mixed_attention.attend(query, *alone, bits, chosen, *entries, *near, *guesses, *more)
+    keys, values = keys.clone(), values.clone()
+    keys[:, :, tokens // group :], values[:, :, :, tokens:] = 255, 255  # half precision's NaN, too
+    for part in recent:
+        part[:, :, latest:] = torch.nan
+    numbers = torch.tensor(tokens), torch.tensor(latest)
+    arguments = [query, keys, values, bits, chosen, *entries, *recent, *guesses, *more, *numbers]
+    twin = mixed_attention.attend(*arguments)
+    fill_what_is_empty(monkeypatch)
+    found = kernel.attend(*[move(one, device) if isinstance(one, torch.Tensor) else one for one in arguments])
+    queries, held = SHAPES[shape].queries, chosen.masked_fill(chosen < 0, -1)
+    shared = queries, 0, queries, held, 4.0, 2, None
+    for one in (twin, found):
+        output, scores, logarithm = (part.cpu() for part in one)
+        torch.testing.assert_close(output, expected[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logarithm, expected[2], rtol=1e-5, atol=1e-5)
+        assert expected[1] is not None
+        torch.testing.assert_close(scores[..., :tokens], expected[1], rtol=1e-4, atol=1e-4)
+    importance = mixed_attention.share(expected[1], expected[2], *shared)
+    of_twin = mixed_attention.share(twin[1], twin[2], *shared, numbers[0])
+    scores, logarithm = found[1], found[2]
+    of_kernel = kernel.share(
+        scores, logarithm, queries, 0, queries, held.to(device), 4.0, 2, None, numbers[0].to(device)
+    ).cpu()
+    for one in (of_twin, of_kernel):
+        torch.testing.assert_close(one[:, :tokens], importance, rtol=1e-4, atol=1e-5)
+        assert (one[:, tokens:] == -torch.inf).all()
+
+
+@EACH_DEVICE
 @pytest.mark.parametrize(
     ("tokens", "queries", "first", "stop", "held", "sinks", "padded"),
     [

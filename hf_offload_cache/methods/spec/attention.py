@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from ...core.captured import NOT_THERE, SEALS, SHORT, CapturedLayer, GraphStep
 from ...history.records import RecordFormat
-from ...kernels.mixed_attention import attend
+from ...kernels.mixed_attention import MOST_EXCHANGED, attend, attention_bytes
 from ...kernels.on_a_device import has_step, plans_step
+from ...model.attention_call import AttentionCall
+from ...predictors.base import DeviceSizes
 from .chosen_entries import Entries
 from .copy import LowBitCopy, Scores
 
@@ -23,8 +27,9 @@ class FusedAttention:
     def __init__(
         self, copy: LowBitCopy, query: torch.Tensor, scaling: float,
         latest: Sequence[tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor | None, softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
+        s_aux: torch.Tensor | None = None, sizes: DeviceSizes | None = None,
     ) -> None:  # fmt: skip
+        self._sizes = sizes  # in a captured step
         self._copy, self._query, self._latest, self._mask = copy, query, latest, mask
         self._scaling, self._softcap, self._s_aux = scaling, softcap, s_aux
 
@@ -55,13 +60,17 @@ class FusedAttention:
             keys, values = (self._query.new_empty(*shape, dim) for dim in (form.key_dim, form.value_dim))
         (latest_keys, latest_values), *more = self._latest
         guess_keys, guess_values = more[0] if more else (None, None)
+        stored, exist, count = (copy.keys, copy.values), None, None
+        if self._sizes is not None:
+            stored, exist, count = copy.memory, self._sizes.units, self._sizes.recent
         output, scores, logarithm = attend(
-            self._query, copy.keys, copy.values, copy.form.bits, tokens, keys, values, latest_keys, latest_values,
+            self._query, *stored, copy.form.bits, tokens, keys, values, latest_keys, latest_values,
             guess_keys, guess_values, self._mask, self._s_aux, self._scaling, self._softcap, bool(asked),
+            exist, count,
         )  # fmt: skip
         if scores is None:
             return output, []
-        return output, [Scores(scores, logarithm, self._query.shape[2], asked[0], asked[-1] + 1)]
+        return output, [Scores(scores, logarithm, self._query.shape[2], asked[0], asked[-1] + 1, exist)]
 
 
 class MixedAttention:
@@ -172,3 +181,89 @@ class MixedAttention:
             of_copy, stored = low[:, :, :, query].sum(2), high[:, :, :, query].sum(2)
             shares.append(of_copy.scatter_add_(2, places, stored[..., : places.shape[2]])[..., :-1])
         return output, shares
+
+
+# A step in a CUDA graph
+
+class CapturedSpecLayer(CapturedLayer):
+    """A `SpecLayer` in a captured step: it attends to all tokens of the copy with a token and its guess, and exchanges
+    the chosen entries for those that the guess wants. The reads run on their own stream until the end of the step."""
+
+    def why_not(self) -> str | None:
+        layer, chosen = self.layer, self.layer.chosen
+        history, selecting, wanted = layer.history, layer.selecting, layer.config.chosen
+        there = layer.is_filled and layer.has_copy and history.device.type == "cuda" and history.store.in_memory
+        if not there or selecting is None or not selecting.worthwhile:
+            return f"{layer.name} {NOT_THERE}"
+        copy = layer.predictor.copy
+        if not FusedAttention.fits(copy.form.entry, history.device) or wanted > MOST_EXCHANGED:
+            return f"{layer.name} has entries, or so many of them, that its kernels do not take"
+        if layer.shares_keys:
+            return f"several layers attend to the keys of {layer.name}"
+        if copy.tokens < wanted or not layer.can_choose():
+            return SHORT
+        if history.room < 1:
+            return SEALS
+        if wanted and (self.lost or chosen.empty or chosen.wanted is not None or layer.addresses is None):
+            return "entries were chosen on the host, or not yet"
+        return None
+
+    @property
+    def lost(self) -> bool:
+        chosen, wanted = self.layer.chosen, self.layer.config.chosen
+        return bool(wanted) and (chosen is None or chosen.count < wanted)
+
+    @property
+    def units(self) -> int:
+        return int(self.layer.predictor.copy.tokens)
+
+    @property
+    def room(self) -> int:
+        return int(self.layer.predictor.copy.memory[1].shape[3])
+
+    def parts(self) -> list[Any]:
+        layer, chosen = self.layer, self.layer.chosen
+        own = [] if chosen is None else [chosen.tokens, chosen.keys, chosen.values, layer.addresses]
+        fixed = layer.history.rows, layer.config.chosen, layer.scaling
+        return [layer.history.tail.memory, *layer.predictor.copy.memory, *own, *fixed]
+
+    def join(self) -> None:
+        if self.layer.chosen is not None:
+            self.layer.chosen.join()
+
+    def abandon(self) -> None:
+        if self.layer.chosen is not None:
+            self.layer.chosen.abandon()
+
+    def count_later(self, counts: torch.Tensor, told: Callable[[], object]) -> None:
+        counters, pinned, history = self.layer.shared.storage.counters, self.layer.pinned, self.layer.history
+
+        def were_read(entries: int) -> None:
+            counters.units_selected += entries
+            counters.units_ready += entries
+            pinned.count(history, entries)
+            told()
+
+        counters.tell_later(were_read, counts[0])
+        counters.tell_later(counters.count_ready, counts[1])
+
+    def attended(self, call: AttentionCall) -> GraphStep:
+        layer, (rows, heads, queries), count = self.layer, call.query.shape[:3], self.layer.config.chosen
+        copy, chosen, memory = layer.predictor.copy, layer.chosen, layer.history.tail.memory
+        form, tail = copy.form.entry, memory.shape[1] + queries - 1
+        latest = [form.split(memory)]
+        if queries > 1:
+            latest.append(tuple(part[:, :, 1:].to(memory.dtype) for part in (call.key, call.value)))
+        sizes = rows, heads, form.num_key_heads, queries, self.room, count, tail, form.value_dim
+        nbytes, account = attention_bytes(*sizes), layer.shared.storage.account
+        with account.holding("scores", nbytes):
+            query, softcap, sink = call.query, call.softcap, call.s_aux
+            mixed = FusedAttention(copy, query, call.scaling, latest, None, softcap, sink, self.sizes)
+            output, scores = mixed.attend([chosen.entries] if count else [], range(queries) if count else [])
+            counts = torch.zeros(2, rows, dtype=torch.int64, device=query.device)
+            if count:
+                wanted = layer.wanted_of(layer.shares_of(scores), None)
+                read = layer.pinned.exchange(layer.history, chosen, wanted, complete=True)
+                counts[0] = read.sum(1)
+                counts[1] = wanted[0].numel() - counts[0]
+        return GraphStep(output, counts, count, nbytes)

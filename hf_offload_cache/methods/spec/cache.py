@@ -226,6 +226,13 @@ class SpecCache(SelectiveCache):
             return False  # there is nothing to prefetch
         return not self._is_watched()
 
+    def why_no_graph(self) -> str | None:
+        if not self.config.chosen:
+            return super().why_no_graph()
+        if self._guess is None:
+            return "there is no guess of the next token"
+        return "steps are topped up" if self._top_up.on else super().why_no_graph()
+
     def _is_watched(self) -> bool:
         """Whether other code's forward hooks would see the guess as the latest token. Warns once."""
         hook = self._watchers.find()

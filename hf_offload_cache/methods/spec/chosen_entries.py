@@ -114,13 +114,13 @@ class ChosenEntries:
     def entries(self) -> Entries:
         """All resident entries: views, valid until the next change."""
         if self._under_way is not None:
-            self._wait()
+            self.join()
         return Entries(self.tokens, self.keys, self.values, self._resident)
 
     def absent_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """The `tokens` (rows, heads, m), -1: none, that are not resident, padded with -1 to the same shape."""
         if self._under_way is not None:
-            self._wait()
+            self.join()
         return tokens.masked_fill(_among(tokens, self.tokens), -1).sort(2, descending=True).values
 
     def want(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ class ChosenEntries:
         """Make the wanted tokens resident and evict all others. `new` has the absent entries, at their places in
         `absent`."""
         if self._under_way is not None:
-            self._wait()
+            self.join()
         if self.wanted is None:
             return
         self.tokens.masked_fill_(~_among(self.tokens, self.wanted), -1)
@@ -159,7 +159,7 @@ class ChosenEntries:
 
         Returns the numbers of fetched entries: (rows, heads) int64.
         """
-        self._wait()
+        self.join()
         self.wanted = self.absent = self._resident = None
         try:
             fetched, counts = exchange(self.tokens, wanted)
@@ -177,11 +177,15 @@ class ChosenEntries:
         self._resident = wanted.shape[2] if complete else None
         return counts
 
-    def _wait(self) -> None:
+    def join(self) -> None:
         """Let the current stream's later work see the exchanged entries."""
         if self._under_way is not None:
             torch.cuda.current_stream(self._device).wait_event(self._under_way)
             self._under_way = None
+
+    def abandon(self) -> None:
+        """Forget a read that was captured, after the capture failed."""
+        self._under_way = None
 
     def settle(self) -> None:
         """Block until no read of host memory is in flight."""
@@ -297,6 +301,12 @@ class PinnedEntries:
     def _where(self, history: Source) -> torch.Tensor | None:
         """Addresses of all units. None if some are in memory that is not pinned."""
         return self._addresses.of(history) if has_step(history.device) else None
+
+    def latest(self, history: Source) -> torch.Tensor | None:
+        """The addresses, (rows, units or more) int64, if `exchange` finds them as they are and does nothing on the
+        host; else None."""
+        known = self._addresses.known
+        return known if known is not None and self._addresses.is_latest(known, history) else None
 
 
 # Single entries of each key head, from complete records that are read or from parts of records in host memory

@@ -120,6 +120,11 @@ class LowBitCopy:
     def values(self) -> torch.Tensor:
         return self._values[:, :, :, : self.tokens]
 
+    @property
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All memory of keys and values, shaped as in `LowBitForm.layout`, of which the first `tokens` are defined."""
+        return self._keys, self._values
+
     def _need(self, tokens: int) -> None:
         """Make room for `tokens` tokens a row. Raises `BudgetError` and changes nothing then."""
         if tokens > self._values.shape[3]:
@@ -255,11 +260,13 @@ class Scores:
     """Queries a sequence; those that are asked about are `first` to `stop`, the guess last."""
     first: int
     stop: int
+    exist: torch.Tensor | None = None
+    """() int64 on the device: number of the tokens that exist; None: all."""
 
     def importance(self, held: torch.Tensor | None, sinks: int, begin: torch.Tensor | None) -> torch.Tensor:
         """As `kernels.mixed_attention.share`."""
         asked = self.queries, self.first, self.stop
-        return share(self.scores, self.logarithm, *asked, held, LOYALTY, sinks, begin)
+        return share(self.scores, self.logarithm, *asked, held, LOYALTY, sinks, begin, self.exist)
 
 
 class LowBitPredictor(Learner):

@@ -28,8 +28,8 @@ from ...memory.dry_run import DryRun
 from ...model.attention_call import AttentionCall
 from ...report.trace import NOTHING
 from ...stores.base import FreezableStore
-from .attention import FusedAttention, MixedAttention
-from .chosen_entries import ChosenEntries, Entries, EntryReads
+from .attention import CapturedSpecLayer, FusedAttention, MixedAttention
+from .chosen_entries import ChosenEntries, Entries, EntryReads, PinnedEntries
 from .config import SpecConfig
 from .copy import LowBitForm, LowBitPredictor, Scores
 from .plan import (
@@ -106,6 +106,7 @@ class SpecLayer(SelectiveLayer):
     config: SpecConfig
     predictor: LowBitPredictor | None
     needs_slots = False
+    captured_class = CapturedSpecLayer
 
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
         super().__init__(shared, layer_idx, place, **kwargs)
@@ -122,7 +123,7 @@ class SpecLayer(SelectiveLayer):
         self._at_once: int | None = None  # records a row read at a time
         self._leaving: Entries | None = None
         """Entries added to the copy in this step, in full precision, because no step can have selected them yet."""
-        self._shared_keys = False
+        self.shares_keys = False
         """True if several layers attend to one `update`, as the prompt has shown. They share `_leaving`, too."""
         self._attended = False
         """True after this step's first attention. Another layer that shares these keys does not select again."""
@@ -245,6 +246,16 @@ class SpecLayer(SelectiveLayer):
             self._entry_reads = EntryReads(self.shared.storage, self.selecting.areas)
         return self._entry_reads
 
+    @property
+    def pinned(self) -> PinnedEntries:
+        """Reads of entries in pinned host memory."""
+        return self._reads.pinned
+
+    @property
+    def addresses(self) -> torch.Tensor | None:
+        """The addresses (rows, units or more) int64 of all records for a step in a graph; None: they are not known."""
+        return self._reads.pinned.latest(self.history)
+
     def _bring(self, absent: torch.Tensor) -> list[Entries]:
         """Entries of the `absent` tokens, prefetched or read now. Raises as `Fetcher.gather`."""
         return self._reads.bring(self.fetcher, self.history, absent)
@@ -318,12 +329,12 @@ class SpecLayer(SelectiveLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def _attend(self, call: AttentionCall) -> Output:
-        self._shared_keys |= self._attended
+        self.shares_keys |= self._attended
         try:
             return super()._attend(call)
         finally:
             self._attended = True
-            if not self._shared_keys:
+            if not self.shares_keys:
                 self._leaving = None
 
     def attend_sparsely(self, call: AttentionCall, visible: torch.Tensor | None) -> Output:
@@ -371,7 +382,7 @@ class SpecLayer(SelectiveLayer):
             for start in range(0, begin, together):
                 before.append(self._over(call, start, min(start + together, begin)).attend(replaced)[0])
             if wanted is not None:  # last, because entries evicted for the next step must not be needed in this one
-                self._fetch(wanted, at_once=not self._shared_keys, complete=visible is None)
+                self._fetch(wanted, at_once=not self.shares_keys, complete=visible is None)
         return (torch.cat([*before, output], 1) if before else output).to(call.query.dtype)
 
     def _over(self, call: AttentionCall, start: int, stop: int) -> MixedAttention | FusedAttention:
