@@ -179,6 +179,7 @@ class Stream:
         self.wait_event(other.record_event())
 
     def wait_event(self, event: Any) -> None:
+        event.check()
         self.give(event.copy())
 
     def record_event(self, event: Any = None) -> Any:
@@ -204,7 +205,13 @@ class Event:
         event.stream, event.place, event.capture = self.stream, self.place, self.capture
         return event
 
+    def check(self) -> None:
+        """Raise if it was recorded in a capture and this is not in it: it has no place in a stream then."""
+        if self.capture is not None and self.capture is not QUEUES.capture:
+            raise RuntimeError("an event of a capture is waited for outside it")
+
     def run(self) -> None:
+        self.check()
         if self.stream is not None:
             self.stream.run(self.place)
 

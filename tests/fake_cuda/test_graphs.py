@@ -80,6 +80,18 @@ def test_a_replay_runs_what_was_recorded_on_the_same_memory(seed: int | None) ->
         assert values_of(total).tolist() == [18, 18] and counts.launches.total() == 6 and not counts.syncs
 
 
+def test_an_event_of_a_capture_is_not_waited_for_outside_it() -> None:
+    with fake_cuda():
+        one = on_the_device(1, 2)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            one.mul_(2)
+            event = torch.cuda.current_stream().record_event()
+        with pytest.raises(RuntimeError, match="outside"):
+            torch.cuda.current_stream().wait_event(event)
+        with pytest.raises(RuntimeError, match="outside"):
+            event.synchronize()
+
+
 def test_a_replay_needs_the_memory_of_its_capture() -> None:
     with fake_cuda():
         held = [on_the_device(1, 2), on_the_device(3, 4)]
