@@ -102,6 +102,16 @@ class CapturedLayer(CacheLayerMixin):
         fixed = history.rows, layer.budget, self.room, layer.scaling
         return [history.tail.memory, *layer.device_slots.memory, *fixed, *predictor.graph_parts()]
 
+    @property
+    def latest_room(self) -> int:
+        """Entries a row of `latest`."""
+        return int(self.layer.history.tail.memory.shape[1])
+
+    def latest(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """The latest entries, which a captured step attends to besides its choice, as `slots.attend` takes them: as
+        many as there is room for, which of them count, and the number of the first ones that exist."""
+        return self.layer.history.tail.memory, None, self.sizes.recent
+
     def follow(self, numbers: torch.Tensor) -> None:
         """Read sizes from `numbers` (NUMBERS,) int64, on the layer's device, from now on."""
         self._place, self.sizes = numbers[:1], DeviceSizes(numbers[1], numbers[2], self.room)
@@ -136,18 +146,19 @@ class CapturedLayer(CacheLayerMixin):
         estimated."""
         layer, sizes = self.layer, self.sizes
         history, slots = layer.history, layer.device_slots
-        form, memory = history.form, history.tail.memory
-        query = Query(call.query[:, :, 0], call.scaling, None, lambda: form.split(memory)[0], sizes)
+        form, tail = history.form, history.tail.memory
+        query = Query(call.query[:, :, 0], call.scaling, None, lambda: form.split(tail)[0], sizes)
         decision: DeviceDecision = layer.predictor.choose_on_device(query, layer.budget, False)
         choice = decision if isinstance(decision, DeviceChoice) else next(decision)
         where, counts = slots.exchanged(choice.units)
         if not isinstance(decision, DeviceChoice):
             choice = looked(decision, InSlots(slots.data, where))
-        shape = *call.query.shape[:2], history.rows, where.shape[1], slots.count, memory.shape[1]
-        nbytes = slots_bytes(form, *shape)
+        shape = *call.query.shape[:2], history.rows, where.shape[1], slots.count, self.latest_room
+        nbytes = slots_bytes(form, *shape) + history.rows * (self.latest_room - tail.shape[1]) * form.entry_bytes
         with layer.shared.storage.account.holding("scores", nbytes):
-            made_of = query.states, slots.data, where, memory, form, call.scaling
-            output, _ = attend(*made_of, choice.value, choice.weight, choice.keep, count=sizes.recent)
+            latest, seen, count = self.latest()
+            made_of = query.states, slots.data, where, latest, form, call.scaling
+            output, _ = attend(*made_of, choice.value, choice.weight, choice.keep, seen, count)
         attended = where.shape[1] * form.group_size if choice.attended is None else choice.attended
         return GraphStep(output[:, None], counts, attended, nbytes + choice.nbytes)
 

@@ -4,6 +4,9 @@ It is what `ClusterPredictor` computes on a processor, in single precision (Dyna
 
 Shapes: B sequences, H query heads, D channels of a key; R rows, the key heads of all sequences, of h query heads each;
 C clusters a row, each in at most L pages of G entries. Page p of cluster c is unit c L + p.
+
+A step that is captured as a CUDA graph has room for more clusters and latest keys than there are: see `ranking`. The
+tables of clusters that do not exist are zeros, as those of empty ones.
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ def centroids_bytes(rows: int, heads: int, clusters: int, dim: int, value_dim: i
 
 @with_kernel()
 def score(
-    states: torch.Tensor, centroids: torch.Tensor, tables: torch.Tensor, recent: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    states: torch.Tensor, centroids: torch.Tensor, tables: torch.Tensor, recent: torch.Tensor, scaling: float,
+    count: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Scores of centroids, and what the softmax over all keys needs, as if each were its cluster's centroid; the latest
     keys have their own scores.
 
@@ -40,6 +44,8 @@ def score(
             and of the row's first tokens.
         recent: (R, t, D), the latest keys, contiguous in the last dimension.
         scaling: factor of all scores.
+        count: () int64, on the device: number of the first `recent` keys that exist; None: all. There may be anything
+            in the others.
 
     Returns `scores` (R, h, C) float32, `HIDDEN` for what is no number; and of each `BLOCK` clusters, and then of each
     `BLOCK` latest keys, their largest score `tops` (R, h, n) float32, the logarithm of the cluster's number of keys
@@ -51,6 +57,8 @@ def score(
         ((asked @ keys.float().transpose(1, 2)) * scaling).nan_to_num_(HIDDEN, torch.inf, -torch.inf)
         for keys in (centroids, recent)
     )  # fmt: skip
+    if count is not None:
+        near.masked_fill_(torch.arange(recent.shape[1], device=recent.device) >= count, HIDDEN)
     counted = (scores + tables[0].float().log()[:, None]).clamp_(min=HIDDEN)
     parts = [torch.nn.functional.pad(part, (0, -part.shape[2] % BLOCK), value=HIDDEN) for part in (counted, near)]
     padded = torch.cat(parts, 2).unflatten(2, (-1, BLOCK))

@@ -15,7 +15,7 @@ import triton.language as tl
 from .centroids import MOST_CLUSTERS
 from .low_bit_triton import wide
 from .ranking import BLOCK, HIDDEN
-from .ranking_triton import _added, _merged, _times, counters, split
+from .ranking_triton import _added, _exist, _merged, _times, counters, split
 
 _HIDDEN = tl.constexpr(HIDDEN)
 _HEADS = 64
@@ -49,11 +49,12 @@ def _products(  # type: ignore[no-untyped-def]
     return tl.where(total == total, total, _HIDDEN)
 
 
-@triton.jit(do_not_specialize=["heads", "clusters", "latest", "blocks", "each"])
+@triton.jit(do_not_specialize=["heads", "clusters", "latest_room", "blocks", "each"])
 def _score(  # type: ignore[no-untyped-def]
-    states, centroids, tables, recent, scores, tops, sums, scaling, heads, clusters, latest, blocks, each, state_row,
-    state_head, of_row, table_row, recent_row, recent_token, DIM: tl.constexpr, WIDE: tl.constexpr,
+    states, centroids, tables, recent, count, scores, tops, sums, scaling, heads, clusters, latest_room, blocks, each,
+    state_row, state_head, of_row, table_row, recent_row, recent_token, DIM: tl.constexpr, WIDE: tl.constexpr,
     CHANNELS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
     row, part, parts = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
@@ -68,12 +69,12 @@ def _score(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         into = scores + to[:, None] * clusters + cluster[None, :]
         tl.store(into, found, mask=of_head[:, None] & there[None, :])
-        count = tl.load(tables + row * table_row + cluster, mask=there, other=0)
-        logarithm = tl.log(tl.maximum(count, 1).to(tl.float32))
-        found = tl.where((count > 0)[None, :], found + logarithm[None, :], _HIDDEN)
+        keys = tl.load(tables + row * table_row + cluster, mask=there, other=0)
+        logarithm = tl.log(tl.maximum(keys, 1).to(tl.float32))
+        found = tl.where((keys > 0)[None, :], found + logarithm[None, :], _HIDDEN)
     else:
         token = (part - blocks) * BLOCK + tl.arange(0, BLOCK)
-        there = token < latest
+        there = token < _exist(count, latest_room, COUNTED)
         found = _products(
             states, recent + row * recent_row, recent_token, token, there, head, of_head, state_head, scaling, DIM,
             WIDE, CHANNELS, HEADS, BLOCK, EXACT,
@@ -86,8 +87,9 @@ def _score(  # type: ignore[no-untyped-def]
 
 
 def score(
-    states: torch.Tensor, centroids: torch.Tensor, tables: torch.Tensor, recent: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    states: torch.Tensor, centroids: torch.Tensor, tables: torch.Tensor, recent: torch.Tensor, scaling: float,
+    count: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `centroids.score`."""
     (batch, heads, dim), (rows, clusters, _), latest = states.shape, centroids.shape, recent.shape[1]
     options: dict[str, Any] = {"dtype": torch.float32, "device": states.device}
@@ -98,9 +100,10 @@ def score(
     at_once = min(_HEADS, wide(own))
     grid: Any = (tops.shape[2], rows, triton.cdiv(own, at_once))
     _score[grid](
-        states, centroids, tables, recent, scores, tops, sums, scaling, own, clusters, latest, blocks, rows // batch,
-        *states.stride()[:2], centroids.stride(0), tables.stride(1), *recent.stride()[:2], dim, wide(dim),
-        min(wide(dim), 64), at_once, BLOCK, *precisions, num_warps=4,
+        states, centroids, tables, recent, scores if count is None else count, scores, tops, sums, scaling, own,
+        clusters, latest, blocks, rows // batch, *states.stride()[:2], centroids.stride(0), tables.stride(1),
+        *recent.stride()[:2], dim, wide(dim),
+        min(wide(dim), 64), at_once, BLOCK, *precisions, count is not None, num_warps=4,
     )  # fmt: skip
     return scores, tops, sums
 

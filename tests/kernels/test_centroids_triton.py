@@ -97,6 +97,33 @@ def test_scores_and_their_softmax(
 
 
 @EACH_DEVICE
+@pytest.mark.parametrize("count", [0, 1, 65])
+def test_keys_and_clusters_that_do_not_exist_do_not_count(
+    device: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the latest keys there may be anything; the tables of clusters are zeros."""
+    shape = SHAPES["smol"]
+    given, kernel = Inputs(shape), kernels("centroids_triton", device, monkeypatch)
+    states = given.normal(shape.batch, shape.each * shape.heads, shape.key)
+    recent, more = given.normal(shape.rows, 70, shape.key), 5
+    pad = torch.nn.functional.pad
+    wider = [pad(given.centroids, (0, 0, 0, more)), pad(given.tables, (0, more))]
+    alone = centroids.score(states, given.centroids, given.tables, recent[:, :count], 0.3)
+    recent[:, count:] = torch.nan
+    number = torch.tensor(count)
+    twin = centroids.score(states, *wider, recent, 0.3, number)
+    fill_what_is_empty(monkeypatch)
+    found = kernel.score(*on(device, states, *wider, recent, 0.3, number))
+    for one, other in zip(found, twin, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)
+    limits = 60, 20, 20, shape.largest, shape.group
+    fewer, chosen = centroids.choose(*alone, given.tables, *limits), centroids.choose(*twin, wider[1], *limits)
+    assert torch.equal(chosen[0], fewer[0]) and torch.equal(chosen[1], fewer[1])
+    assert torch.equal(chosen[2][:, :-more], fewer[2]) and not chosen[2][:, -more:].any()
+    torch.testing.assert_close(chosen[3][:, :-more], fewer[3])
+
+
+@EACH_DEVICE
 @EACH_SHAPE
 @pytest.mark.parametrize("what", ["query", "centroid", "recent key"])
 def test_what_is_not_a_number_counts_for_nothing(

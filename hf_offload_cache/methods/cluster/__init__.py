@@ -30,7 +30,7 @@ Where to find the paper:
 
 Differences from algorithm 1:
 
-* Tokens join in batches (the field join_every), and layers settle in turns.
+* Tokens join in batches (the field join_every), and over the host layers settle in turns.
 * Every new entry is buffered first, because a page on disk is only rewritten after it was read.
 * The flag is computed from the variance, which a joining key updates at once: `Partition.to_split`.
 * The threshold tau of a head is not an input. It is 1.25 times (split_threshold) the mean variance of the head's

@@ -34,7 +34,7 @@ from ...stores.base import FreezableStore
 from .config import USUAL_SIZE, ClusterConfig
 from .entries import fullest
 from .history import ClusterHistory
-from .on_device import DeviceClusters
+from .on_device import CapturedClusterLayer
 from .plan import fit_cluster
 from .predictor import ClusterPredictor
 
@@ -97,6 +97,7 @@ class ClusterLayer(SelectiveLayer):
     """A layer whose history is clustered, separately for each KV head."""
 
     history_class: ClassVar[type[ClusterHistory]] = ClusterHistory
+    captured_class = CapturedClusterLayer
     config: ClusterConfig
     history: ClusterHistory
     predictor: ClusterPredictor | None
@@ -105,6 +106,8 @@ class ClusterLayer(SelectiveLayer):
         super().__init__(shared, layer_idx, place, **kwargs)
         self.following: ClusterLayer | None = None
         """The next layer, whose centroids are used after this layer's attention; set by the cache."""
+        self.turn = layer_idx
+        """Layers take turns to settle over the host: this one so many tokens before the first one."""
 
     @property
     def num_stores(self) -> int:  # type: ignore[override]
@@ -217,19 +220,28 @@ class ClusterLayer(SelectiveLayer):
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
     ) -> Output:
         output = super().combine(call, choice, fetched, visible)
-        batch, turn = self.history.together, self.length + self.layer_idx  # layers take turns
+        batch = self.history.together
+        turn = self.history.tail.length - self.config.num_recent - 1 + self.turn  # 0: tokens have joined in the step before
         if turn // batch > (turn - call.query.shape[2]) // batch:
             self.settle(choice, fetched)
         return output
 
     def attended_on_device(self, choice: DeviceChoice) -> None:
-        """As `combine` does, settle clusters each time that tokens leave the tail. The next step does so at its
-        beginning, when the device's choice has arrived: nothing waits for it."""
-        history, turn = self.history, self.length + self.layer_idx
-        if turn // history.together == (turn - 1) // history.together or not history.clustered.buffer.counts.any():
+        """As `combine` does, settle clusters once in as many tokens as leave the tail together: all layers in the step
+        after that, so that others change nothing. The next step does so at its beginning, when the device's choice has
+        arrived: nothing waits for it."""
+        history = self.history
+        if not self.settles():
             return
+        history, clustered = self.history, self.history.clustered
         assert self.predictor is not None
         self.predictor.on_device.settle(self.predictor.kept if history.records > self.budget else None)
+
+    def settles(self, more: int = 0) -> bool:
+        """Whether a step on a device settles clusters, with so many `more` tokens than now."""
+        history = self.history
+        due = (history.tail.length + more - self.config.num_recent - 1) % history.together == 0
+        return due and bool(history.clustered.buffer.counts.any())
 
     def settle(self, choice: Choice, fetched: Fetched) -> None:
         """Algorithm 1 after attention: settle the clusters that the step retrieved, and, over the buffer budget, the

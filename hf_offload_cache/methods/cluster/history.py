@@ -260,6 +260,16 @@ class ClusterHistory:
         return Sealed(self.units, sealed, parts, lambda: iter([self.whole(sealed)]))
 
     @property
+    def room(self) -> int:
+        """Tokens that may be added one by one before some leave the tail."""
+        return self._num_recent + self.together - 1 - self.tail.length
+
+    def advance(self) -> None:
+        """Count a token whose entries a captured step has put behind the tail's. There is `room` for it."""
+        self.tail.length += 1
+        self.length += 1
+
+    @property
     def held_back(self) -> bool:
         """True if new clusters wait for `place`."""
         return self._before is not None

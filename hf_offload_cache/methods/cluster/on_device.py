@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
+from ...core.captured import CapturedLayer
 from ...kernels import kmeans
-from ...kernels.on_a_device import Arriving, to_device
-from ...memory.account import MemoryAccount, beside
+from ...kernels.centroids import MOST_CLUSTERS
+from ...kernels.on_a_device import Arriving, fill, to_device
+from ...memory.account import MemoryAccount, beside, lasting_empty
 from ...memory.dry_run import DryRun
 from .arrivals import Arrivals
 from .entries import ClusteredEntries, Settling, fullest
@@ -22,8 +25,9 @@ MOST_JOINING = 128
 class DeviceClusters:
     """Copies of a layer's centroids and counts on its device. The account books them as "centroids".
 
-    They are renewed when clusters have changed, which waits for nothing. Keys that `join` change them at once, before
-    the host knows which clusters they have joined. For the thread that runs the model.
+    They are renewed when clusters have changed, which waits for nothing. They have room for more clusters, whose tables
+    are zeros. Keys that `join` change them at once, before the host knows which clusters they have joined. For the
+    thread that runs the model.
     """
 
     def __init__(self, clustered: ClusteredEntries, num_sinks: int, account: MemoryAccount) -> None:
@@ -39,7 +43,7 @@ class DeviceClusters:
         """Take the memory for at most `clusters` clusters a row of `largest` pages, in a dry run; that of the slots'
         tables, too."""
         room = _room(clusters)
-        run.keeps(_OWNER, rows * (2 * room * dim + 4 * 3 * clusters))
+        run.keeps(_OWNER, rows * room * (2 * dim + 4 * 3))
         run.keeps("tables", (8 + 4) * rows * _room(clusters * largest))
 
     @property
@@ -47,10 +51,22 @@ class DeviceClusters:
         """Centroids (rows, clusters, D) float16 and tables (3, rows, clusters) int32, which work of the current stream
         may read: see `kernels.centroids.score`. Valid until clusters change. Raises `BudgetError`; they are renewed
         when they are needed again then."""
-        if self._number != self._clustered.changes.number or self._centroids is None or self._tables is None:
+        if not self.is_latest or self._tables is None:
             self._renew()
+        centroids, tables = self.memory
+        count = self._clustered.partition.clusters
+        return centroids[:, :count], tables[:, :, :count]
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether `latest` renews nothing."""
+        return self._number == self._clustered.changes.number and self._centroids is not None
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `latest`, with the room for further clusters, after a call of that: valid while the tensors stay."""
         assert self._centroids is not None and self._tables is not None
-        return self._centroids[:, : self._tables.shape[2]], self._tables
+        return self._centroids, self._tables
 
     @staticmethod
     def joining_bytes(rows: int, keys: int, dim: int) -> int:
@@ -64,8 +80,7 @@ class DeviceClusters:
         False, with nothing changed: the copies are not those of the latest clusters, some row has no open cluster, or
         more than `MOST_JOINING` tokens come. Raises `BudgetError`, with nothing changed."""
         clustered, partition = self._clustered, self._clustered.partition
-        known = self._number == clustered.changes.number and self._tables is not None
-        if not known or coming.count > MOST_JOINING or not ((partition.counts > 0) & ~partition.closed).any(1).all():
+        if not self.is_latest or coming.count > MOST_JOINING or not ((partition.counts > 0) & ~partition.closed).any(1).all():
             return False
         keys = coming.points_of(np.arange(coming.rows), 0, coming.count)
         arriving, first = Arriving(self._joined(keys), keys), clustered.buffer_all(coming)
@@ -83,7 +98,7 @@ class DeviceClusters:
         centroids, tables, partition, count = self._centroids, self._tables, self._clustered.partition, keys.shape[1]
         assert centroids is not None and tables is not None
         with self._account.holding("packing", self.joining_bytes(len(keys), count, keys.shape[2])):
-            closed, means = tables[0] == 0, centroids[:, : tables.shape[2]]
+            closed, means = tables[0, :, : partition.clusters] == 0, centroids[:, : partition.clusters]
             if partition.closed.any():
                 closed |= to_device(np.ascontiguousarray(partition.closed), keys.device)
             at = kmeans.assign(keys, means, closed).long()
@@ -108,20 +123,20 @@ class DeviceClusters:
             self._free()
             self._centroids = self._empty(rows, _room(count), dim, dtype=torch.float16, device=device).zero_()
             changed = None
-        if self._tables is None or self._tables.shape[1:] != (rows, count):
-            if self._tables is not None:
-                self._account.free(_OWNER, self._tables)
-                self._tables = None
-            self._tables = self._empty(3, rows, count, dtype=torch.int32, device=device)
-        assert self._centroids is not None
+        known = self._centroids
+        assert known is not None
+        room = known.shape[1]
+        if self._tables is None:
+            self._tables = self._empty(3, rows, room, dtype=torch.int32, device=device)
         if changed is None:
-            self._centroids[:, :count] = to_device(np.ascontiguousarray(centroids), device)
+            known[:, :count] = to_device(np.ascontiguousarray(centroids), device)
         else:
             row, cluster = to_device(np.stack(changed).astype(np.int64), device)
-            self._centroids[row, cluster] = to_device(centroids[changed], device)
+            known[row, cluster] = to_device(centroids[changed], device)
         sinks = np.zeros((rows, count), dtype=np.int32)
         np.add.at(sinks, (np.arange(rows)[:, None], clustered.labels[:, : self._num_sinks]), 1)
-        tables = np.stack([partition.counts, clustered.stored, sinks])
+        tables = np.zeros((3, rows, room), dtype=np.int32)
+        tables[:, :, :count] = partition.counts, clustered.stored, sinks
         self._tables.copy_(to_device(tables, device))
         self._number = clustered.changes.number
 
@@ -200,3 +215,57 @@ class DeviceClusters:
 def _room(count: int) -> int:
     """Room that is made for so many."""
     return count + max(64, count // 8)
+
+
+class CapturedClusterLayer(CapturedLayer):
+    """A `ClusterLayer` in a captured step. Steps that change clusters, and those after them, run the model."""
+
+    _seen: torch.Tensor | None = None  # which entries of the buffer and the tail count
+    _seen_at = -1  # as of this change of clusters
+
+    def why_not(self) -> str | None:
+        layer = self.layer
+        if not layer.on_device or not layer.is_filled:
+            return super().why_not()
+        history, predictor = layer.history, layer.predictor
+        if layer.settles(1):
+            return "the step settles clusters"
+        if history.clustered.late or not predictor.on_device.is_latest:
+            return "clusters have changed"
+        if (why := super().why_not()) is not None:
+            return why
+        config, group = layer.config, history.form.group_size
+        if layer.device_slots.count < layer.most_records(config, group, layer.budget):
+            return "slots do not hold the most pages of a choice"
+        return None if predictor.room <= MOST_CLUSTERS else "the context is too long for a kernel"
+
+    @property
+    def latest_room(self) -> int:
+        return super().latest_room + int(self.layer.history.clustered.buffer.places.shape[1])
+
+    def latest(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """As `CapturedLayer.latest`: the buffered entries, and then the tail's. A copy."""
+        history = self.layer.history
+        buffered = history.clustered.buffer.entries
+        entries = torch.cat([buffered, history.tail.memory], 1)
+        return entries, self._mask(), self.sizes.recent + buffered.shape[1]
+
+    def parts(self) -> list[Any]:
+        return [*super().parts(), self._mask(), self.layer.history.clustered.buffer.entries]
+
+    def join(self) -> None:
+        """Tell the device which buffered entries there are."""
+        clustered = self.layer.history.clustered
+        if self._seen_at != clustered.changes.number:
+            seen = np.ones((self.layer.history.rows, self.latest_room), dtype=bool)
+            seen[:, : clustered.buffer.places.shape[1]] = clustered.buffer.places >= 0
+            fill(self._mask(), seen)
+            self._seen_at = clustered.changes.number
+
+    def _mask(self) -> torch.Tensor:
+        """(rows, `latest_room`) bool, on the device."""
+        shape = self.layer.history.rows, self.latest_room
+        if self._seen is None or self._seen.shape != shape:
+            device = self.layer.history.device
+            self._seen, self._seen_at = lasting_empty(*shape, dtype=torch.bool, device=device), -1
+        return self._seen

@@ -121,6 +121,16 @@ class ClusterPredictor(Predictor):
         """Whether centroids are in memory, and not too many for `choose_on_device`."""
         return not self._clusters.mapped and self.clustered.partition.clusters <= MOST_CLUSTERS
 
+    @property
+    def room(self) -> int:
+        """Clusters a row that there is room for, after a step on the device."""
+        return self.on_device.memory[0].shape[1]
+
+    def graph_parts(self) -> list[Any]:
+        """The tensors that `choose_on_device` uses in a captured step, which is valid while they stay."""
+        device = self.clustered.buffer.entries.device
+        return [*self.on_device.memory, *([] if self.maps is None else self.maps.on(device))]
+
     def device_bytes(self, context: int, heads: int, wanted: int, recent: int) -> dict[str, int] | None:
         """Upper bounds by owner on the device memory of `choose_on_device`, of `wanted` pages of `context` tokens a
         row, for `heads` query heads a row and so many `recent` entries. None: it cannot choose there."""
@@ -134,25 +144,32 @@ class ClusterPredictor(Predictor):
     def choose_on_device(self, query: Query, budget: int, looks: bool) -> DeviceChoice:
         """As `select`, on the history's device; units are the numbers of pages. `looks`: with the lost mass."""
         clustered, form, maps, (batch, heads, _) = self.clustered, self.clustered.form, self.maps, query.states.shape
-        centroids, tables = self.on_device.latest
+        captured = query.sizes
+        centroids, tables = self.on_device.latest if captured is None else self.on_device.memory
         rows, count, dim = centroids.shape
         if maps is not None and maps.ratio.shape[1] != batch * heads // rows:
             maps = None
         most = self.most_pages(budget, self.config.num_sinks, self._clusters, form.group_size)
-        listed, recent, value, weight, lost = min(most, clustered.most_pages), query.recent()[:, 0], None, None, None
+        recent, value, weight, lost, there = query.recent()[:, 0], None, None, None, None
+        listed = min(most, clustered.most_pages)
+        if captured is not None:  # as many as there may be
+            listed, there = most, captured.recent
         sizes = count, dim, form.value_dim, recent.shape[1], listed * form.group_size
-        with self._account.holding("scores", centroids_bytes(rows, batch * heads // rows, *sizes)):
-            scored = score(query.states, centroids, tables, recent, query.scaling)
+        nbytes = centroids_bytes(rows, batch * heads // rows, *sizes)
+        with self._account.holding("scores", nbytes):
+            scored = score(query.states, centroids, tables, recent, query.scaling, there)
             limits = budget * form.group_size, most, listed, clustered.pages.largest, form.group_size
-            units, keep, self.kept, shares = choose(*scored, tables, *limits)
+            units, keep, kept, shares = choose(*scored, tables, *limits)
             if maps is not None:
-                value, weight = rest(scored[0], centroids, tables, self.kept, *maps.on(centroids.device), batch)
+                value, weight = rest(scored[0], centroids, tables, kept, *maps.on(centroids.device), batch)
+        if captured is None:
+            self.kept = kept
         if looks:
-            left = tables[1] - self.kept
+            left = tables[1] - kept
             if maps is not None:
-                left = left * (self.kept > 0)
+                left = left * (kept > 0)
             lost = ((shares * left).sum().nan_to_num() * (1e6 / (batch * heads))).long()
-        return DeviceChoice(units, keep, budget * form.group_size, value, weight, lost)
+        return DeviceChoice(units, keep, budget * form.group_size, value, weight, lost, nbytes)
 
     def estimate(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
         """As `Predictor.estimate`."""
