@@ -30,12 +30,12 @@ class GraphedStep:
     prompt's, a step that seals a group, or any on a CPU, calls the model. The first replay follows such a call and one
     that prepares the graph. If tensors outgrow their room, the graph is captured again.
 
-    All four caches have such steps, on a CUDA device with records in pinned host memory. `reason` names what the others
+    All four caches have such steps, on a CUDA device with records in pinned host memory. `reason` names what others
     lack: "layer 0 does not step on a CUDA device with records in pinned host memory" (also without kernels, with
     abstracts or centroids on disk, or with `compress`), "the step seals a group of tokens", "the context is so short
-    that a step attends to all of it", "slots are made", "there is no guess of the next token" and "steps are topped up"
-    (`SpecCache`), "the step settles clusters" and "clusters have changed" (`ClusterCache`), "sequences are padded", "the
-    budget has no room for a graph", and others.
+    that a step attends to all of it", "slots are made", "there is no guess of the next token" and "steps are topped
+    up" (`SpecCache`), "the step settles clusters" and "clusters have changed" (`ClusterCache`), "sequences are padded",
+    "the budget has no room for a graph", and others.
 
     A graph computes with the model as it was captured. If the model gets other modules, parameters, adapters or hooks,
     the graph is captured again; in training the model is called. Assignments to `parameter.data` are not noticed: call

@@ -256,6 +256,20 @@ def test_memory_of_a_graph_is_booked_and_freed() -> None:
     assert account.current == 0
 
 
+@pytest.mark.parametrize("cls", FIELDS)
+def test_graphs_of_each_cache_keep_to_a_budget(cls: type[SelectiveCache]) -> None:
+    with a_device(None, cls, memory="16MiB", max_context=TOKENS + 64, reuse_capacity=0) as (model, cache, _):
+        first, step, account = prefilled(model, cache), graphed_step(model, cache), cache.storage.account
+        decoded(step, first, 1)
+        account.reset_peaks()
+        decoded(step, first, 9)
+        assert step.replays and account.by_owner["graphs"] > model.config.vocab_size * 4
+        assert account.peak <= account.limit
+        step.close()
+        assert not account.by_owner["graphs"]
+    assert account.current == 0
+
+
 @pytest.mark.parametrize(("spare", "fits"), [(40, True), (12, False)])
 def test_within_a_budget_a_graph_takes_the_memory_of_lent_slots_or_there_is_none(spare: int, fits: bool) -> None:
     """`spare`: KiB beyond what a step needs."""
