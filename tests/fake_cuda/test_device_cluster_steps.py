@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "dropped": {},
     "estimated": {"remainder": True},
     "8 bits": {"entry_bits": 8, "cluster_size": 30},
-    "joined and settled in one step": {"num_recent": 16},
+    "joined and settled in one step": {"group_size": 1, "join_every": 1},
     "no slots, no sinks": {"reuse_capacity": 0, "num_sinks": 0, "append_buffer": 30},
 }
 
@@ -87,8 +87,8 @@ def decoded(model: Any, cache: Any, ids: torch.Tensor, put: Any, tokens: int = T
 
 @pytest.mark.parametrize(("way", "rows", "seed"), [(way, 1 + index % 2, index) for index, way in enumerate(WAYS)])
 def test_steps_on_a_device_compute_what_those_on_the_host_do(way: str, rows: int, seed: int) -> None:
-    """Also while clusters grow and are split. The host waits for nothing, but for the keys of clusters to split in a
-    layer that has just got their latest tokens. Nothing is copied to or from memory that is not pinned."""
+    """Also while clusters grow and are split. The host waits for nothing, but for the keys of clusters to split that have
+    just got their latest tokens. Nothing is copied to or from memory that is not pinned."""
     fields, plain = WAYS[way], llama()
     tokens = 1060 if "remainder" in fields else TOKENS
     ids = prompt(plain, rows, tokens + STEPS)
@@ -98,13 +98,13 @@ def test_steps_on_a_device_compute_what_those_on_the_host_do(way: str, rows: int
         labels = [(own.labels.copy(), own.stored.copy()) for own in clusters]
     with a_device(seed, **fields) as (model, cache, counts):
         fed(model, cache, ids[:, :tokens], Fake, logits_to_keep=1)
-        together, steps, waits = cache.selective[0].history.together, [], []
+        steps, waits = [], []
         for part in ids[:, tokens:].split(1, 1):
             steps.append(fed(model, cache, part, Fake))
             waits.append(counts.syncs.total())
             assert not counts.blocking or len(steps) == 1
             counts.clear()
-        assert sum(waits[1:]) == 0
+        assert max(waits[1:]) <= (LAYERS if "one step" in way else 0)
         assert all(slots is not None for slots in of_slots(cache))
         for layer, (of_tokens, stored) in zip(cache.selective, labels, strict=True):
             layer.history.place()  # what the last step has left for the next one
@@ -174,7 +174,7 @@ LATE = {
 @pytest.mark.parametrize(("change", "seed"), [(change, index) for index, change in enumerate(LATE)])
 def test_what_the_host_does_not_know_yet_is_known_before_it_is_needed(change: str, seed: int) -> None:
     """After a step in which tokens have joined clusters, and of one in which some are to settle."""
-    ids, found, own = prompt(llama(), 2, TOKENS + 24), [], WAYS["joined and settled in one step"]
+    ids, found, own = prompt(llama(), 2, TOKENS + 24), [], {"num_recent": 16}
     for there in (False, True):
         put = Fake if there else host
         plain = None if there else llama()
@@ -189,7 +189,7 @@ def test_what_the_host_does_not_know_yet_is_known_before_it_is_needed(change: st
                 width = 3 if change == "candidates" else 1
                 steps.append(fed(model, cache, ids[:, at : at + width], put))
                 at += width
-            assert late > LAYERS if there else not late
+            assert late >= LAYERS if there else not late
             for layer in cache.selective:
                 layer.history.place()
                 assert not layer.history.clustered.late

@@ -313,12 +313,12 @@ def test_what_cannot_join_on_a_device_changes_nothing(
 
 def test_copies_that_a_budget_refuses_are_freed_once(device: Any, tmp_path: Any) -> None:
     storage, history = made("memory", tmp_path)
-    keys, values = (Fake(part) for part in some_keys_and_values(3, 600))
+    keys, values = (Fake(part) for part in some_keys_and_values(3, 2400))
     try:
         history.append(keys[:, :, :300], values[:, :, :300])
         copies, account = DeviceClusters(history.clustered, 2, storage.account), storage.account
         few = copies.latest[1].shape[2]
-        history.append(keys[:, :, 300:340], values[:, :, 300:340])
+        history.append(keys[:, :, 300:], values[:, :, 300:])
         account.limit = account.current - account.host_bytes - 1
         for _ in range(2):
             with pytest.raises(BudgetError):

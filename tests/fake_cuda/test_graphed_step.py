@@ -123,7 +123,7 @@ def test_tokens_are_those_of_eager_steps(way: Any, rows: int, seed: int) -> None
         assert (ours is None) == (theirs is None) and (ours is None or ours == pytest.approx(theirs, rel=0.3))
 
 
-REPLAYS = {DiskSwapCache: 10, AbstractTreeCache: 12, SpecCache: 13, ClusterCache: 12}
+REPLAYS = {DiskSwapCache: 10, AbstractTreeCache: 12, SpecCache: 13, ClusterCache: 10}
 
 
 @pytest.mark.parametrize(("cls", "replays"), REPLAYS.items())

@@ -34,7 +34,7 @@ from ...stores.base import FreezableStore
 from .config import USUAL_SIZE, ClusterConfig
 from .entries import fullest
 from .history import ClusterHistory
-from .on_device import CapturedClusterLayer
+from .on_device import CapturedClusterLayer, DeviceClusters
 from .plan import fit_cluster
 from .predictor import ClusterPredictor
 
@@ -164,8 +164,8 @@ class ClusterLayer(SelectiveLayer):
             clustered = self.history.clustered
             pages = max(clustered.pages.largest, clustered.most_settled)
             run.stages("stream buffers", decode=pages * kind.form.record_bytes)
-            at_once = 2 + kind.layers // self.history.together  # layers whose clusters settle before the next step
-            run.passes(beside("stream buffers"), decode=at_once * DeviceClusters.most_sent(clustered), together=True)
+            most = kind.layers * DeviceClusters.most_sent(clustered)  # all layers settle in the same step
+            run.passes(beside("stream buffers"), decode=most, together=True)
 
     def make_predictor(self) -> ClusterPredictor:
         return ClusterPredictor(self.history.clustered, self.config, self.shared.storage.account)
@@ -220,8 +220,8 @@ class ClusterLayer(SelectiveLayer):
         self, call: AttentionCall, choice: Choice, fetched: Fetched, visible: torch.Tensor | None
     ) -> Output:
         output = super().combine(call, choice, fetched, visible)
-        batch = self.history.together
-        turn = self.history.tail.length - self.config.num_recent - 1 + self.turn  # 0: tokens have joined in the step before
+        history, batch = self.history, self.history.together
+        turn = history.tail.length - self.config.num_recent - 1 + self.turn  # 0: after tokens have joined
         if turn // batch > (turn - call.query.shape[2]) // batch:
             self.settle(choice, fetched)
         return output
@@ -233,7 +233,6 @@ class ClusterLayer(SelectiveLayer):
         history = self.history
         if not self.settles():
             return
-        history, clustered = self.history, self.history.clustered
         assert self.predictor is not None
         self.predictor.on_device.settle(self.predictor.kept if history.records > self.budget else None)
 

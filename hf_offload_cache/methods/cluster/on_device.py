@@ -80,7 +80,8 @@ class DeviceClusters:
         False, with nothing changed: the copies are not those of the latest clusters, some row has no open cluster, or
         more than `MOST_JOINING` tokens come. Raises `BudgetError`, with nothing changed."""
         clustered, partition = self._clustered, self._clustered.partition
-        if not self.is_latest or coming.count > MOST_JOINING or not ((partition.counts > 0) & ~partition.closed).any(1).all():
+        are_open = ((partition.counts > 0) & ~partition.closed).any(1).all()
+        if not self.is_latest or coming.count > MOST_JOINING or not are_open:
             return False
         keys = coming.points_of(np.arange(coming.rows), 0, coming.count)
         arriving, first = Arriving(self._joined(keys), keys), clustered.buffer_all(coming)
