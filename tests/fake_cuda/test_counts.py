@@ -46,7 +46,7 @@ MOST = {"prefill": (300, 4, 0), "step": (8, 0, 0)}
 """The most launches, waits and blocking copies of a layer, beyond those with `DynamicCache`. A call as a whole may wait
 once more, for a look at a mask that all layers share. In the counted steps of `ClusterCache` no tokens join clusters:
 see `JOINING`."""
-JOINING = 130
+JOINING = 200
 """The most launches of a layer beyond a usual step's, where tokens join clusters or clusters settle. They settle in
 parts: of eight rows of Llama's in three."""
 
@@ -199,9 +199,8 @@ def test_a_layer_costs_no_more_than_it_may(name: str, case: str, phase: str, wha
 
 
 @pytest.mark.parametrize("case", [ONE, EIGHT, LLAMA])
-def test_steps_in_which_tokens_join_clusters_wait_at_most_once(case: str) -> None:
-    """So do those in which the host learns of it, and clusters settle and are split: once for the layer whose tokens
-    have joined in the step before."""
+def test_steps_in_which_tokens_join_clusters_wait_for_nothing(case: str) -> None:
+    """Nor do those in which the host learns of it, and clusters settle and are split."""
     tokens, piece = CASES[case][4:]
     usual, joining, settling, split, waits = 0, list[int](), list[int](), 0, list[int]()
     with a_run("cluster", case, steps=MOST_JOINING) as (cache, ids, counts, fed):
@@ -223,7 +222,7 @@ def test_steps_in_which_tokens_join_clusters_wait_at_most_once(case: str) -> Non
             elif sum(own.buffer.counts.sum() for own in layers) < before[1]:
                 settling.append(launches)
         assert joining and len(settling) >= LAYERS and split
-        assert max(waits) <= 1 and sum(waits) <= len(joining), waits
+        assert not any(waits), waits
         assert max(joining + settling) - usual <= LAYERS * JOINING, (joining, settling, usual)
 
 

@@ -87,8 +87,8 @@ def decoded(model: Any, cache: Any, ids: torch.Tensor, put: Any, tokens: int = T
 
 @pytest.mark.parametrize(("way", "rows", "seed"), [(way, 1 + index % 2, index) for index, way in enumerate(WAYS)])
 def test_steps_on_a_device_compute_what_those_on_the_host_do(way: str, rows: int, seed: int) -> None:
-    """Also while clusters grow and are split. The host waits for nothing, but for the keys of clusters to split that have
-    just got their latest tokens. Nothing is copied to or from memory that is not pinned."""
+    """Also while clusters grow and are split. The host waits for nothing, unless tokens join in each step: then for the
+    keys of clusters to split. Nothing is copied to or from memory that is not pinned."""
     fields, plain = WAYS[way], llama()
     tokens = 1060 if "remainder" in fields else TOKENS
     ids = prompt(plain, rows, tokens + STEPS)
