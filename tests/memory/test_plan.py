@@ -160,8 +160,10 @@ def test_a_plan_has_two_sides_on_a_gpu(name: str, engine: str, monkeypatch: pyte
         (cpu.prefill, cpu.host_prefill, cuda.prefill, cuda.host_prefill),
         (cpu.decode, cpu.host_decode, cuda.decode, cuda.host_decode),
     ):
-        for owner in ("staging", "stream buffers"):
-            assert there.get(owner) == host_there.pop(f"{owner}, host", None) == own.get(owner)
+        assert there.get("staging") == host_there.pop("staging, host", None) == own.get("staging")
+        streamed, read = there.get("stream buffers", 0), own.get("stream buffers", 0)
+        assert host_there.pop("stream buffers, host", 0) == read
+        assert read <= streamed <= read * (1 + 12 / 256), "a kernel that reads records has 12 bytes for each"
         assert not there.keys() & host_there.keys() and {*own, *host} <= {*there, *host_there}
         assert host_there.keys() <= host_side("cuda", False) and {"tables", "token ids"} <= host_there.keys()
         assert not there.keys() & host_side("cuda", False)
