@@ -412,8 +412,13 @@ class _Way:
         self.done._note_plain()
 
     def warn_plain(self, model: Any, why: str) -> None:
-        """Warn once per model and reason that a model keeps its own cache."""
+        """Warn once per model and reason that a model keeps its own cache, and so makes no use of a library."""
         known = self.warned.setdefault(model, set())
-        if why not in known:
-            known.add(why)
-            warnings.warn(f"{type(model).__name__} keeps its own cache: {why}", stacklevel=4)
+        if why in known:
+            return
+        known.add(why)
+        text = f"{type(model).__name__} keeps its own cache: {why}"
+        if self.done.reuse is not None:
+            text += "; such requests use no context of the library, and leave none"
+            self.done.reuse.trouble += [text] if text not in self.done.reuse.trouble else []
+        warnings.warn(text, stacklevel=4)

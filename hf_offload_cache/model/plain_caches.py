@@ -51,7 +51,10 @@ def may_crop(model: Any) -> bool:
 
 OWN_LOOP = "its generate runs a loop of its own, which makes its own cache"
 FORWARD = "it was called with use_cache=True and no past_key_values: pass a cache of this library to offload that"
-CONTINUOUS = "continuous batching (generate_batch) has pages of its own: call generate to offload"
+CONTINUOUS = (
+    "continuous batching has pages of its own: to offload, call generate instead of generate_batch, or leave "
+    "--continuous-batching out of transformers serve"
+)
 
 
 @contextmanager

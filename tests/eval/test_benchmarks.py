@@ -20,7 +20,9 @@ from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.config import parse_size
 
 TINY = synthetic.Shape(layers=2, heads=3, kv_heads=1, head_dim=64, hidden=48, intermediate=64, vocabulary=128)
-COMMANDS = ("bench", "bench_contexts", "bench_decode", "bench_gpu", "bench_text", "calls", "memory", "phases")
+COMMANDS = (
+    "bench", "bench_contexts", "bench_decode", "bench_gpu", "bench_text", "calls", "chat_server", "memory", "phases",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -7,6 +7,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +141,17 @@ def test_a_generation_without_us_is_told_counted_and_refused_by_strict(how: str)
         with context as done, pytest.raises((UnsupportedModelError, CacheUnusedError), match="leave strict out"):
             PLAIN[how](model, ids)
         assert done.requests == 0
+
+
+def test_a_library_is_told_that_pages_do_not_use_it(tmp_path: Path) -> None:
+    model, ids = fresh("llama"), prompt(tiny("llama"), 1, 20)
+    for context in both(model, library=tmp_path):
+        with context as done, pytest.warns(UserWarning, match="keeps its own cache: continuous batching has pages"):
+            _batched(model, ids)
+            _batched(model, ids)
+        (why,) = done.reuse.trouble
+        assert why.endswith("; such requests use no context of the library, and leave none")
+        assert (done.requests_left_plain, done.tokens_reused, done.reuse.library.entries()) == (2, 0, [])
 
 
 @pytest.mark.parametrize("makes", [True, False], ids=["made by the loop", "made by its forward"])
