@@ -59,11 +59,13 @@ class Server:
     Args:
         folder: for its log and its stderr, which a server that is started again continues.
         options: of `hf-offload-cache run`; None: `transformers serve` alone.
-        arguments: of `transformers serve`.
+        arguments: of `transformers serve`. With --continuous-batching, one that has answered does not end by itself:
+            a thread of transformers 5.23 stays. It is killed.
     """
 
     def __init__(self, folder: Path, options: Sequence[object] | None, arguments: Sequence[object] = ()) -> None:
         folder.mkdir(exist_ok=True)
+        self._ends = "--continuous-batching" not in arguments
         self.log, self.stderr = folder / "forwards.jsonl", folder / "stderr"
         run = Path(sys.executable).with_name("hf-offload-cache"), "run"
         start = [sys.executable] if options is None else [*run, *options]
@@ -97,9 +99,10 @@ class Server:
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
         self.client.close()
-        self._process.send_signal(signal.SIGINT)
         try:
-            self._process.wait(120)
+            if self._ends:
+                self._process.send_signal(signal.SIGINT)
+                self._process.wait(120)
         finally:
             self._process.kill()  # one that has ended is left alone
             self._process.wait()
