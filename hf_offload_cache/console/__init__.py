@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from .named_cache import check_fields as check_fields
     from .named_cache import load as load
     from .named_cache import offloading_class as offloading_class
+    from .offload_lm import OffloadLM as OffloadLM
 
 _HOME = {
     "DYNAMIC": "named_cache",
     "DamagedError": "default_model",
+    "OffloadLM": "offload_lm",
     "PromptTooLongError": "arguments",
     "build_prompt": "answer",
     "check": "default_model",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from .. import errors
-from . import completion, generate, plan, run, saved, streaming, tune
+from . import completion, generate, lm_eval, plan, run, saved, streaming, tune
 from .arguments import (
     PROGRAM,
     NobodyReads,
@@ -27,7 +27,7 @@ from .arguments import (
     say,
 )
 
-_VERBS = (generate, run, plan, tune, saved, streaming)
+_VERBS = (generate, run, lm_eval, plan, tune, saved, streaming)
 """Modules with `add(verbs)`. Their imports are light, because every call of the console loads all of them."""
 
 _INTERRUPTED, _NOBODY_READS = 130, 141  # a shell's codes for processes that SIGINT or SIGPIPE ended
@@ -36,7 +36,7 @@ _INTERRUPTED, _NOBODY_READS = 130, 141  # a shell's codes for processes that SIG
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; without a verb, print the help. `argv` None: the process's own arguments.
 
-    Errors of a program started by `run` pass through, except for this library's errors.
+    Errors of a program started by `run`, and of lm-eval, pass through, except for this library's errors.
     """
     arguments = None
     for name in ("stdout", "stderr"):
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if isinstance(error, NobodyReads) or (isinstance(error, BrokenPipeError) and nobody_reads()):
             return _NOBODY_READS
-        if arguments is not None and arguments.run is run.run:
+        if arguments is not None and arguments.run in (run.run, lm_eval.run):
             raise
         return _failed(error, arguments)
 

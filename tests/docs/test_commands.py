@@ -76,7 +76,7 @@ def test_what_is_cheap_runs(words: list[str], saved: Path, capsys: pytest.Captur
 
 
 def test_every_verb_of_the_pages_runs() -> None:
-    assert {words[0] for _, words in OURS} == {"--help", *CHEAP, *WITH_A_MODEL, "tune", "run"}
+    assert {words[0] for _, words in OURS} == {"--help", *CHEAP, *WITH_A_MODEL, "tune", "run", "lm-eval"}
 
 
 def with_a_model(path: Path) -> list[list[str]]:

@@ -46,8 +46,8 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 BESIDE = {
-    "hf_offload_cache.console": {"build_prompt", "load"},
-    "eval.lm_eval": {"OffloadLM", "TASKS"},
+    "hf_offload_cache.console": {"OffloadLM", "build_prompt", "load"},
+    "eval.lm_eval": {"TASKS"},
 }
 """What notebooks import that is not in `hf_offload_cache.__all__`."""
 TURNS = ("first", "second")

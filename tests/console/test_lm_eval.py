@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import lm_eval.utils
 import peft
 import pytest
 import torch
 import transformers
 from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from long_llama import SPARSE, long_model, some
 from rope_models import long_rope
 from walk import tiny_model
 from words import words
 
-from eval.lm_eval import OffloadLM, main
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.console import offloading_class
+from hf_offload_cache.console import OffloadLM, offloading_class
+from hf_offload_cache.console import main as cli
 from hf_offload_cache.errors import BudgetError, ConfigError
 from hf_offload_cache.model import Geometry, foreign_hooks
 from hf_offload_cache.registry import CACHES
@@ -367,42 +370,100 @@ def test_adapters_that_are_prompts_are_refused() -> None:
         OffloadLM(adapted, tokenizer=words(), **OPTIONS)
 
 
-def command(monkeypatch: pytest.MonkeyPatch, does: Any) -> None:
-    """This project's command, whose lm-eval does just that."""
-    monkeypatch.setattr("eval.lm_eval.cli_evaluate", does)
-    main()
+def command(does: Any, *arguments: str) -> int:
+    """The exit code of this library's command, whose lm-eval does just that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lm_eval.__main__.cli_evaluate", does)
+        return cli.main(["lm-eval", *arguments])
 
 
 def test_the_table_says_which_cache_it_was(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And how many requests did not use it."""
     monkeypatch.setattr("lm_eval.utils.make_table", lambda results, *others: f"table of {results['results']}")
     before = lm_eval.utils.make_table
 
     def run() -> None:
-        used = "dynamic, though disk-swap was asked for"
-        print(lm_eval.utils.make_table({"results": "a task", "config": {"cache": used}}))
+        counts = {"cache_requests": 5, "cache_plain_requests": 3, "cache_floor_requests": 2}
+        used = "disk-swap, but dynamic for 3 of 5 requests"
+        print(lm_eval.utils.make_table({"results": "a task", "config": {"cache": used, **counts}}))
         print(lm_eval.utils.make_table({"results": "hf's", "config": {}}, "groups"))
 
-    command(monkeypatch, run)
-    said = ["cache: dynamic, though disk-swap was asked for", "table of a task", "table of hf's"]
-    assert capsys.readouterr().out.splitlines() == said and lm_eval.utils.make_table is before
+    assert command(run) == 0
+    said = ["cache: disk-swap, but dynamic for 3 of 5 requests", "requests: 5, left plain: 3, at floor: 2"]
+    assert capsys.readouterr().out.splitlines() == [*said, "table of a task", "table of hf's"]
+    assert lm_eval.utils.make_table is before
 
 
 @pytest.mark.parametrize("error", [ConfigError("did you\n mean 'disk-swap'?"), ValueError("Tasks not found: nedle")])
-def test_a_typo_is_one_line(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_typo_is_one_line(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise error
 
-    with pytest.raises(SystemExit) as end:
-        command(monkeypatch, fail)
+    assert command(fail) == 2
     said = capsys.readouterr().err
-    assert end.value.code == 2 and said == f"eval.lm_eval: {type(error).__name__}: {' '.join(str(error).split())}\n"
+    assert said == f"hf-offload-cache: {type(error).__name__}: {' '.join(str(error).split())}\n"
 
 
-def test_an_error_of_an_evaluation_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = compile("def evaluate():\n    raise ValueError('a bug')", "evaluator.py", "exec")
-    made: dict[str, Any] = {}
+@pytest.mark.parametrize("kind", [ValueError, OSError])
+def test_an_error_of_an_evaluation_keeps_its_traceback(kind: type[Exception]) -> None:
+    code = compile("def evaluate():\n    raise kind('a bug')", "evaluator.py", "exec")
+    made: dict[str, Any] = {"kind": kind}
     exec(code, made)
-    with pytest.raises(ValueError, match="a bug"):
-        command(monkeypatch, made["evaluate"])
+    with pytest.raises(kind, match="a bug"):
+        command(made["evaluate"])
+
+
+OWN = ["--memory", "1/13", "--set", "num_selected=40", "--cache", "cluster", "--strict"]
+THEIRS = ["--model", "hf", "--model_args", "pretrained=a/b,dtype=bfloat16", "--tasks", "one", "two", "-b", "4"]
+GIVEN = {"cache": "cluster", "memory": "1/13", "strict": True, "num_selected": 40}
+
+
+@pytest.mark.parametrize("words", [[*OWN, *THEIRS], [*THEIRS, *OWN], [*OWN[:2], *THEIRS[:6], *OWN[2:], *THEIRS[6:]],
+                                   [*OWN, "run", *THEIRS]])  # fmt: skip
+def test_an_existing_command_line_stays_as_it_is(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model `hf` is `hf-offload`, and all other arguments are lm-eval's, wherever this library's options are."""
+    called: list[dict[str, Any]] = []
+    monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", lambda **given: called.append(given))
+    monkeypatch.setattr("lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks", lambda self, metadata: None)
+    before = sys.argv
+    assert cli.main(["lm-eval", *words]) == 0
+    assert called[0]["model"] == "hf-offload" and called[0]["batch_size"] == "4"
+    assert called[0]["tasks"] == ["one", "two"]
+    assert called[0]["model_args"] == {"pretrained": "a/b", "dtype": "bfloat16", **GIVEN}
+    assert sys.argv is before and "simple_evaluate" not in vars(lm_eval)
+    assert get_model("hf-offload") is OffloadLM and get_model("hf") is HFLM
+
+
+def test_arguments_of_a_file_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[dict[str, Any]] = []
+    monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", lambda **given: called.append(given))
+    monkeypatch.setattr("lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks", lambda self, metadata: None)
+    (tmp_path / "own.yaml").write_text("model: hf\nmodel_args: {pretrained: a/b}\ntasks: [one]\n")
+    assert cli.main(["lm-eval", "--config", str(tmp_path / "own.yaml"), "--memory", "1/3"]) == 0
+    assert called[0]["model_args"] == {"pretrained": "a/b", "memory": "1/3"}
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["--model", "vllm", "--memory", "1/3"], "--model must be hf or hf-offload, got 'vllm'"),
+    (["--model_args", "memory=1/2", "--memory", "1/3"], "memory is both an option and in --model_args"),
+])  # fmt: skip
+def test_what_this_library_cannot_do_is_one_line(
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks", lambda self, metadata: None)
+    assert cli.main(["lm-eval", "--tasks", "one", *words]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("hf-offload-cache: ConfigError: ") and told in said
+
+
+def test_other_words_of_lm_eval_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """And so is an option that nobody knows."""
+    with pytest.raises(SystemExit) as end:
+        cli.main(["lm-eval", "--memory", "1/3", "--model", "hf", "--taks", "one"])
+    assert end.value.code == 2 and "lm-eval" in capsys.readouterr().err
+
+
+def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    assert cli.main(["lm-eval", "--tasks", "one"]) == 2
+    assert "pip install 'hf-offload-cache[eval]'" in capsys.readouterr().err

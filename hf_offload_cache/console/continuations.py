@@ -66,7 +66,7 @@ class Continuations:
             else:
                 places[context].append(place)
         batches = {context: self._batches(context, own, asked) for context, own in places.items()}
-        alone = ([[context], 0] for context in sorted(places))
+        alone = (([context], 0) for context in sorted(places))
         for contexts, shared in runs(sorted(places)) if self._share else alone:
             each = [place for context in contexts for place in places[context]]
             needed = Needed(
@@ -121,9 +121,10 @@ class Continuations:
         """Score the continuations of `rows`. `held`: the cache holds earlier tokens, in one row. `before`: tokens to
         run in front of the only row. Shorter rows are padded with tokens that nobody asks for."""
         if len(rows) > 1 and held:
-            cache.reorder_cache(torch.zeros(len(rows), dtype=torch.long))  # the only one that layers with a state have
+            rows_of_forks = torch.zeros(len(rows), dtype=torch.long, device="cpu")
+            cache.reorder_cache(rows_of_forks)  # the only way that layers with a state have
         places = [place for own in rows.values() for place in own]
-        row_of = torch.tensor([row for row, own in enumerate(rows.values()) for _ in own], dtype=torch.long)
+        row_of = torch.tensor([row for row, own in enumerate(rows.values()) for _ in own], device="cpu")
         ids, targets = _padded([(*before, *row) for row in rows]), _padded([asked[place][1] for place in places])
         found, best = [], []
         for start, piece in enumerate([ids] if whole else ids.split(1, 1)):
@@ -141,7 +142,7 @@ class Continuations:
 def _padded(rows: Sequence[Tokens]) -> torch.Tensor:
     """(B, t) of rows; the last token of a shorter one again and again."""
     longest = max(map(len, rows))
-    return torch.tensor([(*row, *row[-1:] * (longest - len(row))) for row in rows], dtype=torch.long)
+    return torch.tensor([(*row, *row[-1:] * (longest - len(row))) for row in rows], device="cpu")
 
 
 def _own(cache: Any, *, alone: bool) -> AbstractContextManager[Any]:

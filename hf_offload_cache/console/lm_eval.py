@@ -1,0 +1,134 @@
+"""`hf-offload-cache lm-eval`: lm-eval's command line, whose Hugging Face model uses a cache of this library."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config import GOALS
+from ..errors import OURS, ConfigError
+from .arguments import add_cache_arguments, add_verb, complain
+
+_INSTALL = "pip install 'hf-offload-cache[eval]'"
+_PLAIN_NAMES = ("hf", "hf-auto", "huggingface")
+"""lm-eval's names of its Hugging Face model."""
+_NAME = "hf-offload"
+"""lm-eval's name of `OffloadLM`, once that is imported."""
+_OPTIONS = ("cache", "memory", "goal", "floor", "strict", "path")
+"""Options of this verb that are arguments of `OffloadLM`."""
+
+
+def add(verbs: Any) -> None:
+    parser = add_verb(
+        verbs, "lm-eval", run, "run lm-eval with the model's KV cache offloaded",
+        "Run lm-eval. All its options and commands may follow, unchanged: hf-offload-cache lm-eval --memory 1/13 "
+        "--model hf --model_args pretrained=MODEL --tasks TASKS. Its model hf gets one cache of this library per "
+        "request. lm_eval --help lists its options.",
+        max_context="", max_batch="",
+    )  # fmt: skip
+    parser.allow_abbrev = False  # an abbreviation is lm-eval's
+    add_cache_arguments(parser, "dynamic")
+    add = parser.add_argument
+    add("--memory", metavar="SIZE", help="memory limit per request: 300MiB, bytes, or 1/13 of its full KV cache")
+    add("--goal", choices=GOALS,
+        help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
+    add("--floor", metavar="SIZE", help="memory per sequence if that fraction is too small (default: 64MiB)")
+    add("--strict", action="store_true", default=None, help="raise an error for such a request instead")
+    add("--path", metavar="DIR", help="folder on the disk to use (default: the temporary folder)")
+    parser.set_defaults(rest=[])
+    parse = parser.parse_known_args
+
+    def parse_own(
+        words: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """The words that this verb does not know are lm-eval's, wherever they are: `rest`."""
+        arguments, rest = parse(words, namespace)
+        arguments.rest = rest
+        return arguments, []
+
+    parser.parse_known_args = parse_own  # type: ignore[method-assign,assignment]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run lm-eval's command line in this process and return the exit code. Raises this library's errors, and those of
+    the evaluation itself; an unknown task or another mistake of the user is printed on one line, and the code is 2."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(f"lm-eval is not installed: {_INSTALL}")
+    import lm_eval
+    import lm_eval.utils
+    from lm_eval.__main__ import cli_evaluate
+
+    from . import offload_lm  # noqa: F401  (lm-eval knows the model by its name from then on)
+
+    given = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
+    evaluate, table = lm_eval.simple_evaluate, lm_eval.utils.make_table
+    words = ["lm_eval", *arguments.rest]
+    try:
+        with (
+            _replaced(sys, "argv", words),
+            _replaced(lm_eval, "simple_evaluate", _with_cache(evaluate, {**dict(arguments.fields), **given})),
+            _replaced(lm_eval.utils, "make_table", _with_requests(table)),
+        ):
+            cli_evaluate()
+    except (OSError, ValueError) as error:
+        if isinstance(error, OURS) or _while_evaluating(error):
+            raise
+        complain(error, arguments)
+        return 2
+    return 0
+
+
+def _with_cache(evaluate: Callable[..., Any], given: dict[str, Any]) -> Callable[..., Any]:
+    """lm-eval's `simple_evaluate`, whose model `hf` is `hf-offload` with the `given` arguments."""
+
+    def evaluate_with_cache(*, model: Any, model_args: Any = None, **others: Any) -> Any:
+        if model not in (*_PLAIN_NAMES, _NAME):
+            raise ConfigError(f"--model must be hf or {_NAME}, got {model!r}: run lm_eval itself for other models")
+        twice = sorted(given.keys() & (model_args or {}).keys())
+        if twice:
+            raise ConfigError(f"{twice[0]} is both an option and in --model_args: leave one of them out")
+        return evaluate(model=_NAME, model_args={**(model_args or {}), **given}, **others)
+
+    return evaluate_with_cache
+
+
+def _with_requests(table: Callable[..., str]) -> Callable[..., str]:
+    """lm-eval's `make_table`, with the cache and the requests that did not use it above the table."""
+
+    def make_table(results: Any, *others: Any, **more: Any) -> str:
+        config = results.get("config", {})
+        if "cache" not in config:
+            return table(results, *others, **more)
+        counts = (
+            f"requests: {config['cache_requests']}, left plain: {config['cache_plain_requests']}, "
+            f"at floor: {config['cache_floor_requests']}"
+        )
+        return f"cache: {config['cache']}\n{counts}\n{table(results, *others, **more)}"
+
+    return make_table
+
+
+@contextlib.contextmanager
+def _replaced(place: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a module, and restore it."""
+    known, before = name in vars(place), getattr(place, name)
+    setattr(place, name, value)
+    try:
+        yield
+    finally:
+        if known:
+            setattr(place, name, before)
+        else:
+            delattr(place, name)  # a module's __getattr__ has it
+
+
+def _while_evaluating(error: BaseException) -> bool:
+    """Whether everything that the user named had been found before the error."""
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(code.co_name == "evaluate" and Path(code.co_filename).name == "evaluator.py" for code in frames)
