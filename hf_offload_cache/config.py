@@ -115,7 +115,7 @@ class OffloadConfig:
     """Fields that the stored format fixes: a context cannot be opened with another value."""
     of_a_run: ClassVar[tuple[str, ...]] = (
         "memory", "host_memory", "max_context", "max_batch", "candidates", "trace", "engine", "verify", "io_timeout",
-        "encryption_key",
+        "encryption_key", "progress",
     )  # fmt: skip
     """Fields of a machine or a run, which a context does not store. Those that are in `stored_format` too are stored in
     the layers' states, and cannot be given when a context is opened."""
@@ -172,6 +172,9 @@ class OffloadConfig:
     trace: str | None = None
     """File for a trace of the cache's activity, which ui.perfetto.dev and chrome://tracing show. It is complete when
     the cache is closed."""
+    progress: bool = False
+    """Show progress on stderr while the model reads a prompt, with the time left: a bar on a terminal, a widget in a
+    notebook, one line at the end elsewhere."""
 
     def __post_init__(self) -> None:
         self._at_least("num_sinks", 0)
@@ -209,6 +212,7 @@ class OffloadConfig:
             )
         if self.trace is not None and not isinstance(self.trace, str | Path):
             raise ConfigError(f"trace must be a path or None, got {type(self.trace).__name__}")
+        self._one_of("progress", (True, False))
 
     @property
     def least_block(self) -> int:

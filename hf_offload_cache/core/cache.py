@@ -39,15 +39,7 @@ from .plan import plan_cache
 from .read_only import refuse_copy, refuse_layers, refuse_pickle
 from .reporting import report_of
 from .shared import Shared, shut_down
-from .step import (
-    ForwardEnded,
-    check_model,
-    check_planned,
-    check_prompt,
-    check_uses_cache,
-    check_was_used,
-    sparse_warning,
-)
+from .step import ForwardEnded, check_model, check_planned, check_uses_cache, check_was_used, sparse_warning
 
 
 class OffloadCache(Cache):
@@ -255,6 +247,13 @@ class OffloadCache(Cache):
         self.shared.check_open()
         return self.contents.conversation.preparing(self.held(), begins=begins)
 
+    @property
+    def is_reading(self) -> bool:
+        return self.contents.is_reading
+
+    def reading(self, tokens: int) -> AbstractContextManager[None]:
+        return self.contents.reading(tokens)
+
     def prepare_step(self, *, first: bool) -> None:
         """Announce a step of `generate`, which verifies no candidates. `first`: a prompt's, or a chunk's of one."""
         self.contents.announce(first=first)
@@ -262,8 +261,7 @@ class OffloadCache(Cache):
     def check_prompt(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None) -> None:
         """Check ids (B, P) whose stored beginning `generate` is about to drop. Raises `PromptError`."""
         self.shared.check_open()
-        self.contents.check_whole()
-        check_prompt(self.contents.tokens, self.held(), input_ids, inputs_embeds)
+        self.contents.check_prompt(input_ids, inputs_embeds)
 
     def start_over(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
         self.shared.check_open()

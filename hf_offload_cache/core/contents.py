@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +15,12 @@ from ..errors import BudgetError, SeamLostError, StoreError, UnsupportedModelErr
 from ..memory.account import RECORDS, storage_bytes
 from ..model.conversation import Conversation
 from ..model.plain_caches import crops_all
+from ..report.progress import PromptProgress
 from .layer import OffloadLayer
 from .layers import check_recorded, kept_state, settle
 from .read_only import Layers
 from .shared import SEAM_LOST, Shared
-from .step import MOST_CANDIDATES, NO_CANDIDATES, Step, begin, check_planned, kept_logits, repeats
+from .step import MOST_CANDIDATES, NO_CANDIDATES, Step, begin, check_planned, check_prompt, kept_logits, repeats
 from .token_log import TokenLog
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ class Contents:
         tokens: the ids and the padding.
         conversation: state that the model's own code keeps on the model for this cache.
         recording: candidates are being verified, so `crop` may undo a forward.
+        is_reading: `generate` passes a prompt: see `Attachable.reading`.
     """
 
     def __init__(self, config: OffloadConfig, shared: Shared, layers: list[Any]) -> None:
@@ -45,7 +49,7 @@ class Contents:
         self.tokens = TokenLog(shared.storage.account, config.max_context)
         self.conversation: Conversation
         """Set by the cache once the seams are on."""
-        self.recording = False
+        self.recording = self.is_reading = False
         self._activated = False
         """`activate_past_recording` was called since the last decoding step."""
         self._decoded = False
@@ -62,6 +66,7 @@ class Contents:
         self._cropped: int | None = None
         """The length that an unfinished crop has to reach, after a failed read: see `_end_crop`."""
         self.set_layers(layers)
+        self._progress = PromptProgress(len(layers)) if config.progress else None
 
     def set_layers(self, layers: list[Any]) -> None:
         """Set the layers; note which are offloaded, and which keep state in memory."""
@@ -162,6 +167,11 @@ class Contents:
             raise SeamLostError(SEAM_LOST)
         self.check_whole()
 
+    def check_prompt(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None) -> None:
+        """See `step.check_prompt`."""
+        self.check_whole()
+        check_prompt(self.tokens, self.held(), input_ids, inputs_embeds)
+
     def begin(self, kwargs: dict[str, Any], lengths: list[int], held: int, rows_of_ids: int) -> Step | None:
         """The step that a forward with these arguments makes: see `step.begin`. `lengths`: the layers' present lengths,
         of which `held` is the largest."""
@@ -182,13 +192,36 @@ class Contents:
             if announced and self.config.memory is not None and step.tokens > MOST_CANDIDATES:
                 self._most_cropped = kept_logits(kwargs)
             self.shared.step, self._resumed = step, False
+        if self._progress is not None and self.shared.ends_after in (None, self._progress.layer):  # not `Filling`'s
+            reads = step is not None and step.tokens > 1 and not step.selects
+            self.shared.ends_after = self._progress.layer if reads else None
+            if step is not None and reads:
+                self._progress.begin(step.tokens)
         return step
+
+    @contextmanager
+    def reading(self, tokens: int) -> Iterator[None]:
+        """See `Attachable.reading`."""
+        new = tokens - self.held()
+        self.is_reading = True
+        try:
+            with nullcontext() if self._progress is None or new < 2 else self._progress.prompt(new):
+                yield
+        finally:
+            self.is_reading = False
+
+    def _end_progress(self, *, failed: bool) -> None:
+        if self._progress is not None and self.shared.ends_after == self._progress.layer:
+            self.shared.ends_after = None
+            self._progress.fail() if failed else self._progress.end()
 
     def end(self, step: Step | None) -> None:
         """Keep the ids of a forward that ran to its end."""
         if step is not None and step.ids is not None:
             self.tokens.append(step.ids, step.history, step.padding)
         self.shared.step = None
+        if self._progress is not None:
+            self._end_progress(failed=False)
         self._prefilled = True
         if step is not None and step.selects:
             self._decoded, self._activated = True, False
@@ -199,6 +232,7 @@ class Contents:
     def fail(self) -> None:
         """Undo at the next call what a failed forward has added; its guesses no longer count."""
         self.conversation.fail()
+        self._end_progress(failed=True)
         if self.shared.step is not None:
             self.shared.step.guessed = 0
 

@@ -87,7 +87,10 @@ class Prefill(MethodOnModel):
                     f"prefill_chunk_size={chunk:,} is not possible with {type(self.model).__name__}: {reason}; leave "
                     "it out of generate and the generation_config, and the prompt goes through the model in one forward"
                 )
-        return self.method()(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        mask = model_kwargs.get("attention_mask")  # of the stored tokens too, unlike ids that are only the new ones
+        tokens = mask.shape[-1] if isinstance(mask, torch.Tensor) else getattr(generation_config, "_mask_length", -1)
+        with nullcontext() if cache is None else cache.reading(max(tokens, input_ids.shape[1])):
+            return self.method()(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
 class PrepareInputs(MethodOnModel):
@@ -102,7 +105,8 @@ class PrepareInputs(MethodOnModel):
             self.turn_to_others()
         else:
             first, some = bool(kwargs.get("is_first_iteration")), kwargs.get("next_sequence_length") is not None
-            if first and not some and kwargs.get("inputs_embeds") is None and (held := cache.held()):
+            repeats = first and not some and not cache.is_reading and kwargs.get("inputs_embeds") is None
+            if repeats and (held := cache.held()):
                 # with candidates transformers would compute the stored tokens again, and append them
                 kwargs["next_sequence_length"], some = input_ids.shape[1] - held, True
             if first and some:

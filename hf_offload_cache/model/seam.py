@@ -70,6 +70,16 @@ class Attachable(Protocol):
         belongs to the cache then. `begins`: the positions of a generation are made."""
         return nullcontext()
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether it is within `reading`."""
+        return False
+
+    def reading(self, tokens: int) -> AbstractContextManager[None]:
+        """Context around the forwards of a prompt that `generate` passes in one piece or several, each without the
+        stored tokens. With these, the prompt has `tokens` tokens a sequence."""
+        return nullcontext()
+
     def held(self) -> int:
         """Stored tokens per sequence."""
         return 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .counters import Counters as Counters
     from .progress import Progress as Progress
+    from .progress import PromptProgress as PromptProgress
     from .report import CacheReport as CacheReport
     from .report import StreamReport as StreamReport
     from .report import least_size_text as least_size_text
@@ -18,6 +19,7 @@ _HOME = {
     "Counters": "counters",
     "NO_TIMELINE": "trace",
     "Progress": "progress",
+    "PromptProgress": "progress",
     "StreamReport": "report",
     "Timeline": "trace",
     "Trace": "trace",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, Self
 
 from .report import size_text
@@ -82,6 +83,55 @@ class Progress:
             return f"{self._name}: {done:.0%} {seconds}"
         parts = [size_text(int(n)) if self._unit == "B" else f"{n:,}" for n in (done, total) if n is not None]
         return f"{self._name}: {' of '.join(parts)}{'' if self._unit == 'B' else f' {self._unit}'} {seconds}"
+
+
+class PromptProgress:
+    """Progress of the prompts that a cache's model reads, layer by layer, with the time left. For the thread that runs
+    the model. A prompt in one forward has a bar of its own; `prompt` makes one bar for several forwards."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._bar: Progress | None = None
+        self._is_own = False
+        """The bar is for one forward."""
+        self._done = self._tokens = 0
+        """Tokens of the bar's earlier forwards, and of the present one."""
+
+    @contextlib.contextmanager
+    def prompt(self, tokens: int) -> Iterator[None]:
+        """One bar for `tokens` tokens a sequence, in however many forwards."""
+        with Progress("prompt", tokens, "tokens") as bar:
+            self._bar, self._done, self._is_own = bar, 0, False
+            try:
+                yield
+            finally:
+                self._bar = None
+
+    def begin(self, tokens: int) -> None:
+        """A forward of `tokens` tokens a sequence begins."""
+        if self._bar is None or self._is_own:
+            self.fail()  # one that was interrupted
+            self._bar, self._done, self._is_own = Progress("prompt", tokens, "tokens").__enter__(), 0, True
+        self._tokens = tokens
+
+    def layer(self, layer_idx: int) -> bool:
+        """Layer `layer_idx` has added the forward's tokens. False: the forward goes on (see `Shared.ends_after`)."""
+        if self._bar is not None:
+            self._bar.update(self._done + self._tokens * (layer_idx + 1) // self._layers)
+        return False
+
+    def end(self) -> None:
+        """The forward has ended."""
+        self._done += self._tokens
+        if self._bar is not None:
+            self._bar.update(self._done)
+        self.fail()
+
+    def fail(self) -> None:
+        """Remove the bar of a forward that does not go on."""
+        if self._is_own and self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
 
 def _bar_class(stream: Any) -> Any:

@@ -216,6 +216,22 @@ def test_a_short_second_question_after_candidates_is_exact(chunk: int | None, ch
         assert cache.report().decode_steps == selected + 2
 
 
+@pytest.mark.parametrize("chunk", [24, 200])
+def test_a_prompt_in_pieces_continues_a_cache(chunk: int, tmp_path: Path) -> None:
+    """Both turns have the tokens of prompts in one forward, where everything is selected, and hold each token once."""
+    model, options = long_tiny("llama"), {"max_new_tokens": 6, "do_sample": False}
+    fields = {**FIELDS, "num_selected": 900}
+    made = []
+    for size in ({}, {"prefill_chunk_size": chunk}):
+        with DiskSwapCache(model, path=tmp_path, **fields) as cache:
+            first = model.generate(prompt(model, 1, 620), past_key_values=cache, **options, **size)
+            question = torch.cat([first, prompt(model, 1, 150, 4)], 1)
+            made.append(model.generate(question, past_key_values=cache, **options, **size))
+            assert cache.tokens == made[-1].shape[1] - 1
+            assert torch.equal(cache.input_ids, made[-1][:, :-1])
+    assert torch.equal(*made)
+
+
 def test_the_last_piece_of_a_prompt_is_exact(checked_gathers: Gathers) -> None:
     """Pieces of 24 tokens, of a cache that was told that candidates will come."""
     model = long_tiny("llama")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import io
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+import torch
+from long_llama import long_model
 
-from hf_offload_cache.report import Progress
+from hf_offload_cache import DiskSwapCache
+from hf_offload_cache.report import Progress, progress
 
 
 class Terminal(io.StringIO):
@@ -139,3 +143,87 @@ def test_a_widget_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
         bar.update(1)
     assert shown == [("work", 0, 2), ("work", 1, 2), ("closed", 1, 2)]
     assert stream.getvalue() == ""
+
+
+class Shown(Progress):
+    """Notes what each bar shows."""
+
+    bars: list[Shown]
+
+    def __init__(self, name: str, total: float | None = None, unit: str = "", shown: bool = True) -> None:
+        super().__init__(name, total, unit, shown)
+        self.values: list[float] = []
+        self.total = total
+        self.is_closed = False
+        self.bars.append(self)
+
+    def update(self, done: float, total: float | None = None, name: str | None = None) -> None:
+        self.values.append(done)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Shown]:
+    monkeypatch.setattr(Shown, "bars", [], raising=False)
+    monkeypatch.setattr(progress, "Progress", Shown)
+    return Shown.bars
+
+
+def text(tokens: int) -> torch.Tensor:
+    return (torch.arange(tokens) * 7 % 150 + 5)[None]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_prompt_of_generate_has_one_bar(exact: bool, bars: list[Shown], tmp_path: Path) -> None:
+    """Its tokens advance with each layer, in one forward or in several; a turn counts its new ones, a step none."""
+    model = long_model()
+    options = {"max_new_tokens": 4, "do_sample": False}
+    with DiskSwapCache(model, path=tmp_path, progress=True, exact=exact) as cache:
+        model.generate(text(400), past_key_values=cache, **options)
+        assert [(bar.total, bar.values, bar.is_closed) for bar in bars] == [(400, [133, 266, 400, 400], True)]
+        bars.clear()
+        more = torch.cat([cache.input_ids, text(87)], 1)
+        model.generate(more, past_key_values=cache, prefill_chunk_size=50, **options)
+        assert [(bar.total, bar.is_closed) for bar in bars] == [(87, True)]
+        assert bars[0].values == [16, 33, 50, 50, 62, 74, 87, 87]
+
+
+def test_a_forward_of_a_prompt_has_a_bar_of_its_own(bars: list[Shown], tmp_path: Path) -> None:
+    """As in a loop that reads a prompt in pieces; one that fails leaves none."""
+    model = long_model()
+    with torch.no_grad(), DiskSwapCache(model, path=tmp_path, progress=True, max_context=700) as cache:
+        for piece in text(600).split(400, 1):
+            model(piece, past_key_values=cache)
+        assert [(bar.total, bar.values[-1], bar.is_closed) for bar in bars] == [(400, 400, True), (200, 200, True)]
+        model(text(1), past_key_values=cache)
+        assert len(bars) == 2 and cache.shared.ends_after is None
+
+        def fail(*_: object) -> None:
+            raise KeyError
+
+        hook = model.model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(KeyError):
+            model(text(80), past_key_values=cache)
+        hook.remove()
+        assert bars[2].values == [26, 53] and bars[2].is_closed
+        with pytest.raises(RuntimeError, match="an earlier forward was interrupted"):
+            model(text(4), past_key_values=cache)
+        model(text(4), past_key_values=cache)
+        assert all(bar.is_closed for bar in bars) and bars[3].values == [1, 2, 4, 4]
+
+
+def test_progress_is_off_by_default(bars: list[Shown], tmp_path: Path) -> None:
+    model = long_model()
+    with DiskSwapCache(model, path=tmp_path) as cache:
+        model.generate(text(100), past_key_values=cache, max_new_tokens=2)
+    assert bars == []
+
+
+def test_a_prompts_line_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stream = to(monkeypatch, io.StringIO())
+    with DiskSwapCache(long_model(), path=tmp_path, progress=True) as cache:
+        long_model().generate(text(400), past_key_values=cache, max_new_tokens=2, prefill_chunk_size=150)
+    assert stream is not None and stream.getvalue().startswith("prompt: 400 of 400 tokens in ")
+    assert stream.getvalue().count("\n") == 1
