@@ -99,17 +99,7 @@ def _library(arguments: argparse.Namespace) -> ContextLibrary | None:
 
 
 def _say(done: Offloading) -> None:
-    plain = ""
-    if done.requests_left_plain:
-        plain = f", {done.requests_left_plain} were left plain (short ones, or with a cache of their own)"
-    if done.requests_at_floor:
-        plain = f" ({done.requests_at_floor} of them used --floor, because their share was too small){plain}"
-    reused = f", {done.tokens_reused:,} tokens of their prompts came from the library" if done.reuse else ""
-    if done.requests_repeated:
-        reused += f", {done.requests_repeated} were computed again without it, because a context could not be read"
-    print(f"{done.requests} requests were offloaded{plain}{reused}", file=sys.stderr)
-    if done.report is not None:
-        print(f"the latest one:\n{done.report}", file=sys.stderr)
+    print(str(done).replace("`floor`", "--floor").replace("`memory`", "--memory"), file=sys.stderr)
 
 
 def _find_program(name: str) -> str:

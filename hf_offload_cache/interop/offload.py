@@ -31,11 +31,15 @@ from ..model.place import (
 )
 from ..model.plain_caches import plain_caches
 from ..registry import cache_class
-from ..report.report import CacheReport
+from ..report.report import CacheReport, html_table
 from .reuse import Reuse, can_repeat
 
 FLOOR = "64MiB"
 """Default memory budget per sequence of a request whose share is too small for any cache."""
+_NO_REQUEST = (
+    "no call of generate has ended yet; calls that pass past_key_values, a cache_implementation or use_cache=False "
+    "are left as they are, and not counted"
+)
 
 
 def request_cache(
@@ -147,6 +151,8 @@ class Offloading:
     """Requests with transformers' own cache, because an offloading one was of no use or not used: short ones (see
     `request_cache`), those of models with nothing to offload (in `offload_all`), and generations that made their own
     cache (continuous batching, a model's own loop, a forward with `use_cache=True`)."""
+    plain_reasons: dict[str, int] = field(default_factory=dict)
+    """Number of `requests_left_plain` for each reason."""
     requests_repeated: int = 0
     """Requests that began with a context of the library which a step could not read, and were computed from the start
     instead."""
@@ -172,9 +178,41 @@ class Offloading:
         with self._lock:
             self.requests_repeated += 1
 
-    def _note_plain(self) -> None:
+    def _note_plain(self, why: str) -> None:
         with self._lock:
             self.requests_left_plain += 1
+            self.plain_reasons[why] = self.plain_reasons.get(why, 0) + 1
+
+    def __str__(self) -> str:
+        """What happened to the requests, with the latest report, for a terminal."""
+        counts = [f"{self.requests} requests were offloaded"]
+        if self.requests_at_floor:
+            counts[0] += f" ({self.requests_at_floor} of them used `floor`, because their share was too small)"
+        if self.requests_left_plain:
+            counts.append(f"{self.requests_left_plain} were left plain")
+        if self.reuse is not None:
+            counts.append(f"{self.tokens_reused:,} tokens of their prompts came from the library")
+        if self.requests_repeated:
+            counts.append(
+                f"{self.requests_repeated} were computed again without it, because a context could not be read"
+            )
+        lines = [", ".join(counts), *(f"left plain: {count}, {why}" for why, count in [*self.plain_reasons.items()])]
+        if not self.requests and not self.requests_left_plain:
+            lines.append(_NO_REQUEST)
+        return "\n".join(lines if self.report is None else [*lines, f"the latest one:\n{self.report}"])
+
+    def _repr_html_(self) -> str:
+        """The same as tables for a notebook."""
+        rows = [("offloaded", str(self.requests))]
+        rows += [("of them at `floor`", str(self.requests_at_floor))] if self.requests_at_floor else []
+        rows.append(("left plain", str(self.requests_left_plain)))
+        rows += [(f"{count} of them", why) for why, count in [*self.plain_reasons.items()]]
+        if self.reuse is not None:
+            rows.append(("tokens from the library", f"{self.tokens_reused:,}"))
+            rows.append(("computed again without it", str(self.requests_repeated)))
+        if not self.requests and not self.requests_left_plain:
+            rows.append(("note", _NO_REQUEST))
+        return html_table("requests", rows) + ("" if self.report is None else self.report._repr_html_())
 
 
 @contextlib.contextmanager
@@ -279,7 +317,7 @@ def offload_all(
                 return way.serve(model, request, run, kwargs)
             way.warn_plain(model, why)
             result = run(None)
-            way.done._note_plain()
+            way.done._note_plain(f"{type(model).__name__}: {why}")
             return result
 
         def note(model: Any, why: str) -> None:
@@ -366,6 +404,11 @@ class _Way:
             limits += [floor] if floor > parse_memory(self.memory, full) and not self.strict else []
         return reuse.take(request, model, self.cls, limits, path=self.path, **self._fields(request))
 
+    @property
+    def _plain_limit(self) -> str:
+        """The memory within which a request is left plain, as the user wrote it."""
+        return f"`floor`, {self.floor} a sequence" if "/" in str(self.memory) else f"`memory`, {self.memory}"
+
     def _fields(self, request: Request) -> dict[str, Any]:
         return {"candidates": True, **self.fields} if request.candidates else self.fields
 
@@ -376,7 +419,7 @@ class _Way:
         """The result of `run` with this cache, which is counted, and closed or left to the library."""
         if cache is None:
             result = run(None)
-            self.done._note_plain()
+            self.done._note_plain(f"all keys and values of such a request fit {self._plain_limit}")
             return result
         with contextlib.ExitStack() as closing:
             closing.enter_context(cache)
@@ -402,14 +445,15 @@ class _Way:
         if self.strict and no_place(model) is None:
             raise UnsupportedModelError(f"{type(model).__name__} would keep its own cache: {why}; or leave strict out")
         self.warn_plain(model, why)
-        self.done._note_plain()
+        self.done._note_plain(f"{type(model).__name__}: {why}")
 
     def _note_unused(self, model: Any) -> None:
         """Note that a request of `model` has ended without using its cache."""
         if self.strict:
             raise CacheUnusedError(f"{type(model).__name__} did not use the cache of this request; leave strict out")
-        self.warn_plain(model, "generate was given a cache of this library and did not use it")
-        self.done._note_plain()
+        why = "generate was given a cache of this library and did not use it"
+        self.warn_plain(model, why)
+        self.done._note_plain(f"{type(model).__name__}: {why}")
 
     def warn_plain(self, model: Any, why: str) -> None:
         """Warn once per model and reason that a model keeps its own cache, and so makes no use of a library."""

@@ -33,6 +33,8 @@ from hf_offload_cache.errors import CacheUnusedError, UnsupportedModelError
 
 FIELDS: dict[str, Any] = {"exact": True, "engine": "memory"}
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+CELL = '</th><td style="text-align: left">'
+"""Between a row's name and its value, in HTML."""
 
 
 def both(model: Any, **options: Any) -> list[contextlib.AbstractContextManager[Any]]:
@@ -241,3 +243,31 @@ def test_a_decoder_with_cross_attention_is_one_request() -> None:
         with offload(one, **FIELDS) as done, pytest.warns(UserWarning, match="keeps its own cache"):
             outputs = [one(ids, use_cache=True) for _ in range(3)]
         assert (done.requests_left_plain, len(outputs)) == (3, 3)
+
+
+# ---------------------------------------------------------------------------------------------- what is said of them
+
+
+def test_what_happened_is_said() -> None:
+    """In a terminal and in a notebook: nothing, a short request, one that is offloaded, and one with its own loop."""
+    model = fresh("llama")
+    ids = prompt(model, 1, 40)
+    with offload(model, memory="1/13") as done:
+        nothing = "0 requests were offloaded\nno call of generate has ended yet; calls that pass past_key_values, "
+        assert str(done).startswith(nothing) and "no call of generate has ended yet" in done._repr_html_()
+        model.generate(ids, **GREEDY)
+        model.generate(ids, **GREEDY)
+        why = "all keys and values of such a request fit `floor`, 64MiB a sequence"
+        assert str(done) == f"0 requests were offloaded, 2 were left plain\nleft plain: 2, {why}"
+        assert done.plain_reasons == {why: 2} and f"2 of them{CELL}{why}</td>" in done._repr_html_()
+        with pytest.warns(UserWarning, match="keeps its own cache"):
+            model(ids, use_cache=True)
+        assert list(done.plain_reasons.values()) == [2, 1] and "left plain: 1, LlamaForCausalLM: " in str(done)
+    with offload(model, memory="40KiB") as done:
+        model.generate(ids, **GREEDY)
+    assert list(done.plain_reasons) == ["all keys and values of such a request fit `memory`, 40KiB"]
+    with offload(model, **FIELDS) as done:
+        model.generate(ids, **GREEDY)
+    assert str(done) == f"1 requests were offloaded\nthe latest one:\n{done.report}"
+    assert done.report is not None and done._repr_html_().endswith(done.report._repr_html_())
+    assert f"offloaded{CELL}1</td>" in done._repr_html_()
