@@ -71,15 +71,15 @@ _SPEEDS: WeakKeyDictionary[torch.nn.Module, ComputingSpeed] = WeakKeyDictionary(
 
 class Forecast:
     """Predicted seconds and bytes of the rest of a context, from the forwards and transfers so far. For the thread that
-    runs the model."""
+    runs the model. `tokens`: tokens to load, from the context's first one on."""
 
     def __init__(
         self, manifest: StreamManifest, cells: Cells, lane: StreamingLane, decoder: Decoder, extras: Extras,
-        speed: ComputingSpeed,
+        speed: ComputingSpeed, tokens: int,
     ) -> None:  # fmt: skip
         self._manifest, self._cells, self._lane = manifest, cells, lane
         self._decoder, self._extras, self._speed = decoder, extras, speed
-        self._lengths = [manifest.tokens_of(chunk) for chunk in range(cells.chunks)]
+        self._lengths = [manifest.tokens_of(chunk, tokens) for chunk in range(cells.chunks)]
         self._begins = [0, *np.cumsum(self._lengths, dtype=int).tolist()]
         self._nbytes = np.array([[0 if cell is None else cell.bytes for cell in row] for row in manifest.cells])
 
@@ -177,7 +177,7 @@ class Loader:
     """Fills a cache with chunks, in the thread that runs the model; see `stream_context`.
 
     Args:
-        ids: (1, T), whole chunks of the prompt.
+        ids: (1, T), the prompt's beginning, as in the context: complete chunks, of which the last may lack a token.
         silence: seconds without a byte after which nothing is waited for.
     """
 
@@ -190,8 +190,9 @@ class Loader:
         self._silence, self._on_progress = silence, on_progress
         self._account, self._timeline = cache.storage.account, cache.timeline
         self._speed = ComputingSpeed.of(filling.model)
-        self._decoder = Decoder(manifest, lane.spool, extras.key, sparing=self._account.limit is not None)
-        self._forecast = Forecast(manifest, cells, lane, self._decoder, extras, self._speed)
+        tokens, sparing = ids.shape[1], self._account.limit is not None
+        self._decoder = Decoder(manifest, lane.spool, extras.key, tokens, sparing=sparing)
+        self._forecast = Forecast(manifest, cells, lane, self._decoder, extras, self._speed, tokens)
         self._patient = True
         self._awaits = False  # this column ends for cells that may still be free
         self._useless = 0

@@ -69,7 +69,8 @@ def stream_context(
     **fields: Any,
 ) -> OffloadCache:
     """A cache with the tokens that `input_ids` and the context at `url` have in common at their beginning, in complete
-    chunks and at most all but the last id. `model.generate(input_ids, past_key_values=cache)` continues from there.
+    chunks (the last one of the context may be shorter), without the last id of `input_ids`.
+    `model.generate(input_ids, past_key_values=cache)` continues from there.
 
     A part of it is streamed and a part computed, in parallel: the model computes from the front, the network delivers
     the last chunks, their top layers first, until both meet. If the link fails, or delivers other data than was
@@ -117,9 +118,10 @@ def stream_context(
             check_fingerprint(manifest.identity, cache.given_model, tokenizer)
         check_text(cache, ids)
         filling = Filling(cache)
-        chunks = manifest.common(ids[:-1])
-        tokens = sum(map(manifest.tokens_of, range(chunks)))
-        prompt, ids = len(ids), ids[None, :tokens].to(cache.model.device)
+        chunks, prompt = manifest.common(ids), len(ids)
+        tokens = max(0, min(sum(map(manifest.tokens_of, range(chunks))), prompt - 1))  # `generate` needs a new one
+        chunks = -(-tokens // manifest.chunk_tokens)
+        ids = ids[None, :tokens].to(cache.model.device)
         reason, lanes = Filling.reason_against(cache), None
         if reason is None and not chunks:
             reason = "prompt and context have no complete chunk in common"

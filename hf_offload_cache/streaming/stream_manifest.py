@@ -111,9 +111,10 @@ class StreamManifest(_Checked):
     def chunks(self) -> int:
         return len(self.cells)
 
-    def tokens_of(self, chunk: int) -> int:
-        """All chunks but the last have `chunk_tokens`."""
-        return min(self.chunk_tokens, self.tokens - chunk * self.chunk_tokens)
+    def tokens_of(self, chunk: int, most: int | None = None) -> int:
+        """All chunks but the last have `chunk_tokens`. `most`: count the context's first `most` tokens only."""
+        tokens = self.tokens if most is None else min(most, self.tokens)
+        return max(0, min(self.chunk_tokens, tokens - chunk * self.chunk_tokens))
 
     def shape(self, chunk: int) -> ChunkShape:
         """The shape of a chunk in one layer."""

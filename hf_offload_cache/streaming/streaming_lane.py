@@ -89,11 +89,15 @@ class Decoder:
     """Decodes received cells in a thread of its own, ahead of the one thread that uses it.
 
     Args:
+        tokens: tokens of the context to decode, from the first one on: the last chunk may have more of them.
         sparing: under a memory limit: decode a few tokens at a time, and only unpack ahead.
     """
 
-    def __init__(self, manifest: StreamManifest, spool: Spool, key: bytes | None, *, sparing: bool) -> None:
+    def __init__(
+        self, manifest: StreamManifest, spool: Spool, key: bytes | None, tokens: int, *, sparing: bool
+    ) -> None:
         self._manifest, self._spool, self._key, self._sparing = manifest, spool, key, sparing
+        self._tokens = tokens
         self.seconds: list[float] = []
         """Decoding time of each cell."""
         self._thread = ThreadPoolExecutor(1, "hf_offload_cache decoding")
@@ -133,7 +137,7 @@ class Decoder:
                 if not self._sparing:
                     yield cell, result.result()
                     continue
-                unpacked, tokens = result.result(), self._manifest.tokens_of(cell[0])
+                unpacked, tokens = result.result(), self._manifest.tokens_of(cell[0], self._tokens)
                 del result
                 for start in range(0, tokens, FEW):
                     yield cell, unpacked.decode(start, min(start + FEW, tokens))
@@ -151,7 +155,7 @@ class Decoder:
             if self._key is not None:
                 data = decrypt(self._key, data, binding(self._manifest.context, place))
             unpacked = unpack(data, self._manifest.shape(chunk), place, self._manifest.level)
-            result = unpacked if self._sparing else unpacked.decode()
+            result = unpacked if self._sparing else unpacked.decode(0, self._manifest.tokens_of(chunk, self._tokens))
         except (CorruptRecordError, StoreError) as error:
             raise UselessError(cell) from error
         self.seconds.append(time.perf_counter() - begun)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import prompt
+from harness import generate, prompt
 from lanes_in_order import compute_first, stream_first
 from long_context import CONTEXT, SIZE, answers, change_manifest, ids, is_right, manifest_at, published
 from long_llama import long_model
@@ -130,10 +130,38 @@ def test_a_text_that_goes_on_differently_has_what_came_before(tmp_path: Path, pl
     with stream_context(place, long_model(), other, path=tmp_path) as cache:
         assert cache.get_seq_length() == 192 == cache.stream_report.tokens
     with stream_context(place, long_model(), ids()[:, :CONTEXT], path=tmp_path) as cache:
-        assert cache.get_seq_length() == CONTEXT - SIZE  # one id is left to go on from
+        assert cache.get_seq_length() == CONTEXT - 1  # one id is left to go on from
     other[0, 0] = (other[0, 0] + 1) % 50
     with stream_context(place, long_model(), other, path=tmp_path) as cache:
         assert cache.get_seq_length() == 0 and "no complete chunk in common" in cache.stream_report.whole
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunks", "first"),
+    [
+        *[(900, 1, stream_first), (900, 1, compute_first), (4072, 4, stream_first), (4072, 4, compute_first)],
+        *[(2048, 2, stream_first), (1025, 1, stream_first)],
+    ],
+)
+def test_a_complete_text_is_streamed_to_its_last_token_but_one(
+    tokens: int, chunks: int, first: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt ends where the publication does, in a chunk that may be shorter; in a memory budget, too."""
+    text = prompt(long_model(), 1, tokens)
+    published(tmp_path / "published", tmp_path, tokens=text, chunk_tokens=1024)
+    expected = generate(long_model(), DynamicCache(config=long_model().config), text, max_new_tokens=8)
+    first(monkeypatch)
+    budget = DiskSwapCache.for_budget(long_model(), "2MiB", max_context=tokens + 8, path=tmp_path, exact=True)
+    for into in (DiskSwapCache(long_model(), path=tmp_path, exact=True), budget):
+        with stream_context(tmp_path / "published", long_model(), text, into) as cache:
+            report = cache.stream_report
+            assert cache.get_seq_length() == report.tokens == tokens - 1 and report.whole is None, report
+            assert torch.equal(cache.input_ids, text[:, :-1])
+            assert report.cells == chunks * 2 and (report.lost, report.trouble) == (0, ())
+            assert report.streamed == report.cells if first is stream_first else report.computed > 0
+            found = generate(long_model(), cache, text, max_new_tokens=8)
+            assert torch.equal(found.tokens, expected.tokens)
+            torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_private_ranges_are_neither_published_nor_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
