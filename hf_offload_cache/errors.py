@@ -5,6 +5,8 @@ Every message names the argument or place, the rule, the value, and what to do.
 
 from __future__ import annotations
 
+import errno
+
 
 class ConfigError(ValueError):
     """A field is unknown, out of range, or contradicts another; the message names the closest values that work."""
@@ -99,6 +101,11 @@ class StalledError(StoreError):
 
 class StoreFullError(StoreError):
     """The disk has no room for the records, of which nothing was kept."""
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a disk, or a user's share of one, has no room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class ObjectError(StoreError):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import StoreError, StoreFullError
+from ..errors import StoreError, StoreFullError, is_full
 from ..stores.atomic_file import Descriptor, open_descriptor
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -134,9 +134,8 @@ def sync_folder(file_system: FileSystem, folder_fd: int) -> None:
 
 def failure(doing: str, error: OSError) -> StoreError:
     """The error to raise from `error`, with what was being done and its notes; `StoreFullError` for a full disk."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    kind = StoreFullError if full else StoreError
-    advice = "; make room or choose another folder" if full else ""
+    kind = StoreFullError if is_full(error) else StoreError
+    advice = "; make room or choose another folder" if kind is StoreFullError else ""
     reason = "; ".join([error.strerror or str(error), *getattr(error, "__notes__", [])])
     return kind(error.errno or errno.EIO, f"{doing}: {reason}{advice}")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import StoreError
+from ..errors import StoreError, StoreFullError
 from ..memory.account import MemoryAccount
 from .base import DEVICE_BLOCK, FreezableStore, aligned_empty
 from .encryption import Encryption
@@ -59,6 +59,8 @@ def probe_uring(directory: str | os.PathLike[str]) -> tuple[bool, str]:
         store.read(ids, records[1:])
         if not torch.equal(records[0], records[1]):
             return False, "io_uring: a block read back differs from what was written"
+    except StoreFullError:
+        raise
     except StoreError as error:
         return False, f"io_uring cannot read here: {error.strerror}"
     finally:

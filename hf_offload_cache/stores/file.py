@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..errors import CorruptRecordError, StoreError, StoreFullError
+from ..errors import CorruptRecordError, StoreError, StoreFullError, is_full
 from .base import DEVICE_BLOCK, FreezableStore, byte_view, check_batch, check_range, describe, runs
 from .guard import Checksums, RecordGuard
 from .memory import FreeList
@@ -365,7 +365,7 @@ class FileStore(FreezableStore):
 
     def _failure(self, work: str, error: OSError) -> StoreError:
         """The error to raise from `error`: it names the store, the records and the place."""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = is_full(error)
         kind: type[StoreError] = StoreFullError if full else StoreError
         if isinstance(error, ShortReadError):
             kind = CorruptRecordError

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..errors import StoreError, StoreFullError
+from ..errors import StoreError, StoreFullError, is_full
 from .base import check_batch, check_range, runs
 from .file import FileStore
 from .record_file import REFUSALS, ShortReadError, advise_map, drop_pages, open_scratch
@@ -39,7 +39,7 @@ class MappedTable:
             self._map = mmap.mmap(descriptor, size)
         except OSError as error:
             self._file.close()
-            kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+            kind = StoreFullError if is_full(error) else StoreError
             raise kind(
                 error.errno, f"{name}: no table of {size:,} bytes in {str(directory)!r} ({error.strerror}): free some "
                 f"space, raise `ulimit -n` if there are too many files, or keep it in memory"

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
-from ..errors import CorruptRecordError, StoreError, StoreFullError
+from ..errors import CorruptRecordError, StoreError, StoreFullError, is_full
 from ..memory.machine import free_disk
 from .atomic_file import Descriptor, open_descriptor
 from .base import DEVICE_BLOCK
@@ -138,7 +138,8 @@ class RecordFile:
         return self._known.vouched == _state_of(self.fd)
 
     def try_direct(self) -> str | None:
-        """Bypass the page cache from now on if that works. Returns None, or the reason why it does not."""
+        """Bypass the page cache from now on if that works. Returns None, or the reason why it does not. Raises
+        `StoreFullError`."""
         if not hasattr(os, "O_DIRECT"):
             return "this platform has no O_DIRECT"
         import fcntl
@@ -151,6 +152,9 @@ class RecordFile:
         except OSError as error:
             self.direct = False
             fcntl.fcntl(self.fd, fcntl.F_SETFL, before)
+            if is_full(error):
+                why = f"{self.place!r} has no room for a block ({error.strerror}); make room or give another `path`"
+                raise StoreFullError(error.errno, why) from error
             return f"O_DIRECT refused in {self.place!r}: {error.strerror}"
         return None
 
@@ -340,7 +344,8 @@ def _refusal(place: str, name: str, error: OSError) -> StoreError:
     advice = "give `path` a folder that exists and that you may write to"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         advice = "raise the limit of open files with `ulimit -n`, or close others"
-    return StoreError(
+    kind = StoreFullError if is_full(error) else StoreError
+    return kind(
         error.errno, f"{name}: no scratch file can be made in {place!r} ({error.strerror}); {advice}"
     )
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from store_cases import OfAnEngine, buffered, fails, needs
 
-from hf_offload_cache.errors import StalledError, StoreError
+from hf_offload_cache.errors import StalledError, StoreError, StoreFullError
 from hf_offload_cache.stores import (
     DirectStore,
     FreeList,
@@ -156,6 +156,22 @@ def test_probe_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fai
         with pytest.raises(StoreError, match=r'Invalid argument.*engine="mapped"'):
             call()
     assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("failing", ["open", "pwrite"])
+def test_a_full_disk_is_no_reason_against_an_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Nor an error of another kind: whoever catches `StoreFullError` may make room."""
+    needs("direct", tmp_path)
+    monkeypatch.setattr(os, failing, fails(errno.ENOSPC))
+    before = len(list(Path("/proc/self/fd").glob("*")))
+    calls = [probe_direct, probe_uring, *(lambda at, name=name: choose_engine(name, at) for name in ("auto", "direct"))]
+    for call in (*calls, lambda at: DirectStore(at, 4096, "layer 3")):
+        with pytest.raises(StoreFullError, match=str(tmp_path)) as raised:
+            call(tmp_path)
+        assert raised.value.errno == errno.ENOSPC
+    assert len(list(Path("/proc/self/fd").glob("*"))) == before
 
 
 def test_choose_engine(tmp_path: Path) -> None:
