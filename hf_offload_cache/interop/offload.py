@@ -17,7 +17,7 @@ from ..config import parse_memory, parse_size
 from ..contexts.library import ContextLibrary
 from ..core.budget import check_limits
 from ..core.cache import OffloadCache
-from ..errors import OURS, BudgetError, CacheUnusedError, ConfigError, StoreError, UnsupportedModelError
+from ..errors import OURS, BudgetError, CacheUnusedError, ConfigError, StoreError, UnsupportedModelError, is_full
 from ..model.geometry import Geometry
 from ..model.own_generate import InRequest, OwnGenerate, Replay, Request, Run, every_generate
 from ..model.place import (
@@ -32,7 +32,7 @@ from ..model.place import (
 from ..model.plain_caches import plain_caches
 from ..registry import cache_class
 from ..report.report import CacheReport, html_table
-from .reuse import Reuse, can_repeat
+from .reuse import Reuse
 
 FLOOR = "64MiB"
 """Default memory budget per sequence of a request whose share is too small for any cache."""
@@ -150,12 +150,13 @@ class Offloading:
     requests_left_plain: int = 0
     """Requests with transformers' own cache, because an offloading one was of no use or not used: short ones (see
     `request_cache`), those of models with nothing to offload (in `offload_all`), and generations that made their own
-    cache (continuous batching, a model's own loop, a forward with `use_cache=True`)."""
+    cache (continuous batching, a model's own loop, a forward with `use_cache=True`); with a library, also requests
+    whose disk was full."""
     plain_reasons: dict[str, int] = field(default_factory=dict)
     """Number of `requests_left_plain` for each reason."""
     requests_repeated: int = 0
-    """Requests that began with a context of the library which a step could not read, and were computed from the start
-    instead."""
+    """Requests that were computed from the start after all: they began with a context of the library which a step could
+    not read, or their disk was full."""
     tokens_reused: int = 0
     """Tokens of prompts, over all requests and sequences, that came from the library."""
     report: CacheReport | None = None
@@ -194,7 +195,8 @@ class Offloading:
             counts.append(f"{self.tokens_reused:,} tokens of their prompts came from the library")
         if self.requests_repeated:
             counts.append(
-                f"{self.requests_repeated} were computed again without it, because a context could not be read"
+                f"{self.requests_repeated} were computed again without it, because a context could not be read, or the "
+                "disk was full"
             )
         lines = [", ".join(counts), *(f"left plain: {count}, {why}" for why, count in [*self.plain_reasons.items()])]
         if not self.requests and not self.requests_left_plain:
@@ -250,8 +252,9 @@ def offload(
         library: a `ContextLibrary`, or the folder of one. A request starts from the longest beginning of its prompt
             that an earlier one has left there, in whichever process, and leaves its own text, which is saved after its
             result has been returned. The end of the `with` waits for that. Prompts with other content than token ids
-            (pictures, embeddings) do not use it. A request that meets a damaged context is computed from the start.
-            With a library short requests, too, have an offloading cache.
+            (pictures, embeddings) do not use it. A request that meets a damaged context is computed from the start. So
+            is one whose disk is full, after contexts were evicted. If it is still full, the request has `DynamicCache`,
+            unless that takes more than `floor`. With a library short requests, too, have an offloading cache.
         library_memory: maximum memory, bytes or a size, of the latest contexts, which stay open after they were saved,
             so that a request begins with one of them sooner. It is not part of a request's `memory`.
         fields: fields of the cache's configuration.
@@ -375,18 +378,37 @@ class _Way:
         if reuse is None or not reuse.serves(request):
             return self._with_cache(model, request, self._made(model, request), run)
         opened = self._opened(model, request, reuse)
-        if opened is None:
-            return self._with_cache(model, request, self._made(model, request, always=True), run, reuse)
         replay = Replay(model, kwargs)
         try:
-            return self._with_cache(model, request, opened[0], functools.partial(run, **replay.first), reuse, opened[1])
+            cache, reused = opened or (self._made(model, request, always=True), 0)
+            return self._with_cache(model, request, cache, functools.partial(run, **replay.first), reuse, reused)
         except StoreError as error:
-            if not can_repeat(error):
+            if is_full(error):
+                reuse.make_room(self.path, Geometry.of(model).full_kv_bytes(request.tokens, request.rows))
+                reuse.note(f"a request was computed from the start, because its disk was full: {error}")
+            elif opened is None:
                 raise
-            reuse.note(f"a request was computed from the start, because its context could not be read: {error}")
+            else:
+                reuse.note(f"a request was computed from the start, because its context could not be read: {error}")
         self.done._note_repeated()
-        again = functools.partial(run, **replay.second())
-        return self._with_cache(model, request, self._made(model, request, always=True), again, reuse)
+        try:
+            again = functools.partial(run, **replay.second())
+            return self._with_cache(model, request, self._made(model, request, always=True), again, reuse)
+        except StoreError as error:
+            if not is_full(error) or not self._may_be_plain(model, request):
+                raise
+            reuse.note(f"a request kept its keys and values in memory, because its disk was full: {error}")
+        result = run(None, **replay.second())
+        self.done._note_plain("the disk was full")
+        return result
+
+    def _may_be_plain(self, model: Any, request: Request) -> bool:
+        """Whether `DynamicCache` takes no more memory than this request may use."""
+        full = Geometry.of(model).full_kv_bytes(request.tokens, request.rows)
+        floor = request.rows * parse_size(self.floor, "floor")
+        return not self.strict and full <= (
+            floor if self.memory is None else _limit(self.memory, full, request.rows, self.floor)
+        )
 
     def _made(self, model: Any, request: Request, always: bool = False) -> OffloadCache | None:
         """A new cache for this request; None if `DynamicCache` is better."""

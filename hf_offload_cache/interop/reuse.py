@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,11 @@ import torch
 
 from ..config import parse_size
 from ..contexts.library import ContextLibrary
+from ..contexts.listing import total_bytes
 from ..contexts.open import closed_on_error
 from ..contexts.save import fork
 from ..core.cache import OffloadCache
-from ..errors import BudgetError, ContextError, StoreError, StoreFullError
+from ..errors import BudgetError, ContextError, StoreError
 from ..model.fingerprint import full_fingerprint
 from ..model.own_generate import Request
 
@@ -147,6 +149,16 @@ class Reuse:
         for one in leaving:
             one.close()
 
+    def make_room(self, path: str | Path | None, size: int) -> None:
+        """Close the open contexts, and evict least recently used ones of `size` bytes if they are on the disk of
+        `path`. Raises nothing."""
+        self._close_open()
+        try:
+            if path is not None and os.stat(path).st_dev == os.stat(self.library.folder).st_dev:
+                self.library.evict(max(0, total_bytes(self.library.entries()) - size))
+        except (OSError, ValueError) as error:
+            self.note(f"the library could not make room: {error}")
+
     def note(self, why: str) -> None:
         """Warn, once, and keep it in `trouble`."""
         if why not in self.trouble:
@@ -166,8 +178,13 @@ class Reuse:
 
     def close(self) -> None:
         self._saver.shutdown()
-        while self._open:
-            self._open.popitem()[1].close()
+        self._close_open()
+
+    def _close_open(self) -> None:
+        with self._lock:
+            leaving, self._open = list(self._open.values()), {}
+        for one in leaving:
+            one.close()
 
 
 def _is_on(cache: OffloadCache, model: Any) -> bool:
@@ -176,8 +193,3 @@ def _is_on(cache: OffloadCache, model: Any) -> bool:
         return cache.given_model is model
     except RuntimeError:  # it is gone
         return False
-
-
-def can_repeat(error: BaseException) -> bool:
-    """Whether a generation that failed with `error` may succeed without the library's context."""
-    return isinstance(error, StoreError) and not isinstance(error, StoreFullError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import gc
 import os
 import threading
@@ -292,6 +293,40 @@ def test_a_full_disk_loses_no_request(tmp_path: Path, monkeypatch: pytest.Monkey
             assert torch.equal(generated(own, ids), expected)
             done.reuse.settle()
     assert done.requests == 1 and "no room" in done.reuse.trouble[0] and not ContextLibrary(tmp_path).entries()
+
+
+@pytest.mark.parametrize("room", ["after contexts have left", "never", "never, and too little memory", "strict"])
+def test_a_disk_that_is_full_while_a_request_runs(room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts make room. Without any, keys and values stay in memory if they may; a streamer gets each token once."""
+    own, ids, heard = model(), prompt(model(), 1, 80), Heard()
+    longer = torch.cat([ids, prompt(own, 1, 40, seed=5)], 1)
+    expected, options = generated(own, longer), {"floor": "1KiB"} if "too little" in room else {}
+    options |= {"strict": True} if room == "strict" else {}
+    write, library = os.pwrite, ContextLibrary(tmp_path)
+
+    def full(*given: Any) -> int:
+        if room != "after contexts have left" or library.entries():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*given)
+
+    with offload(own, exact=True, engine="direct", library=library, library_memory="1MiB", **options) as done:
+        generated(own, ids)
+        done.reuse.settle()
+        assert library.entries() and done.reuse.memory_bytes
+        monkeypatch.setattr(os, "pwrite", full)
+        if "too little" in room or room == "strict":
+            with pytest.raises(StoreFullError), pytest.warns(UserWarning, match="disk was full"):
+                generated(own, longer)
+        else:
+            with pytest.warns(UserWarning, match="from the start, because its disk was full"):
+                assert torch.equal(generated(own, longer, streamer=heard), expected)
+            assert heard.tokens == [*expected[0].tolist(), -1]
+        monkeypatch.undo()
+        done.reuse.settle()
+    assert done.requests_repeated == 1 and (done.requests, done.requests_left_plain) == {
+        "after contexts have left": (2, 0), "never": (1, 1)
+    }.get(room, (1, 0))  # fmt: skip
+    assert [entry.manifest.tokens for entry in library.entries()] == ([119 + NEW] if room.startswith("after") else [])
 
 
 # ------------------------------------------------------------------------------------------------ who gets what
