@@ -139,6 +139,17 @@ def _limit(memory: int | str, full: int, rows: int, floor: int | str) -> int:
     return max(limit, rows * parse_size(floor, "floor")) if "/" in str(memory) else limit
 
 
+def budgets(
+    model: Any, tokens: int, rows: int, memory: int | str | None, floor: int | str, strict: bool
+) -> list[int | str | None]:
+    """Memory budgets of a request, the first one to try first: `memory`, and `floor` per sequence if that is more."""
+    if memory is None or strict:
+        return [memory]
+    full = Geometry.of(model).full_kv_bytes(tokens, rows)
+    limit = _limit(memory, full, rows, floor)
+    return [memory, limit] if limit > parse_memory(memory, full) else [memory]
+
+
 @dataclass
 class Offloading:
     """Record of the requests within an `offload`. For any thread."""
@@ -156,7 +167,7 @@ class Offloading:
     """Number of `requests_left_plain` for each reason."""
     requests_repeated: int = 0
     """Requests that were computed from the start after all: they began with a context of the library which a step could
-    not read, or their disk was full."""
+    not read or which left too little memory, or their disk was full."""
     tokens_reused: int = 0
     """Tokens of prompts, over all requests and sequences, that came from the library."""
     report: CacheReport | None = None
@@ -195,8 +206,8 @@ class Offloading:
             counts.append(f"{self.tokens_reused:,} tokens of their prompts came from the library")
         if self.requests_repeated:
             counts.append(
-                f"{self.requests_repeated} were computed again without it, because a context could not be read, or the "
-                "disk was full"
+                f"{self.requests_repeated} were computed again without it, because a context could not be read or did "
+                "not fit, or the disk was full"
             )
         lines = [", ".join(counts), *(f"left plain: {count}, {why}" for why, count in [*self.plain_reasons.items()])]
         if not self.requests and not self.requests_left_plain:
@@ -382,6 +393,10 @@ class _Way:
         try:
             cache, reused = opened or (self._made(model, request, always=True), 0)
             return self._with_cache(model, request, cache, functools.partial(run, **replay.first), reuse, reused)
+        except BudgetError as error:
+            if opened is None:
+                raise
+            reuse.note(f"a request was computed from the start, because its context does not fit: {error}")
         except StoreError as error:
             if is_full(error):
                 reuse.make_room(self.path, Geometry.of(model).full_kv_bytes(request.tokens, request.rows))
@@ -419,11 +434,7 @@ class _Way:
 
     def _opened(self, model: Any, request: Request, reuse: Reuse) -> tuple[OffloadCache, int] | None:
         """A cache that holds the beginning of this request, and the number of its tokens."""
-        limits = [self.memory]
-        if self.memory is not None:
-            full = Geometry.of(model).full_kv_bytes(request.tokens, request.rows)
-            floor = _limit(self.memory, full, request.rows, self.floor)
-            limits += [floor] if floor > parse_memory(self.memory, full) and not self.strict else []
+        limits = budgets(model, request.tokens, request.rows, self.memory, self.floor, self.strict)
         return reuse.take(request, model, self.cls, limits, path=self.path, **self._fields(request))
 
     @property

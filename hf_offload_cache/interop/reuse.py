@@ -187,6 +187,20 @@ class Reuse:
             one.close()
 
 
+def opened_within(
+    limits: Sequence[int | str | None], library: ContextLibrary, ids: torch.Tensor, model: Any,
+    cls: type[OffloadCache], **fields: Any,
+) -> tuple[OffloadCache, int] | None:  # fmt: skip
+    """The result of `library.open` for ids (B, T) with the first of these memory budgets that is enough. Raises its
+    errors, `BudgetError` if none is."""
+    for memory in limits:
+        try:
+            return library.open(ids, model, cls, least=LEAST, alike=True, memory=memory, **fields)
+        except BudgetError as error:
+            too_small = error
+    raise too_small
+
+
 def _is_on(cache: OffloadCache, model: Any) -> bool:
     """Whether the cache was made for this very model."""
     try:

@@ -329,6 +329,27 @@ def test_a_disk_that_is_full_while_a_request_runs(room: str, tmp_path: Path, mon
     assert [entry.manifest.tokens for entry in library.entries()] == ([119 + NEW] if room.startswith("after") else [])
 
 
+def test_a_context_that_leaves_too_little_memory_costs_a_prefill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, ids = model(), prompt(model(), 1, 200)
+    expected = generated(own, ids)
+
+    def tight(*given: Any, **options: Any) -> Any:
+        found = take(*given, **options)
+        if found is not None:
+            found[0].storage.account.limit = found[0].memory_bytes
+        return found
+
+    with offload(own, exact=True, library=tmp_path) as done:
+        generated(own, ids[:, :60])
+        take = done.reuse.take
+        monkeypatch.setattr(done.reuse, "take", tight)
+        with pytest.warns(UserWarning, match="from the start, because its context does not fit"):
+            assert torch.equal(generated(own, ids), expected)
+    assert (done.requests, done.requests_repeated, done.tokens_reused) == (2, 1, 0)
+
+
 # ------------------------------------------------------------------------------------------------ who gets what
 
 
