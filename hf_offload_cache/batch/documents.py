@@ -14,7 +14,7 @@ from ..config import at_least
 from ..console.answer import check_length, document_part, generate_answer, question_part
 from ..core.cache import OffloadCache
 from ..core.filling import prefill
-from ..errors import ContextError, CorruptRecordError, StoreError, StoreFullError
+from ..errors import BudgetError, ContextError, CorruptRecordError, StoreError, StoreFullError
 from ..model.look_ahead import reason_against_pieces
 from .recipe import Recipe
 from .shared_contexts import Found, SharedContexts
@@ -42,7 +42,8 @@ class DocumentAnswers:
     """The answers about one document, and what they took.
 
     Attributes:
-        context: source of the document's keys and values: "prefilled", "opened" (saved before) or "streamed".
+        context: source of the document's keys and values: "prefilled", "opened" (saved before), "continued" (the same,
+            but only a beginning of it) or "streamed".
         notes: why a shared context was not used, or this one was not shared.
         peak_memory_bytes: of all its caches together: all questions but the last are answered by forks.
         full_kv_bytes: memory of `DynamicCache` at the end of the longest question's answer.
@@ -92,12 +93,14 @@ class Answering:
         if found.cache is not None:
             try:
                 with found.cache as cache:
-                    if found.damaged:
+                    if (held := cache.get_seq_length()) < ids.shape[1]:
+                        prefill(self._recipe.model, ids[:, held:], cache, self._chunk)
+                    if found.damaged or held < ids.shape[1]:
                         self._keep(ids, cache, found)
                     return self._answer(ids, asked, most, found, begun, cache)
             except StoreFullError:  # a prefill would need even more room
                 raise
-            except (ContextError, StoreError) as error:  # in records that only a step reads
+            except (BudgetError, ContextError, StoreError) as error:  # in records that only a step reads
                 damaged = isinstance(error, (ContextError, CorruptRecordError))
                 notes = [*found.notes, f"the shared context is not used: {error}"]
                 found = Found(damaged=damaged, closed=found.closed, notes=notes)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import parse_size
 from ..console.named_cache import check_fields, offloading_class
+from ..contexts.library import ContextLibrary
 from ..errors import BudgetError, ConfigError, PromptError, StoreError
 from ..interop.offload import FLOOR
 
@@ -56,7 +57,9 @@ class AnswerDocuments:
         questions: the column with the questions, a text or a list of texts.
         contexts: where contexts are shared: a folder, or any fsspec URL. Contexts are saved in a folder ("file:" or a
             path, which may be mounted), and published elsewhere. Anyone who can write there decides the answers, unless
-            the contexts are encrypted (field `encryption_key`). Nothing there is ever removed.
+            the contexts are encrypted (field `encryption_key`). Nothing there is ever removed. A `ContextLibrary`, with
+            its limits and key: a document starts from the longest beginning that is stored there, of any document or
+            request (`offload(library=...)`), and leaves its own.
         options: options of the file system of `contexts`.
         level: how much of streamed keys and values is kept, as in `publish_context`.
         max_new_tokens: limit per answer.
@@ -70,10 +73,11 @@ class AnswerDocuments:
         fields: fields of the cache's configuration.
 
     Call it with a pyarrow table, or with columns by name. It returns a table with these columns in addition to its own:
-    `answers` (a list), `context` ("prefilled", "opened", "streamed"), `context_note` (why a shared context was not
-    used, or this one not shared), `document_tokens`, `new_tokens`, `seconds`, `peak_memory_bytes`, `full_kv_bytes`,
-    `disk_bytes`, `error`. In a row with an error all others are null. A row that is computed again because its worker
-    died has the same answers, unless meanwhile a context was shared that was fitted to another question.
+    `answers` (a list), `context` ("prefilled", "opened", "continued", "streamed"), `context_note` (why a shared context
+    was not used, or this one not shared), `document_tokens`, `new_tokens`, `seconds`, `peak_memory_bytes`,
+    `full_kv_bytes`, `disk_bytes`, `error`. In a row with an error all others are null. A row that is computed again
+    because its worker died has the same answers, unless meanwhile a context was shared that was fitted to another
+    question.
 
     Raises `ConfigError`; `ImportError` if pyarrow is missing; the errors of loading the model and of making a cache,
     such as `StoreError` for a `path` that cannot be written to.
@@ -89,7 +93,7 @@ class AnswerDocuments:
         strict: bool = False,
         document: str = "document",
         questions: str = "questions",
-        contexts: str | None = None,
+        contexts: str | ContextLibrary | None = None,
         options: dict[str, Any] | None = None,
         level: str = "lossless",
         max_new_tokens: int = 64,
@@ -103,15 +107,23 @@ class AnswerDocuments:
         from ..console.named_cache import load
         from .documents import Answering
         from .recipe import Recipe
-        from .shared_contexts import shared_contexts
+        from .shared_contexts import LibraryContexts, SharedContexts, shared_contexts
 
         _pyarrow()
         _check(model, cache, memory, path, errors, floor, fields)
         self._columns, self._raises = (document, questions), errors == "raise"
         loaded, tokenizer = model() if callable(model) else load(model, dtype, device)
+        if isinstance(contexts, ContextLibrary):
+            fields = {**fields, **contexts.key_fields}
+            path = contexts.folder if path is None else path  # where records can be linked into it
         recipe = Recipe(loaded, offloading_class(cache), memory, path, fields, floor, strict)
         recipe.check()
-        shared = None if contexts is None else shared_contexts(contexts, recipe, level, options)
+        shared: SharedContexts | None = None
+        if contexts is not None:
+            shared = (
+                LibraryContexts(contexts, recipe) if isinstance(contexts, ContextLibrary)
+                else shared_contexts(contexts, recipe, level, options)
+            )  # fmt: skip
         self._answering = Answering(tokenizer, recipe, shared, max_new_tokens, prefill_chunk)
 
     def __call__(self, batch: pyarrow.Table | Mapping[str, Any]) -> pyarrow.Table:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..contexts.configuration import encode, fields_in_states
-from ..contexts.library import model_digest, prefix_name
+from ..contexts.library import ContextLibrary, model_digest, prefix_name
 from ..core.cache import OffloadCache
 from ..errors import BudgetError
-from ..interop.offload import FLOOR, in_floor
+from ..interop.offload import FLOOR, budgets, in_floor
+from ..interop.reuse import opened_within
 from ..model.fingerprint import full_fingerprint
 from ..model.geometry import Geometry
 from ..stores.encryption import load_key
@@ -61,6 +62,13 @@ class Recipe:
         return self._budgeted(
             most, lambda memory: self.cls.open(directory, self.model, memory=memory, max_context=most, **fields)
         )
+
+    def open_beginning(self, library: ContextLibrary, ids: torch.Tensor, most: int) -> tuple[OffloadCache, int] | None:
+        """The longest beginning of ids (1, T) that `library` has, in a cache with room for `most` tokens, and the
+        number of its tokens, at most T - 1; None: there is none. Raises the errors of `ContextLibrary.open`."""
+        limits = budgets(self.model, most, 1, self.memory, self.floor, self.strict)
+        fields = {**self.fields, "path": self.path, "max_context": most}
+        return opened_within(limits, library, ids, self.model, self.cls, **fields)
 
     def _budgeted(self, most: int, make: Callable[[int | str], OffloadCache]) -> OffloadCache:
         assert self.memory is not None

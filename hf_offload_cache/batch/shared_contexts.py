@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..contexts.library import ContextLibrary
 from ..contexts.listing import touch
 from ..core.cache import OffloadCache
 from ..errors import (
@@ -43,8 +44,8 @@ class Found:
     """The search for a document's shared context.
 
     Attributes:
-        cache: holds the document; the caller closes it. None: the document has to be prefilled.
-        origin: "opened" or "streamed" if `cache` was.
+        cache: holds the document, or its beginning; the caller closes it. None: the document has to be prefilled.
+        origin: "opened" or "streamed" if `cache` was, "continued" if it holds the document's beginning.
         damaged: the stored context cannot be trusted: replace it.
         closed: the store refuses or fails, so its content is unknown: write nothing.
         notes: messages for the user, a sentence each.
@@ -128,6 +129,34 @@ class SavedContexts:
         except FileExistsError as error:  # another worker's context, or something else
             return [f"not shared: {error}"] if replace else []
         except (StoreError, ContextError) as error:
+            return [f"not shared: {error}"]
+        return []
+
+
+@dataclass(frozen=True)
+class LibraryContexts:
+    """Contexts of a library, which documents with a common beginning share. Those that it evicts are computed again."""
+
+    library: ContextLibrary
+    recipe: Recipe
+
+    def take(self, ids: torch.Tensor, most: int) -> Found:
+        more = torch.cat([ids, ids[:, -1:]], 1)  # a library leaves the last token to the model
+        try:
+            opened = self.recipe.open_beginning(self.library, more, most)
+        except BudgetError as error:
+            return Found(notes=[f"a stored context does not fit: {error}"])
+        except (ContextError, StoreError) as error:
+            return Found(notes=[f"the library could not be read: {error}"])
+        if opened is None:
+            return Found()
+        cache, tokens = opened
+        return Found(cache, "opened" if tokens == ids.shape[1] else "continued")
+
+    def keep(self, ids: torch.Tensor, cache: OffloadCache, *, replace: bool) -> list[str]:
+        try:
+            self.library.save(cache, instead=True)
+        except (OSError, ValueError) as error:  # a full disk, limits, placeholders
             return [f"not shared: {error}"]
         return []
 

@@ -271,7 +271,7 @@ class ContextLibrary:
         self.folder = Path(folder)
         self.max_bytes = parse_size(max_bytes, "max_bytes")
         self.max_bytes_a_day = None if max_bytes_a_day is None else parse_size(max_bytes_a_day, "max_bytes_a_day")
-        self._key = None if key is None else load_key(key)
+        self._key, self._key_source = None if key is None else load_key(key), key
         self._key_check = None if self._key is None else key_check(self._key)
         self._damaged: dict[str, str] = {}
         """Damage that was found and could not be marked in the folder, by the context's digest."""
@@ -286,6 +286,11 @@ class ContextLibrary:
             ) from error
         self._index = PrefixIndex(self.folder, self._key, self._found_damaged)
         self._day = WrittenToday(self.folder)
+
+    def __reduce__(self) -> Any:
+        """A copy, for example in another process, reads the folder and the key anew."""
+        make = functools.partial(type(self), max_bytes_a_day=self.max_bytes_a_day)
+        return make, (self.folder, self.max_bytes, self._key_source)
 
     @property
     def key_fields(self) -> dict[str, Any]:

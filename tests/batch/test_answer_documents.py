@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -21,10 +22,10 @@ from nothing_left import no_threads_and_descriptors
 from pairwise import combinations
 from words import words
 
-from hf_offload_cache import AnswerDocuments, answer_documents
+from hf_offload_cache import AnswerDocuments, ContextLibrary, answer_documents, offload
 from hf_offload_cache.batch import COLUMNS, DocumentError, PublishedContexts, SavedContexts
 from hf_offload_cache.batch import documents as document_answers
-from hf_offload_cache.console import PromptTooLongError
+from hf_offload_cache.console import PromptTooLongError, document_part
 from hf_offload_cache.errors import BudgetError, ConfigError, StoreError, StoreFullError
 from hf_offload_cache.fetch import Prefetcher
 from hf_offload_cache.registry import CACHES
@@ -110,6 +111,76 @@ def test_a_shared_context_gives_what_a_prefill_does(name: str, kind: str, tmp_pa
     assert (row["answers"], row["context_note"]) == (alone["answers"], None)
     assert row["context"] == {"saved": "opened", "published": "streamed"}[kind]
     assert only(second(asked(2, 5)))["context"] == "prefilled"
+
+
+@pytest.mark.parametrize(("name", "memory"), [*((name, None) for name in CACHES), ("disk-swap", "2MiB")])
+def test_documents_of_a_library_share_how_they_begin(name: str, memory: str | None, tmp_path: Path) -> None:
+    """A request of `offload` has left a part of the first one; another worker opens all of it."""
+    library, computed = ContextLibrary(tmp_path / "contexts"), list[int]()
+    texts = [document(1), " ".join([*document(1).split()[:400], *document(2).split()[:90]])]
+    small = EXACT if memory is None else {"exact": True, "max_new_tokens": NEW, "memory": memory}
+    fields = {name: value for name, value in small.items() if name != "max_new_tokens"}
+
+    def made() -> AnswerDocuments:
+        return AnswerDocuments(lambda: (long_model(), words()), name, contexts=library, **small)
+
+    first = made()
+    ids = document_part(words(), texts[0])
+    with offload(long_model(), name, library=library, **fields), torch.no_grad():
+        long_model().generate(ids[:, :300], max_new_tokens=1, do_sample=False)
+    hook = long_model().get_input_embeddings().register_forward_hook(
+        lambda _, given, __: computed.append(given[0].numel())
+    )  # fmt: skip
+    try:
+        rows = []
+        for own, answers in ((texts[0], first), (texts[1], first), (texts[0], made())):
+            computed.clear()
+            rows.append(only(answers({"document": [own], "questions": [questions(5)]})))
+            rows[-1]["computed"] = sum(computed)
+    finally:
+        hook.remove()
+    asked_tokens = NEW - 1 + len(questions(5)[0].split()) + 2
+    assert [row["error"] for row in rows] == [None] * 3
+    assert [row["context"] for row in rows] == ["continued", "continued", "opened"]
+    assert [row["context_note"] for row in rows] == [None] * 3
+    assert [row["computed"] - asked_tokens for row in rows] == [260, 90, 0]
+    for row, own in zip(rows, (*texts, texts[0]), strict=True):
+        assert row["answers"] == expected(long_model(), words(), own, questions(5))
+
+
+def test_a_stored_beginning_that_does_not_fit_is_computed(tmp_path: Path) -> None:
+    """In a budget that a prefill of the complete document just fits."""
+    library = ContextLibrary(tmp_path / "contexts")
+    small: dict[str, Any] = {"exact": True, "max_new_tokens": NEW, "contexts": library}
+    answers = AnswerDocuments(lambda: (long_model(), words()), **small)
+    only(answers({"document": [" ".join(document(1).split()[:300])], "questions": [questions(5)]}))
+    row = only(AnswerDocuments(lambda: (long_model(), words()), memory="1/2", **small)(asked(1, 5)))
+    assert (row["error"], row["context"]) == (None, "prefilled") and "memory" in row["context_note"]
+    assert row["answers"] == expected(long_model(), words(), document(1), questions(5))
+
+
+def test_a_library_of_documents_has_limits_and_a_key(tmp_path: Path) -> None:
+    """A copy of it, as each worker of a job has one, has them too."""
+    (tmp_path / "key").write_bytes(bytes(range(32)))
+    (tmp_path / "key").chmod(0o600)
+    given = ContextLibrary(tmp_path / "contexts", 3_000_000, tmp_path / "key", max_bytes_a_day="1GB")
+    library = pickle.loads(pickle.dumps(given))
+    assert (library.max_bytes, library.max_bytes_a_day) == (3_000_000, 10**9)
+    answers = worker(tmp_path, contexts=library)
+    assert only(answers(asked(1, 5)))["context"] == "prefilled"
+    assert all(entry.encrypted for entry in library.entries()) and library.entries()
+    row = only(worker(tmp_path, contexts=given)(asked(1, 5)))
+    assert row["context"] == "opened" and row["answers"] == expected(long_model(), words(), document(1), questions(5))
+    library.max_bytes = 1000
+    assert "not shared: max_bytes is 1,000" in only(answers(asked(2, 5)))["context_note"]
+    (entry,) = library.entries()
+    for file in entry.path.glob("*.records"):
+        file.write_bytes(bytes(file.stat().st_size))
+    library.max_bytes = 3_000_000
+    row = only(answers(asked(1, 5)))
+    assert row["context"] == "prefilled" and "the shared context is not used" in row["context_note"]
+    assert row["answers"] == expected(long_model(), words(), document(1), questions(5))
+    assert only(answers(asked(1, 5)))["context"] == "opened", "it was stored again"
 
 
 def test_a_budget_is_of_each_document(tmp_path: Path) -> None:
