@@ -42,7 +42,7 @@ class Continuations:
     Contexts with the same beginning share it only if no score depends on the pieces of a text.
 
     Args:
-        make: a cache; closed on leaving.
+        make: a cache for texts that begin with these ids, of which it may hold a part already; closed on leaving.
         share: contexts that begin the same share what they have in common.
         whole: whether what comes of a text does not depend on the pieces in which it goes through the model into this
             cache: a continuation goes in one. Else token by token, as it is generated.
@@ -51,7 +51,7 @@ class Continuations:
     """
 
     def __init__(
-        self, make: Callable[[Needed], AbstractContextManager[Any]], logits: Logits, *, share: bool,
+        self, make: Callable[[Needed, Tokens], AbstractContextManager[Any]], logits: Logits, *, share: bool,
         whole: Callable[[Any], bool], batch: int = 1, apart: Callable[[int], bool] = lambda tokens: False,
     ) -> None:  # fmt: skip
         self._apart = apart
@@ -74,11 +74,12 @@ class Continuations:
                 max(len(rows) for context in contexts for rows in batches[context]),
                 len(each),
             )
-            with self._make(needed) as base:
-                whole = self._whole(base)
-                self._prefill(contexts[0][:shared], base)
+            begin = contexts[0][: shared if len(contexts) > 1 else -1]
+            with self._make(needed, begin) as base:
+                whole, held = self._whole(base), base.get_seq_length()
+                self._prefill(begin[held:shared], base)
                 for context in contexts:
-                    every, before = batches[context], context[shared:-1]
+                    every, before = batches[context], context[max(held, shared) : -1]
                     with _own(base, alone=len(contexts) == 1) as own:
                         if not whole or len(every) > 1 or len(every[0]) > 1:
                             self._prefill(before, own)
@@ -91,7 +92,7 @@ class Continuations:
         """One continuation, with its context in one forward if texts go whole."""
         context, continuation = asked[place]
         rows, before = {(context[-1], *continuation[:-1]): [place]}, context[:-1]
-        with self._make(Needed(len(context) + len(continuation), 1, 1)) as cache:
+        with self._make(Needed(len(context) + len(continuation), 1, 1), ()) as cache:
             if not (whole := self._whole(cache)):
                 self._prefill(before, cache)
                 before = ()

@@ -6,8 +6,8 @@ import dataclasses
 import difflib
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,11 @@ from transformers import AutoConfig, BitsAndBytesConfig, DynamicCache, PreTraine
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ..config import parse_size
+from ..contexts.library import ContextLibrary
 from ..core.cache import OffloadCache
-from ..errors import ConfigError
-from ..interop.offload import FLOOR, beyond_share, offload, request_cache
+from ..errors import BudgetError, ConfigError, ContextError, StoreError
+from ..interop.offload import FLOOR, beyond_share, budgets, offload, request_cache
+from ..interop.reuse import LEAST, opened_within
 from ..model.look_ahead import reason_against_pieces
 from .continuations import Asked, Continuations, Needed, Scored
 from .named_cache import DYNAMIC, check_fields, load, offloading_class
@@ -45,18 +47,31 @@ class OffloadLM(HFLM):
         floor: memory per sequence of a request whose share is too small for any such cache (`request_cache`): "64MiB".
             If transformers' own cache takes less, the request has that. The results count both.
         strict: such a request raises `BudgetError`.
+        library: folder of a `ContextLibrary`. A request starts from the longest beginning that an earlier one has left
+            there, also in another run, and leaves its own text. Not with `exact=bitwise`.
+        library_bytes: maximum disk space of the library: "200GB".
         others: arguments of `hf`, including those of `from_pretrained`, and fields of the cache ("exact=True"). A
             `batch_size` of "auto" is 1.
     """
 
     def __init__(
         self, pretrained: Any = None, cache: str = "disk-swap", memory: int | str | None = None,
-        path: str | None = None, strict: bool = False, floor: int | str = FLOOR, goal: str | None = None, **others: Any,
+        path: str | None = None, strict: bool = False, floor: int | str = FLOOR, goal: str | None = None,
+        library: str | None = None, library_bytes: int | str = "200GB", **others: Any,
     ) -> None:  # fmt: skip
         theirs, self.fields, loading = sort_arguments(others, cache, pretrained)
         check_fields(cache, self.fields, path, memory, goal)
         parse_size(floor, "floor")
         self.cache_name, self.memory, self.path = cache, memory, path
+        if library is not None and (cache == DYNAMIC or self.fields.get("exact") == "bitwise"):
+            raise ConfigError(
+                "library: with exact=bitwise each text is computed in one piece, and cache=dynamic stores none: leave "
+                "one of the two out"
+            )
+        self.library = None if library is None else ContextLibrary(library, library_bytes)
+        path = library if path is None else path  # where records can be linked into it
+        self.reused = 0
+        """Tokens that came from the library."""
         self.limits: dict[str, Any] = {"memory": memory, "goal": goal, "floor": floor, "strict": strict, "path": path}
         self.requests = self.plain_requests = self.floor_requests = 0
         """Answered requests; those left with transformers' own cache; those planned with `floor`."""
@@ -107,14 +122,30 @@ class OffloadLM(HFLM):
             self._cache, self._logits, share=share, whole=whole, batch=int(self.batch_size), apart=apart
         )
         asked = [self._fitting(context, continuation) for _, context, continuation in requests]
-        found: list[Scored] = [(0.0, False)] * len(asked)
+        found: dict[int, Scored] = {}
         with tqdm(total=len(asked), disable=disable_tqdm or self.rank != 0, desc="scoring continuations") as bar:
-            for place, scored in continuations.scored(asked):
-                found[place] = scored
-                if requests[place][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[place][0], scored)
-                bar.update()
-        return found
+
+            def score() -> None:
+                left = [place for place in range(len(asked)) if place not in found]
+                for index, scored in continuations.scored([asked[place] for place in left]):
+                    place = left[index]
+                    found[place] = scored
+                    if requests[place][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[place][0], scored)
+                    bar.update()
+
+            library = self.library
+            try:
+                score()
+            except (BudgetError, StoreError) as error:
+                if library is None:
+                    raise
+                _LOGGER.warning("the library is not used for the rest of these requests: %s", error)
+                self.library = None
+                score()
+            finally:
+                self.library = library
+        return [found[place] for place in range(len(asked))]
 
     def _fitting(self, context: list[int], continuation: list[int]) -> Asked:
         """The last tokens of a request that fit the model, as `hf` cuts them."""
@@ -129,10 +160,54 @@ class OffloadLM(HFLM):
         both = (*context, *continuation)[-(self.max_length + 1) :]
         return both[: -len(continuation)], both[-len(continuation) :]
 
-    def _cache(self, needed: Needed) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _cache(self, needed: Needed, begin: Sequence[int] = ()) -> Iterator[Any]:
+        """A cache for such requests. It may hold a beginning of the tokens `begin`, with which all of them begin."""
+        if self.library is None or len(begin) < LEAST:
+            with self._new_cache(needed) as cache:
+                yield cache
+            return
+        with self._opened(needed, begin) or self._new_cache(needed) as cache:
+            yield cache
+            if isinstance(cache, OffloadCache):
+                self._leave(cache, len(begin))
+
+    def _opened(self, needed: Needed, begin: Sequence[int]) -> AbstractContextManager[Any] | None:
+        """A cache with what the library has of `begin`; None: nothing that can be used."""
+        assert self.library is not None
+        floor, strict = self.limits["floor"], self.limits["strict"]
+        limits = budgets(self.model, needed.tokens, needed.rows, self.memory, floor, strict)
+        ids = torch.tensor([[*begin, begin[-1]]])  # a library leaves the last token to the model
+        try:
+            found = opened_within(
+                limits, self.library, ids, self.model, offloading_class(self.cache_name), path=self.limits["path"],
+                max_context=needed.tokens, max_batch=needed.rows, **self.fields,
+            )  # fmt: skip
+        except (BudgetError, ContextError, StoreError) as error:
+            _LOGGER.warning("a stored context is not used: %s", error)
+            return None
+        if found is None:
+            return None
+        self.requests += needed.requests
+        self.reused += found[1]
+        return found[0]
+
+    def _leave(self, cache: OffloadCache, tokens: int) -> None:
+        """Save what `cache` holds; of several rows, their first `tokens` tokens, which are the same."""
+        assert self.library is not None
+        try:
+            if cache.sequences > 1:
+                cache.crop(min(0, tokens - cache.get_seq_length()))
+                cache.batch_select_indices(torch.zeros(1, dtype=torch.long))
+            self.library.save(cache, instead=True)
+        except (OSError, ValueError) as error:  # limits, a full disk, rows that cannot be cropped
+            _LOGGER.warning("a context was not kept: %s", error)
+
+    def _new_cache(self, needed: Needed) -> AbstractContextManager[Any]:
         cls = offloading_class(self.cache_name)
         self.requests += needed.requests
-        own = request_cache(cls, self.model, needed.tokens, needed.rows, **self.limits, **self.fields)
+        always = {"always": True} if self.library is not None else {}
+        own = request_cache(cls, self.model, needed.tokens, needed.rows, **always, **self.limits, **self.fields)
         if own is not None:
             self.floor_requests += needed.requests * beyond_share(own, self.model, self.memory)
             return own
@@ -163,11 +238,12 @@ class OffloadLM(HFLM):
         if self._plain:
             return super()._model_generate(context, max_length, stop, **options)
         self.requests += len(context)
-        with offload(self.model, self.cache_name, **self.limits, **self.fields) as done:
+        with offload(self.model, self.cache_name, library=self.library, **self.limits, **self.fields) as done:
             found = super()._model_generate(context, max_length, stop, **options)
         self.plain_requests += len(context) * done.requests_left_plain
         self.floor_requests += len(context) * done.requests_at_floor
         self.report = done.report or self.report
+        self.reused += done.tokens_reused
         return found
 
     # --- what is said ------------------------------------------------------------------------------------------
@@ -204,6 +280,7 @@ class OffloadLM(HFLM):
         own: dict[str, Any] = {"cache": self.cache_used, "cache_memory": self.memory, "cache_goal": self.limits["goal"]}
         own |= {"cache_fields": self.fields, "cache_requests": self.requests}
         own |= {"cache_floor_requests": self.floor_requests, "cache_plain_requests": self.plain_requests}
+        own |= {} if self.library is None else {"cache_reused_tokens": self.reused}
         return {**super().get_model_info(), **own}
 
 

@@ -252,6 +252,34 @@ def test_a_context_is_prefilled_once_and_what_is_shared_once(
     assert len(shapes) == len(whole) + (4 if fields is SPARSE else 0)  # answers differ in their last token
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_second_run_begins_with_what_a_library_has(
+    batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Scores and texts are the plain ones; a damaged library costs time and nothing else."""
+    asked = instances("loglikelihood", [*CHOICES, *ALIKE])
+    texts = instances("generate_until", [(text(300, 3), {"max_gen_toks": 5, "do_sample": False})])
+    expected = plain().loglikelihood(asked, disable_tqdm=True), plain().generate_until(texts, disable_tqdm=True)
+    shapes, tokens, library = forwards(monkeypatch), [], tmp_path / "library"
+    for run in ("first", "second", "damaged"):
+        if run == "damaged":
+            for file in library.glob("*/*.records"):
+                file.write_bytes(bytes(file.stat().st_size))
+        shapes.clear()
+        lm = ours(tmp_path, cache="disk-swap", exact=True, batch_size=batch, library=str(library))
+        assert close(lm.loglikelihood(asked, disable_tqdm=True), expected[0])
+        tokens.append(sum(count for _, count in shapes))
+        assert lm.generate_until(texts, disable_tqdm=True) == expected[1]
+        assert lm.get_model_info()["cache_reused_tokens"] > 0 or run != "second"
+        assert ("the library is not used for the rest" in caplog.text) is (run == "damaged")
+    assert tokens[1] < 0.2 * tokens[0] <= 0.2 * tokens[2]
+    with pytest.raises(ConfigError, match="library: with exact=bitwise"):
+        ours(tmp_path, exact="bitwise", library=str(library))
+    lm = ours(tmp_path, memory="2MiB", library=str(tmp_path / "small"), library_bytes="1KB", exact=True)
+    assert close(lm.loglikelihood(asked, disable_tqdm=True), expected[0])
+    assert "a context was not kept: max_bytes is" in caplog.text
+
+
 def _common_words(one: str, other: str) -> int:
     pairs = zip(one.split(), other.split(), strict=True)
     return next(place for place, pair in enumerate(pairs) if pair[0] != pair[1])
