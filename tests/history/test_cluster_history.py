@@ -116,11 +116,15 @@ class Case:
                     np.testing.assert_allclose(partition.variances[row, cluster], apart, rtol=5e-3, atol=2e-3)
 
 
-def test_attention_to_earlier_tokens_reads_no_later_pages() -> None:
+@pytest.mark.parametrize("few", [0, 9])
+def test_attention_to_earlier_tokens_reads_no_later_pages(few: int) -> None:
     """Before the latest call, whose first tokens were in the tail: these are given from there, and no page of theirs is
-    read. Without the tail, only the first pages of their clusters are."""
+    read. Without the tail, only the first pages of their clusters are. With a `few` tokens before, of which some are
+    buffered: these are given, too."""
     with filled(1, 300) as case:
-        history, own, stop = case.history, case.history.clustered, 300
+        case.append(few)
+        history, own, stop = case.history, case.history.clustered, 300 + few
+        assert own.waiting.any() == bool(few)
         before, pages = own.sealed, int(own.page_counts.sum())
         case.append(HELD_BACK + 40)
         assert own.sealed > stop and history.left is not None and history.left[1] == before < stop
@@ -137,7 +141,7 @@ def test_attention_to_earlier_tokens_reads_no_later_pages() -> None:
                     assert torch.equal(entries[:, order], whole[0, :, :until])
                 in_pages = counted(own.labels[:, before:until], own.partition.clusters)
                 assert records == pages + (0 if tail is not None else (-(-in_pages // FORM.group_size)).sum())
-        history.truncate(400)
+        history.truncate(400 + few)
         assert history.left is None
 
 

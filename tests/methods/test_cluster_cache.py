@@ -194,6 +194,17 @@ def test_a_crop_a_second_turn_and_a_fork_are_exact() -> None:
         twin.close()
 
 
+def test_a_long_turn_attends_to_what_is_buffered() -> None:
+    """Tokens of a short turn are buffered. A long turn makes new clusters, and nothing has moved the buffered ones to
+    their pages yet."""
+    model = long_model()
+    ids, plain = prompt(model, 1, LENGTH + 320), DynamicCache(config=model.config)
+    with ClusterCache(model, **SMALL) as cache:
+        for part in ids.split([LENGTH, 9, 311], 1):
+            torch.testing.assert_close(feed(cache, part), feed(plain, part))
+        assert cache.layers[1].history.clustered.waiting.any()
+
+
 def test_a_context_that_does_not_fit_keeps_its_clusters(tmp_path: Path) -> None:
     """Their sizes are what is stored: other fields give way."""
     model, fields = long_model(), {**SMALL, "cluster_size": 40, "cluster_capacity": 100}

@@ -382,15 +382,14 @@ class ClusterHistory:
             unpacked = unpacking(self._storage.account, self.form, step * self.rows)
             with clustered.holding(packing), unpacked:
                 yield from cluster_blocks(clustered, self._storage, self.device, stop if paged is None else paged, step)
+        entries, tokens = self.extra_entries
+        if (tokens >= 0).any():
+            yield Block(*self.form.split(entries), np.where(tokens < stop, tokens, -1))
         if left is not None and paged is not None:
             latest = np.arange(paged, stop)
             if latest.size:
                 yield Block(*self.form.split(left[0][:, : len(latest)]), np.tile(latest, (self.rows, 1)))
-            return
-        entries, tokens = self.extra_entries
-        if (tokens >= 0).any():
-            yield Block(*self.form.split(entries), np.where(tokens < stop, tokens, -1))
-        if clustered.sealed < stop:
+        elif clustered.sealed < stop:
             latest = np.arange(clustered.sealed, stop)
             yield Block(*self.form.split(self.recent[:, : len(latest)]), np.tile(latest, (self.rows, 1)))
 
