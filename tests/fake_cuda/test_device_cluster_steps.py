@@ -130,7 +130,7 @@ def test_a_step_in_which_tokens_join_clusters_waits_for_nothing(rows: int, monke
     with a_device() as (model, cache, counts):
         ids, usual = prompt(model, rows, TOKENS + 40), 0
         fed(model, cache, ids[:, : TOKENS + 1], Fake, logits_to_keep=1)
-        layers = [layer.history.clustered for layer in cache.selective]
+        layers, account = [layer.history.clustered for layer in cache.selective], cache.storage.account
         of_device = [layer.predictor.on_device for layer in cache.selective]
         fed(model, cache, ids[:, TOKENS + 1 : TOKENS + 2], Fake)
         for part in ids[:, TOKENS + 2 :].split(1, 1):
@@ -148,6 +148,10 @@ def test_a_step_in_which_tokens_join_clusters_waits_for_nothing(rows: int, monke
                 settled += sum(own.buffer.counts.sum() for own in layers) < buffered
                 continue
             joining += 1
+            width = layers[0].form.key_width * 4 + 4
+            joined = sum(own.partition.rows for own in layers) * (layers[0].sealed - before[0][0])
+            sent = joined * width + sum(there._sent_bytes for there in of_device)
+            assert account.by_owner["stream buffers, host"] == sent
             for layer, own, there in zip(cache.selective, layers, of_device, strict=True):
                 assert own.late and own.partition.counts.sum() == rows * COMMON["num_key_value_heads"] * before[0][0]
                 centroids, tables = map(values_of, there.latest)
@@ -156,8 +160,29 @@ def test_a_step_in_which_tokens_join_clusters_waits_for_nothing(rows: int, monke
                 np.testing.assert_allclose(centroids.numpy(), own.partition.centroids, rtol=2e-3, atol=1e-5)
                 counted = [np.bincount(labels, minlength=own.partition.clusters) for labels in own.labels]
                 assert np.array_equal(own.partition.counts, counted)
+            assert account.by_owner["stream buffers, host"] == sent - joined * width
         assert joining > 2 and settled > 2 and split > 1, (joining, settled, split)
-        assert not cache.storage.account.by_owner["packing"]
+        assert not account.by_owner["packing"]
+
+
+def test_copies_for_changes_that_the_host_makes_later_are_booked() -> None:
+    """Of the numbers of entries that a step has kept, until its clusters settle."""
+    with a_device() as (model, cache, _):
+        ids = prompt(model, 1, TOKENS + 40)
+        fed(model, cache, ids[:, : TOKENS + 1], Fake, logits_to_keep=1)
+        account, settling = cache.storage.account, 0
+        for part in ids[:, TOKENS + 1 :].split(1, 1):
+            sealed = cache.selective[0].history.clustered.sealed
+            fed(model, cache, part, Fake)
+            layers = [(layer.history.clustered, layer.predictor) for layer in cache.selective]
+            if not layers[0][0].late or layers[0][0].sealed > sealed:
+                continue
+            settling += 1
+            kept = sum(predictor.kept.nbytes + predictor.on_device._sent_bytes for _, predictor in layers)
+            assert account.by_owner["stream buffers, host"] == kept
+            most = sum(DeviceClusters.most_sent(own) for own, _ in layers)
+            assert kept <= most
+        assert settling > 2
 
 
 LATE = {

@@ -36,7 +36,7 @@ class DeviceClusters:
         self._centroids: torch.Tensor | None = None
         self._tables: torch.Tensor | None = None
         self._sent: list[tuple[Settling, Arriving]] = []  # keys of clusters that may be split
-        self._sent_bytes = 0
+        self._sent_bytes = self._late_bytes = 0  # booked: of these keys, and of other copies for `late` changes
 
     @staticmethod
     def rehearse(run: DryRun, rows: int, clusters: int, largest: int, dim: int) -> None:
@@ -77,18 +77,25 @@ class DeviceClusters:
         """Algorithm 1 on the device: assign the next tokens of all rows to their nearest clusters, and buffer them. The
         clusters of the host follow in `ClusteredEntries.catch_up`. Nothing waits.
 
-        False, with nothing changed: the copies are not those of the latest clusters, some row has no open cluster, or
-        more than `MOST_JOINING` tokens come. Raises `BudgetError`, with nothing changed."""
+        False, with nothing changed: the copies are not those of the latest clusters, some row has no open cluster, more
+        than `MOST_JOINING` tokens come, or the host has no memory for their keys. Raises `BudgetError`, with nothing
+        changed."""
         clustered, partition = self._clustered, self._clustered.partition
         are_open = ((partition.counts > 0) & ~partition.closed).any(1).all()
-        if not self.is_latest or coming.count > MOST_JOINING or not are_open:
+        nbytes = _joining_on_host(clustered, coming.count)
+        fits = coming.count <= MOST_JOINING and self._account.has_room(nbytes, _SENT)
+        if not self.is_latest or not fits or not are_open:
             return False
         keys = coming.points_of(np.arange(coming.rows), 0, coming.count)
         arriving, first = Arriving(self._joined(keys), keys), clustered.buffer_all(coming)
+        self._book_late(nbytes)
 
         def caught_up() -> None:
-            labels, of_host = arriving.wait()
-            clustered.joined(of_host.float().numpy(), labels.numpy().astype(np.int64), first)
+            try:
+                labels, of_host = arriving.wait()
+                clustered.joined(of_host.float().numpy(), labels.numpy().astype(np.int64), first)
+            finally:
+                self._book_late(-nbytes)
 
         clustered.late.append(caught_up)
         return True
@@ -149,10 +156,12 @@ class DeviceClusters:
 
         `kept` (rows, clusters) int32 are the entries that the step has kept, on the device; None: of all clusters. Keys
         of clusters that may be split are copied to the host now, if it knows these clusters. Raises `StoreError` or
-        `BudgetError`, with nothing changed."""
+        `BudgetError`, with nothing changed. Until then the account has the copies."""
         clustered, joined = self._clustered, bool(self._clustered.late)
         if not joined:  # otherwise it is not known which clusters these are
             self._send_keys(*(clustered.partition.to_split & (clustered.waiting > 0)).nonzero())
+        if kept is not None:
+            self._book_late(kept.nbytes)
         clustered.late.append(partial(self._settle, None if kept is None else Arriving(kept), joined))
 
     def _settle(self, kept: Arriving | None, joined: bool) -> None:
@@ -161,7 +170,9 @@ class DeviceClusters:
         clustered, waiting = self._clustered, self._clustered.waiting
         retrieved = waiting > 0
         if kept is not None:
-            retrieved &= kept.wait()[0].numpy() > 0
+            (entries,) = kept.wait()
+            retrieved &= entries.numpy() > 0
+            self._book_late(-entries.nbytes)
         others = fullest(np.where(retrieved, 0, waiting), clustered.buffer.most)
         rows, clusters = map(np.concatenate, zip(retrieved.nonzero(), others, strict=True))
         try:
@@ -191,12 +202,21 @@ class DeviceClusters:
         self._account.release(_SENT, self._sent_bytes)
         self._sent, self._sent_bytes = [], 0
 
+    def _book_late(self, nbytes: int) -> None:
+        """Book so many bytes more for the host's copies, or less, if they are negative."""
+        nbytes = max(nbytes, -self._late_bytes)  # `close` has booked them as freed
+        self._account.hold(_SENT, nbytes)
+        self._late_bytes += nbytes
+
     @staticmethod
     def most_sent(clustered: ClusteredEntries) -> int:
-        """Upper bound on the bytes of keys that `settle` copies to the host."""
+        """Upper bound on the bytes that `join` and `settle` copy to the host: the keys that join, the numbers of
+        entries that a step has kept, and the keys of clusters that may be split."""
         form, buffer, partition = clustered.form, clustered.buffer, clustered.partition
         waiting = partition.rows * (buffer.most + buffer.joining)  # each in another full cluster
-        return waiting * (partition.capacity + 1) * form.key_width * form.dtype.itemsize
+        split = waiting * (partition.capacity + 1) * form.key_width * form.dtype.itemsize
+        joining = _joining_on_host(clustered, min(buffer.joining, MOST_JOINING))
+        return split + joining + 4 * clustered.stored.size
 
     def _empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._account.empty(_OWNER, *shape, dtype=dtype, device=device)
@@ -205,6 +225,7 @@ class DeviceClusters:
         """Free the memory; it is taken again when it is needed."""
         self._free()
         self._drop_sent()
+        self._book_late(-self._late_bytes)
 
     def _free(self) -> None:
         for one in (self._centroids, self._tables):
@@ -216,6 +237,12 @@ class DeviceClusters:
 def _room(count: int) -> int:
     """Room that is made for so many."""
     return count + max(64, count // 8)
+
+
+def _joining_on_host(clustered: ClusteredEntries, tokens: int) -> int:
+    """Bytes of the host's copies of so many tokens' keys and labels."""
+    form = clustered.form
+    return clustered.partition.rows * tokens * (form.key_width * form.dtype.itemsize + 4)
 
 
 class CapturedClusterLayer(CapturedLayer):
