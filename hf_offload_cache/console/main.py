@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from .. import errors
-from . import completion, generate, lm_eval, plan, run, saved, streaming, tune
+from . import chat, completion, generate, lm_eval, plan, run, saved, streaming, tune
 from .arguments import (
     PROGRAM,
     NobodyReads,
     OutputError,
     OutputFileError,
+    PromptFileError,
     PromptTooLongError,
     complain,
     flush,
@@ -27,7 +28,7 @@ from .arguments import (
     say,
 )
 
-_VERBS = (generate, run, lm_eval, plan, tune, saved, streaming)
+_VERBS = (generate, chat, run, lm_eval, plan, tune, saved, streaming)
 """Modules with `add(verbs)`. Their imports are light, because every call of the console loads all of them."""
 
 _INTERRUPTED, _NOBODY_READS = 130, 141  # a shell's codes for processes that SIGINT or SIGPIPE ended
@@ -104,7 +105,7 @@ def _expected() -> tuple[type[Exception], ...]:
     from .default_model import DefaultModelMissingError
     from .named_cache import ModelLoadError
 
-    files = (generate.PromptFileError, tune.SampleFileError, OutputFileError, OutputError)
+    files = (PromptFileError, tune.SampleFileError, OutputFileError, OutputError)
     return (*errors.OURS, *files, DefaultModelMissingError, ModelLoadError, PromptTooLongError)
 
 

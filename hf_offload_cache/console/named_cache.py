@@ -90,6 +90,33 @@ def load_tokenizer(name: str | None = None) -> PreTrainedTokenizerBase:
         raise ModelLoadError(f"cannot load the tokenizer of {place}: {_reason(error)}") from error
 
 
+def positions_of(model: PreTrainedModel) -> int | None:
+    """Tokens that the model has positions for; None if it states no limit. A "dynamic" rotary embedding extends it."""
+    from ..model.look_ahead import stretch
+
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if positions is None else int(positions * stretch(model))
+
+
+def load_positions(name: str | None = None) -> int | None:
+    """Tokens that the model which `load` would load has positions for, from its configuration; None: no limit stated.
+    Raises `DefaultModelMissingError`, `ModelLoadError`."""
+    if name is None:
+        from .default_model import default_positions
+
+        return default_positions()
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            return positions_of(AutoModelForCausalLM.from_config(config))
+    except Exception as error:
+        raise ModelLoadError(f"cannot read the configuration of {_named(name)}: {_reason(error)}") from error
+
+
 def load_geometry(
     name: str | None = None, dtype: str = "auto", device: str | None = None, here: bool = True
 ) -> Geometry:

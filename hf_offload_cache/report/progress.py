@@ -16,20 +16,24 @@ class Progress:
 
     Leaving removes the bar, also after an exception. If there is neither a terminal nor a notebook, leaving prints one
     line, for example into a log. Nothing is shown if `shown` is False or stderr is closed. `unit` is a plural, "B" for
-    bytes, or "" if `done` is a share of 1. `total` may be given with the first update.
+    bytes, or "" if `done` is a share of 1. `total` may be given with the first update. `every`: seconds after which an
+    update prints a line there too, with the time left; None: only leaving does.
     """
 
-    def __init__(self, name: str, total: float | None = None, unit: str = "", shown: bool = True) -> None:
+    def __init__(
+        self, name: str, total: float | None = None, unit: str = "", shown: bool = True, every: float | None = None
+    ) -> None:
         self._name, self._total, self._unit = name, total, unit
         self._stream = sys.stderr if shown and sys.stderr is not None and not sys.stderr.closed else None
         self._bar_class = None if self._stream is None else _bar_class(self._stream)
         self._bar: Any = None
         self._done: float | None = None
-        self._started = time.perf_counter()
+        self._started = self._printed = time.perf_counter()
+        self._every = every
         self._closed = False
 
     def __enter__(self) -> Self:
-        self._started = time.perf_counter()
+        self._started = self._printed = time.perf_counter()
         if self._total is not None:
             self._draw(0)
         return self
@@ -43,6 +47,8 @@ class Progress:
         self._total = self._total if total is None else total
         self._done = done
         self._draw(done)
+        if self._every is not None and self._bar_class is None and not self._closed:
+            self._print_left(done, self._every)
 
     def print(self, text: str) -> None:
         """Print a line to stderr, above the bar."""
@@ -75,6 +81,16 @@ class Progress:
         self._bar.total = self._total
         self._bar.set_description(self._name, refresh=False)
         self._bar.update(done - self._bar.n)
+
+    def _print_left(self, done: float, every: float) -> None:
+        """Print a line with the time left, if the last one is `every` seconds old and work is left."""
+        now, total = time.perf_counter(), self._total or 0
+        if self._stream is None or not 0 < done < total or now - self._printed < every:
+            return
+        self._printed = now
+        left = (now - self._started) * (total - done) / done
+        with contextlib.suppress(OSError, ValueError):
+            print(f"{self._line()}, about {left:.0f} s left", file=self._stream, flush=True)
 
     def _line(self) -> str:
         seconds = f"in {time.perf_counter() - self._started:.1f} s"

@@ -29,7 +29,7 @@ WITH_COMMANDS = [path for path in (*PAGES, *FRONT) if blocks(path, "sh")]
 
 CHEAP = ("plan", "inspect", "ls", "rm", "verify", "completion")
 """Verbs that run here as they are: all others get a model, `tune` also less to measure, `run` a program of the name."""
-WITH_A_MODEL = ("generate", "publish", "serve", "stream")
+WITH_A_MODEL = ("generate", "chat", "publish", "serve", "stream")
 """The last but one is what the last asks."""
 
 FILLED = {
@@ -107,6 +107,9 @@ def test_what_needs_a_model_runs(
             given = [word.replace(asked, url) for word in others]
             if verb != "publish":
                 given += ["--max-new-tokens", "4"]
+            if verb == "chat":
+                monkeypatch.setenv("XDG_CACHE_HOME", str(saved))
+                given += ["--question", "Who wrote it?"]
             assert console.main([verb, *given, "--model", str(folder)]) == 0, (verb, *others)
             said = capsys.readouterr()
             assert said.out and (verb != "stream" or re.search(r"[1-9]\d* (cells )?streamed", said.err)), said.err

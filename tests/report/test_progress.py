@@ -60,6 +60,28 @@ def test_one_line_without_a_terminal(
     assert stream.getvalue().startswith("other work: 2 of 7 cells in ")
 
 
+def test_lines_with_the_time_left_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = to(monkeypatch, io.StringIO())
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    with Progress("read", 4096, "tokens", every=5) as bar:
+        for done in range(512, 4097, 512):
+            now[0] += 2
+            bar.update(done)
+    assert stream.getvalue().splitlines() == [
+        "read: 1,536 of 4,096 tokens in 6.0 s, about 10 s left",
+        "read: 3,072 of 4,096 tokens in 12.0 s, about 4 s left",
+        "read: 4,096 of 4,096 tokens in 16.0 s",
+    ]
+    terminal = to(monkeypatch, Terminal())
+    with Progress("read", 4, "tokens", every=0) as bar:
+        bar.update(2)
+        assert "about" not in terminal.getvalue()  # the bar has it
+    to(monkeypatch, Broken())
+    with Progress("read", 4, "tokens", every=0) as bar:
+        bar.update(2)
+
+
 def test_a_bar_on_a_terminal_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = to(monkeypatch, Terminal())
     threads = threading.active_count()
