@@ -475,7 +475,7 @@ class ContextLibrary:
                     raise
             self._day.add(new)
         touch(path)
-        if instead and cache.is_croppable:
+        if instead and may_crop(inner_model(cache.model)):
             self._remove_beginnings(path, type(cache), form, ids)
         saved = look(path)
         if saved is not None and saved.bytes > self.max_bytes:

@@ -162,6 +162,7 @@ def test_a_model_with_windows_continues_complete_contexts(tmp_path: Path) -> Non
         changed = ids.clone()
         changed[0, 30] += 1
         assert talk(own, changed, count=1)[1] == [60], "its window is at the end of another text"
+    assert len(ContextLibrary(tmp_path).entries()) == 4, "a longer one does not serve those that end earlier"
 
 
 def test_a_prompt_that_parts_from_an_earlier_one(tmp_path: Path) -> None:
