@@ -309,6 +309,7 @@ class ContextLibrary:
         attention_mask: torch.Tensor | None = None,
         least: int = 1,
         expect: Collection[str] | None = None,
+        like: Mapping[str, Any] | None = None,
     ) -> Match | None:
         """The context of `model` with the longest prefix in common with the prompt; of several, the last one used.
 
@@ -320,12 +321,15 @@ class ContextLibrary:
             least: minimum number of matching tokens, not counting tokens that are padding in every sequence.
             expect: digests as returned by a cache's `save` and by `Entry.digest`; other contexts are skipped, such as
                 old ones that somebody restored. None: any.
+            like: fields of a cache's configuration: only contexts that `open` would open with them and `alike`. None:
+                any.
 
         A cache with sliding-window or linear layers cannot be cropped: its contexts match completely or not at all.
         Tokens that stand for images or sound match nothing, because ids do not identify their content. If a model's
         keys depend on a forward's length, only prompts and contexts match that are too short for such a change.
         """
-        matches = self._matches(input_ids, model, cls, attention_mask, least, {}, expect)
+        fields, alike = dict(like or {}), like is not None
+        matches = self._matches(input_ids, model, cls, attention_mask, least, fields, expect, alike)
         return matches[0][0] if matches else None
 
     def open(
@@ -417,6 +421,19 @@ class ContextLibrary:
                 match = Match(known.path, known.tokens, matched, known.digest)
                 matches.append((matched, known.last_used_ns, known.path.name, match, made_by))
         return [ranked[3:] for ranked in sorted(matches, key=lambda ranked: ranked[:3], reverse=True)]
+
+    def open_match(self, match: Match, model: Any, cls: type[Any], **fields: Any) -> Any:
+        """A cache of class `cls` with all tokens of the context that `find` returned, with the `fields` of
+        `OffloadCache.open`. Raises its errors; damage is marked."""
+        try:
+            cache = cls.open(match.path, model, expect=match.digest, **{**self.key_fields, **fields})
+        except (ContextError, StoreError) as error:
+            if is_damage(error):
+                self._found_damaged(match.path, match.digest, str(error))
+            raise
+        self.watch(cache, match)
+        touch(match.path)
+        return cache
 
     def watch(self, cache: Any, match: Match) -> None:
         """Mark the context of `match` for all processes if `cache`, which reads it, finds damage."""

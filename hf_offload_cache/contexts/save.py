@@ -32,10 +32,8 @@ from .publish import publish
 from .state import StoredLayer, pack, tensor_bytes
 
 
-def fork(cache: Any, memory: int | str | None = None, **limits: Any) -> Any:
-    """See `OffloadCache.fork`. `limits`: `max_context` and `max_batch` of the twin, with `memory` a budget for them, as
-    in `open`; without either it has the cache's own."""
-    cache.freeze()
+def empty_twin(cache: Any, memory: int | str | None = None, **limits: Any) -> Any:
+    """A cache as `fork` makes it, without the content."""
     storage, key = cache.storage, cache.storage.key
     same_key = None if key is None else (lambda: key)  # the user's function might return another one by now
     changes: dict[str, Any] = {"engine": storage.engine, "trace": None, "encryption_key": same_key}
@@ -44,7 +42,14 @@ def fork(cache: Any, memory: int | str | None = None, **limits: Any) -> Any:
         size, changes = (cache.tokens, cache.sequences), {**changes, **limits}
         saved = saved_fields(cache.config)
         config, _ = planned_config(type(cache), saved, size, cache.model, memory, storage.directory, changes)
-    twin = type(cache)(cache.given_model, path=storage.directory, config=config)
+    return type(cache)(cache.given_model, path=storage.directory, config=config)
+
+
+def fork(cache: Any, memory: int | str | None = None, **limits: Any) -> Any:
+    """See `OffloadCache.fork`. `limits`: `max_context` and `max_batch` of the twin, with `memory` a budget for them, as
+    in `open`; without either it has the cache's own."""
+    cache.freeze()
+    twin = empty_twin(cache, memory, **limits)
     with closed_on_error(twin):
         for layer_idx, (layer, other) in enumerate(zip(cache.layers, twin.layers, strict=True)):
             if isinstance(layer, StoredLayer) and isinstance(other, StoredLayer):

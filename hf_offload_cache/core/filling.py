@@ -1,13 +1,16 @@
-"""Filling an empty cache with one sequence, part of whose keys and values were computed elsewhere."""
+"""Filling an empty cache with sequences, part of whose keys and values were computed elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import ConfigError, ContextError, PromptError, shown
+from ..memory.account import MemoryAccount
 from ..model.attention_call import AttentionCall
 from ..model.geometry import unknown_shapes
 from ..model.look_ahead import length_dependent, reason_against_pieces
@@ -15,7 +18,7 @@ from .cache import OffloadCache
 from .layer import STATES, OffloadLayer, Output
 from .selective_cache import SelectiveCache
 from .selective_layer import SelectiveLayer
-from .step import ForwardEnded
+from .step import MOST_CANDIDATES, ForwardEnded
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -82,6 +85,56 @@ def prefill(
                 on_progress(done)
 
 
+# Reading a layer of another cache, for rows that need different parts of it at a time
+
+_COPIED = "streaming"
+"""Owner in the account of keys and values on their way into a cache."""
+
+
+class _Reader:
+    """Keys and values of a layer of one sequence, read once and in order. Parts that some row still needs stay."""
+
+    def __init__(self, layer: OffloadLayer, stop: int, account: MemoryAccount) -> None:
+        self._blocks, self._account = _in_order(layer, stop), account
+        self._kept: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._read = 0
+
+    def copy(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy the tokens from `start` on to keys (Hk, t, Dk) and values (Hv, t, Dv)."""
+        stop = start + keys.shape[1]
+        while self._read < stop:
+            block = next(self._blocks)
+            self._account.hold(_COPIED, sum(part.nbytes for part in block))
+            self._kept.append((self._read, block[0][0].clone(), block[1][0].clone()))
+            self._read += block[0].shape[2]
+        for begin, *parts in self._kept:
+            first, last = max(start, begin), min(stop, begin + parts[0].shape[1])
+            if first < last:
+                for into, part in zip((keys, values), parts, strict=True):
+                    into[:, first - start : last - start] = part[:, first - begin : last - begin]
+
+    def forget(self, before: int) -> None:
+        """Free the blocks that end before this token."""
+        ended = [one for one in self._kept if one[0] + one[1].shape[1] <= before]
+        self._kept = self._kept[len(ended) :]
+        for _, *parts in ended:
+            self._account.release(_COPIED, sum(part.nbytes for part in parts))
+
+    def close(self) -> None:
+        """Free all of it."""
+        self._blocks.close()
+        self.forget(self._read)
+
+
+def _in_order(layer: OffloadLayer, stop: int) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values (B, H, t, D) before token `stop`, in blocks, each valid until the next."""
+    for keys, values, places in layer.blocks(stop):
+        if places is not None:  # a history in another order is put in order as a whole
+            yield layer.whole(stop)
+            return
+        yield keys, values
+
+
 PromptAttention = Callable[[OffloadLayer, AttentionCall], Output]
 """Attention of a layer's several queries over its stored tokens and the call's own."""
 
@@ -115,6 +168,16 @@ class Filling:
         if any(not layer.is_initialized for layer in cache.offloaded) and cache.held():
             return "some of its layers are empty and others are not"
         return length_dependent(cache.model) or unknown_shapes(cache.model)
+
+    @staticmethod
+    def reason_against_rows(cache: OffloadCache, *, padded: bool) -> str | None:
+        """The reason why sequences of a batch in `cache`, `padded` or not, do not equal sequences of their own; None:
+        they do, and can be copied."""
+        if padded and "position_ids" not in inspect.signature(cache.model.forward).parameters:
+            return "its model takes no position_ids, so padding may move its tokens"
+        if cache.contents.conversation.capture():
+            return "its model keeps a state for all sequences together"
+        return Filling.reason_against(cache)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -193,6 +256,80 @@ class Filling:
         """As `OffloadLayer.take`; keys (1, Hk, t, D) on any device."""
         device = self._cache.model.device
         self.layers[layer_idx].take(keys.to(device), values.to(device))
+
+    def copy(
+        self, ids: torch.Tensor, padding: torch.Tensor, sources: Sequence[tuple[OffloadCache, int] | None], rest: int
+    ) -> None:
+        """Fill all layers with ids (B, t), the beginning of a prompt, without running the model.
+
+        Args:
+            padding: bool (B, t), True for the padding on the left of each row, whose keys and values are zeros.
+            sources: for each row a cache of one sequence, and the index there of the row's first token; None: the row
+                has nothing but padding here.
+            rest: tokens a sequence that follow. If they are few, layers fit what they select by to these tokens.
+
+        After an exception, such as `BudgetError` or `StoreError`, the cache has to be reset.
+        """
+        account, shared = self._cache.storage.account, self._cache.shared
+        sources_at = {id(source[0]): source[0] for source in sources if source is not None}
+        pads = padding.sum(1).tolist()
+        shared.visible = ~padding.to(self._cache.model.device) if any(pads) else None
+        try:
+            account.hold(_COPIED, sum(cache.memory_bytes for cache in sources_at.values()))
+            self.postpone(True)
+            for place, layer in enumerate(self.layers):
+                with contextlib.ExitStack() as closing:
+                    readers = {}
+                    for name, cache in sources_at.items():
+                        stop = max(
+                            source[1] + ids.shape[1] - pad
+                            for source, pad in zip(sources, pads, strict=True)
+                            if source is not None and source[0] is cache
+                        )
+                        readers[name] = _Reader(cache.offloaded[place], stop, account)
+                        closing.callback(readers[name].close)
+                    self._copy_layer(place, layer, ids.shape[1], pads, sources, readers)
+                account.observe(_COPIED, sum(cache.memory_bytes for cache in sources_at.values()))
+            self.postpone(False)
+            if rest <= MOST_CANDIDATES:
+                self.learn_rest()
+        finally:
+            self.postpone(False)
+            shared.visible = None
+            account.observe(_COPIED, 0)
+        self._cache.begin_context()
+        self._cache.contents.tokens.append(ids.to("cpu"), 0, padding.to("cpu") if any(pads) else None)
+        self._cache.contents.account_live()
+
+    def _copy_layer(
+        self, place: int, layer: OffloadLayer, tokens: int, pads: list[int],
+        sources: Sequence[tuple[OffloadCache, int] | None], readers: dict[int, _Reader],
+    ) -> None:  # fmt: skip
+        """Add the first `tokens` of all rows to a layer."""
+        source = next(source[0].offloaded[place] for source in sources if source is not None)
+        form, heads, account = source.history.form, source.rows.heads, self._cache.storage.account
+        keys_of, values_of = (form.num_key_heads * heads, form.key_dim), (form.num_value_heads * heads, form.value_dim)
+        for begin in range(0, tokens, PIECE):
+            end = min(begin + PIECE, tokens)
+            with account.holding(_COPIED, len(pads) * (end - begin) * form.entry_bytes * heads):
+                keys, values = (
+                    torch.zeros(len(pads), count, end - begin, width, dtype=form.dtype, device=source.history_device)
+                    for count, width in (keys_of, values_of)
+                )
+                for row, (given, pad) in enumerate(zip(sources, pads, strict=True)):
+                    first = max(begin, pad)
+                    if given is not None and first < end:
+                        at = first - begin
+                        readers[id(given[0])].copy(given[1] + first - pad, keys[row, :, at:], values[row, :, at:])
+                self.take(place, keys, values)
+                del keys, values
+            for name, reader in readers.items():
+                rows = [(given[1], pad) for given, pad in zip(sources, pads, strict=True)
+                        if given is not None and id(given[0]) == name]  # fmt: skip
+                reader.forget(min(start + max(0, end - pad) for start, pad in rows))
+        layer.end_step()
+        if layer.state == "unknown":
+            layer.state = source.state
 
     def note(self, ids: torch.Tensor) -> None:
         """Record that all layers have these ids (1, t), behind those noted before."""

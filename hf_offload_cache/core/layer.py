@@ -497,7 +497,7 @@ class OffloadLayer(CacheLayerMixin):
         if asked != dtype:
             call = dataclasses.replace(call, query=call.query.to(dtype))
         added_kv = call.key.to(dtype), call.value.to(dtype)
-        output, weights = call.stream(self._blocks(before, mask is None is seen), added_kv, mask, seen)
+        output, weights = call.stream(self.blocks(before, mask is None is seen), added_kv, mask, seen)
         return output.to(asked), weights
 
     def before(self, call: AttentionCall) -> int:
@@ -515,7 +515,9 @@ class OffloadLayer(CacheLayerMixin):
         keys, values = (torch.cat([no_backward(old, call.query), new], 2) for old, new in held)
         return keys, values
 
-    def _blocks(self, stop: int, plain: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    def blocks(
+        self, stop: int, plain: bool = False
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """Keys and values (B, Hkv, t, D) before token `stop`, in blocks, and their positions, (B, Hkv, t) or (B, t).
         `plain`: no mask needs the positions, which a block without empty entries is then given without."""
         for block in self.history.blocks(stop):

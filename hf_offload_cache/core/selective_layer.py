@@ -255,7 +255,8 @@ class SelectiveLayer(OffloadLayer):
         if self.predictor is not None:
             form, device = self.history.form, self.history.device
             shape = self.batch, self.rows.heads * form.num_key_heads, 0, form.key_dim
-            self.predictor.learn(sealed, torch.empty(shape, dtype=form.dtype, device=device), None)
+            queries = torch.empty(shape, dtype=form.dtype, device=device)
+            self.predictor.learn(sealed, queries, self.shared.visible)
 
     # --- selecting ---------------------------------------------------------------------------------------------
 

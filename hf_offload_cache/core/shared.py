@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..config import OffloadConfig
@@ -34,6 +35,8 @@ class Shared:
         ends_after: called with each layer that has added its tokens; returns whether the forward ends there; set by
             `Filling`.
         attend_prompt: replaces layers' attention in calls with several queries; set by `Filling`.
+        visible: which stored tokens are not padding, bool (B, T), for layers that learn without queries; None: all are;
+            set by `Filling`.
         graphed: most steps are replays of a CUDA graph, which estimate no mass; set by `GraphedStep` for the others.
     """
 
@@ -46,6 +49,7 @@ class Shared:
         self.take_back: Callable[[], Callable[[], object] | None] = lambda: None
         self.ends_after: Callable[[int], bool] | None = None
         self.attend_prompt: Callable[[Any, Any], Any] | None = None
+        self.visible: torch.Tensor | None = None
         self.graphed = False
 
     @property

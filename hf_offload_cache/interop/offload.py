@@ -433,9 +433,10 @@ class _Way:
         )  # fmt: skip
 
     def _opened(self, model: Any, request: Request, reuse: Reuse) -> tuple[OffloadCache, int] | None:
-        """A cache that holds the beginning of this request, and the number of its tokens."""
+        """A cache that holds the beginning of this request, and the number of its tokens in all sequences."""
         limits = budgets(model, request.tokens, request.rows, self.memory, self.floor, self.strict)
-        return reuse.take(request, model, self.cls, limits, path=self.path, **self._fields(request))
+        make = functools.partial(self._made, model, request, always=True)
+        return reuse.take(request, model, self.cls, limits, make, path=self.path, **self._fields(request))
 
     @property
     def _plain_limit(self) -> str:
@@ -466,7 +467,7 @@ class _Way:
             if not cache.held():
                 self._note_unused(model)
                 return result
-            self.done._note(cache.report(), beyond_share(cache, model, self.memory), reused * request.rows)
+            self.done._note(cache.report(), beyond_share(cache, model, self.memory), reused)
             if reuse is not None:
                 reuse.leave(cache, request)
                 closing.pop_all()

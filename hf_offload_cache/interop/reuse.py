@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,21 @@ from typing import Any
 import torch
 
 from ..config import parse_size
-from ..contexts.library import ContextLibrary
+from ..contexts.library import ContextLibrary, Match
 from ..contexts.listing import total_bytes
 from ..contexts.open import closed_on_error
-from ..contexts.save import fork
+from ..contexts.save import empty_twin, fork
 from ..core.cache import OffloadCache
+from ..core.filling import Filling
 from ..errors import BudgetError, ContextError, StoreError
 from ..model.fingerprint import full_fingerprint
 from ..model.own_generate import Request
 
 LEAST = 16
 """Fewest tokens for which a context is opened or kept."""
+LEAST_COPIED = 64
+"""Fewest tokens that are copied from each context of a batch's rows, on average: fewer are computed sooner. In a trial
+with 135M parameters, opening and copying a context took as long as computing 70 tokens."""
 
 
 class Reuse:
@@ -63,17 +67,23 @@ class Reuse:
             self._private.now = before
 
     def take(
-        self, request: Request, model: Any, cls: type[OffloadCache], limits: Sequence[int | str | None], **fields: Any
-    ) -> tuple[OffloadCache, int] | None:
-        """A cache with the longest beginning of the request that the library has, and the number of its tokens a
-        sequence; the caller closes it. None: there is none, or none that can be used.
+        self, request: Request, model: Any, cls: type[OffloadCache], limits: Sequence[int | str | None],
+        make: Callable[[], OffloadCache | None], **fields: Any,
+    ) -> tuple[OffloadCache, int] | None:  # fmt: skip
+        """A cache with the longest beginning of the request that the library has, and the number of its tokens in all
+        sequences; the caller closes it. None: there is none, or none that can be used.
 
         Waits for contexts that are being saved: the next turn of a conversation continues one of them. `limits`:
-        memory budgets, of which the first that is enough is used.
+        memory budgets, of which the first that is enough is used. `make`: a new cache for the request, into which the
+        beginnings of a batch's rows are copied, each from a context of its own.
         """
         self.settle()
         ids = request.ids
         assert ids is not None
+        rows = self._rows(request, model, cls, fields)
+        copied = None if rows is None else self._copied(request, rows, model, cls, make, fields)
+        if copied is not None:
+            return copied
         for memory in limits:
             try:
                 found = self._forked(request, model, cls, memory, fields)
@@ -81,17 +91,77 @@ class Reuse:
                     ids, model, cls, attention_mask=request.mask, least=LEAST, alike=True, memory=memory,
                     max_context=request.tokens, max_batch=request.rows, **fields,
                 )  # fmt: skip
-                if found is None or len(ids) == request.rows:
-                    return found
-                with closed_on_error(found[0]):
-                    found[0].batch_repeat_interleave(request.rows // len(ids))
-                return found
+                return None if found is None else (_repeated(found[0], request), found[1] * request.rows)
             except BudgetError as error:
                 why = f"a stored context does not fit: {error}"
             except (ContextError, StoreError) as error:
                 why = f"the library could not be read: {error}"
         self.note(why)
         return None
+
+    def _rows(
+        self, request: Request, model: Any, cls: type[OffloadCache], fields: dict[str, Any]
+    ) -> tuple[list[Match | None], int] | None:
+        """The context of each row of a batch, and the number of columns for which the library has all rows. None: the
+        request is no such batch, or a context of the batch has as much, or copying does not pay."""
+        if request.ids is None or len(request.ids) < 2 or (pads := _left_padding(request.mask)) is None:
+            return None
+        pads = pads or [0] * len(request.ids)
+        found, ends = dict[bytes, Match | None](), list[int]()
+        matches = list[Match | None]()
+        for ids, pad in zip(request.ids.cpu(), pads, strict=True):
+            name = ids[pad:].numpy().tobytes()
+            if name not in found:
+                found[name] = self.library.find(ids[pad:], model, cls, like=fields) if pad < len(ids) else None
+            match = found[name]
+            matches.append(match)
+            ends.append(pad + (0 if match is None else match.matched))
+        width = min(ends)
+        read = {match.path for match, pad in zip(matches, pads, strict=True) if match is not None and pad < width}
+        if not read or sum(max(0, width - pad) for pad in pads) < LEAST_COPIED * len(read):
+            return None
+        batch = self.library.find(request.ids, model, cls, attention_mask=request.mask, least=LEAST, like=fields)
+        return (matches, width) if batch is None or batch.matched < width else None
+
+    def _copied(
+        self, request: Request, rows: tuple[list[Match | None], int], model: Any, cls: type[OffloadCache],
+        make: Callable[[], OffloadCache | None], fields: dict[str, Any],
+    ) -> tuple[OffloadCache, int] | None:  # fmt: skip
+        """A new cache of the request with the first columns of its rows, copied from their contexts. None: its model
+        does not allow it, or a context cannot be read."""
+        (matches, width), ids = rows, request.ids
+        assert ids is not None
+        padding = torch.zeros_like(ids[:, :width], dtype=torch.bool)
+        if request.mask is not None:
+            padding = request.mask[:, :width] == 0
+        cache = make()
+        if cache is None:
+            return None
+        hidden = padding.all(1).tolist()
+        used = {match.path: match for match, row in zip(matches, hidden, strict=True) if match is not None and not row}
+        try:
+            with closed_on_error(cache), contextlib.ExitStack() as closing:
+                if Filling.reason_against_rows(cache, padded=bool(padding.any())) is None:
+                    sources = {path: closing.enter_context(self._source(match, model, cls, fields))
+                               for path, match in used.items()}  # fmt: skip
+                    given = [None if row or match is None else (sources[match.path], 0)
+                             for match, row in zip(matches, hidden, strict=True)]  # fmt: skip
+                    Filling(cache).copy(ids[:, :width], padding, given, ids.shape[1] - width)
+                    return _repeated(cache, request), int((~padding).sum()) * (request.rows // len(ids))
+        except (BudgetError, ContextError, StoreError) as error:
+            self.note(f"rows of a batch were computed from the start: {error}")
+        cache.close()
+        return None
+
+    def _source(self, match: Match, model: Any, cls: type[OffloadCache], fields: dict[str, Any]) -> OffloadCache:
+        """A cache with all tokens of a context; only to be read."""
+        with self._lock:
+            cache = self._open.get(match.path)
+            if cache is not None and _is_on(cache, model):
+                self._open[match.path] = self._open.pop(match.path)  # used last
+                return fork(cache)
+        source: OffloadCache = self.library.open_match(match, model, cls, **fields)
+        return source
 
     def _forked(
         self, request: Request, model: Any, cls: type[OffloadCache], memory: int | str | None, fields: dict[str, Any]
@@ -130,13 +200,26 @@ class Reuse:
                 if each > 1:  # beams, and several answers to a prompt, share its tokens
                     cache.crop(min(0, request.ids.shape[1] - cache.tokens))
                     cache.batch_select_indices(torch.arange(0, cache.sequences, each, device="cpu"))
-                if cache.tokens >= LEAST:
-                    path = self.library.save(cache, instead=True)
-                    if self._memory:
-                        closing.pop_all()
-                        self._keep_open(path, cache)
+                pads = _left_padding(cache.attention_mask) if cache.sequences > 1 else None
+                if pads is not None and Filling.reason_against_rows(cache, padded=any(pads)) is None:
+                    for row, pad in enumerate(pads):
+                        if cache.tokens - pad >= LEAST:
+                            self._keep(_alone(cache, row, pad))
+                    return
+                closing.pop_all()
+                self._keep(cache)
         except (OSError, ValueError, RuntimeError) as error:  # what `save` raises
             self.note(f"a context was not kept: {error}")
+
+    def _keep(self, cache: OffloadCache) -> None:
+        """Save a cache, and close it or keep it open."""
+        with contextlib.ExitStack() as closing:
+            closing.enter_context(cache)
+            if cache.tokens >= LEAST:
+                path = self.library.save(cache, instead=True)
+                if self._memory:
+                    closing.pop_all()
+                    self._keep_open(path, cache)
 
     def _keep_open(self, path: Path, cache: OffloadCache) -> None:
         """Keep a saved cache open, and close the least recently used ones that exceed the memory."""
@@ -199,6 +282,38 @@ def opened_within(
         except BudgetError as error:
             too_small = error
     raise too_small
+
+
+def _left_padding(mask: torch.Tensor | None) -> list[int] | None:
+    """Number of padded tokens at the beginning of each row; an empty list without a mask. None: there are others."""
+    if mask is None:
+        return []
+    pads = (mask == 0).sum(1).tolist()
+    return None if any(bool((row[pad:] == 0).any()) for row, pad in zip(mask, pads, strict=True)) else pads
+
+
+def _alone(cache: OffloadCache, row: int, pad: int) -> OffloadCache:
+    """One sequence of `cache` without the `pad` tokens at its beginning; the caller closes both."""
+    twin = fork(cache)
+    with closed_on_error(twin):
+        twin.batch_select_indices(torch.tensor([row], device="cpu"))
+    if not pad:
+        return twin
+    with twin:
+        single = empty_twin(cache)
+        with closed_on_error(single):
+            ids = twin.input_ids[:, pad:]
+            Filling(single).copy(ids, torch.zeros_like(ids, dtype=torch.bool), [(twin, pad)], 0)
+        return single
+
+
+def _repeated(cache: OffloadCache, request: Request) -> OffloadCache:
+    """`cache` with each of the request's prompts as often as it has rows. It is closed on an error."""
+    assert request.ids is not None
+    if (each := request.rows // len(request.ids)) > 1:
+        with closed_on_error(cache):
+            cache.batch_repeat_interleave(each)
+    return cache
 
 
 def _is_on(cache: OffloadCache, model: Any) -> bool:

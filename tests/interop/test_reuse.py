@@ -22,6 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_offload_cache import ContextLibrary, DiskSwapCache, offload, offload_all
 from hf_offload_cache.errors import StoreFullError
+from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.registry import CACHES, cache_class
 
 NEW, ADDED = 8, 20
@@ -222,6 +223,138 @@ def test_contexts_that_stay_open_are_forked(name: str, tmp_path: Path, monkeypat
         talk(own, ids, count=1)
         done.reuse.settle()
         assert done.reuse.memory_bytes == 0
+
+
+# ------------------------------------------------------------------------------------------------ rows of a batch
+
+
+def together(*texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts (1, T) as a batch, padded on the left, and its mask."""
+    widest = max(text.shape[1] for text in texts)
+    mask = torch.cat([torch.arange(widest)[None] >= widest - text.shape[1] for text in texts])
+    padded = [torch.nn.functional.pad(text, (widest - text.shape[1], 0), value=PAD) for text in texts]
+    return torch.cat(padded), mask.long()
+
+
+def continued(own: Any, text: torch.Tensor, added: int, seed: int) -> torch.Tensor:
+    return torch.cat([text, prompt(own, 1, added, seed=seed)], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CACHES)
+def test_rows_of_a_batch_begin_with_contexts_of_their_own(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """As far as the library has all rows: with 90 of 110 tokens, behind 30 of padding, and with 100 of 140."""
+    own = copy.deepcopy(model()).to(dtype)
+    texts = [prompt(own, 1, length, seed=length) for length in (90, 100)]
+    ids, mask = together(continued(own, texts[0], 20, 3), continued(own, texts[1], 40, 4))
+    expected = generated(own, ids, attention_mask=mask)
+    with offload(own, name, exact=True, library=tmp_path) as done:
+        for text in texts:
+            generated(own, text)
+        with counted(own) as computed:
+            assert torch.equal(generated(own, ids, attention_mask=mask), expected)
+        assert computed[0] == 2 * 40 and done.tokens_reused == (100 - 30) + 100
+        assert torch.equal(generated(own, ids[:1, 30:]), expected[:1, 30:]), "a batch leaves each row without padding"
+        assert done.tokens_reused == 170 + 109, "all but the last token of the prompt"
+
+
+def test_a_batch_leaves_its_rows(tmp_path: Path) -> None:
+    """Another batch, in another order and with other padding, finds them."""
+    own, texts = model(), [prompt(model(), 1, length, seed=length) for length in (120, 150, 90)]
+    ids, mask = together(*texts)
+    with offload(own, exact=True, library=tmp_path) as done:
+        generated(own, ids, attention_mask=mask)
+        done.reuse.settle()
+        assert sorted(entry.manifest.tokens for entry in done.reuse.library.entries()) == [97, 127, 157]
+        ids, mask = together(continued(own, texts[2], 20, 8), continued(own, texts[0], 20, 9))
+        expected = generated(copy.deepcopy(own), ids, attention_mask=mask)
+        with counted(own) as computed:
+            assert torch.equal(generated(own, ids, attention_mask=mask), expected)
+        assert computed[0] == 2 * 20 and done.tokens_reused == 90 + 120
+        before = done.tokens_reused
+        with counted(own) as computed:
+            two = generated(own, ids, attention_mask=mask, do_sample=True, num_return_sequences=2)
+        assert len(two) == 4 and computed[0] == 4 and done.tokens_reused == before + 2 * (109 + 139)
+
+
+def test_rows_about_one_document_read_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, text, opened = model(), prompt(model(), 1, 100), []
+    ids, mask = together(*(continued(own, text, added, added) for added in (10, 20, 30)))
+    expected, plain = generated(own, ids, attention_mask=mask), ContextLibrary.open_match
+    with offload(own, exact=True, library=tmp_path) as done:
+        generated(own, text)
+        with monkeypatch.context() as patch, counted(own) as computed:
+
+            def noted(*args: Any, **given: Any) -> Any:
+                opened.append(plain(*args, **given))
+                return opened[-1]
+
+            patch.setattr(ContextLibrary, "open_match", noted)
+            assert torch.equal(generated(own, ids, attention_mask=mask), expected)
+        assert len(opened) == 1 and computed[0] == 3 * 30 and opened[0].closed and done.tokens_reused == 80 + 90 + 100
+
+
+def test_short_beginnings_of_rows_are_computed(tmp_path: Path) -> None:
+    own, texts = model(), [prompt(model(), 1, 60, seed=seed) for seed in (1, 2)]
+    with offload(own, exact=True, library=tmp_path) as done:
+        for text in texts:
+            generated(own, text)
+        with counted(own) as computed:
+            generated(own, torch.cat(texts))
+        assert computed[0] == 2 * 60 and done.tokens_reused == 0, "59 tokens a context"
+
+
+@pytest.mark.parametrize("kind", ["memory", "damage", "windows"])
+def test_rows_that_cannot_be_copied_are_computed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tiny("gemma3") if kind == "windows" else model()
+    texts = [prompt(own, 1, 200, seed=seed) for seed in (1, 2)]
+    ids, mask = together(continued(own, texts[0], 20, 3), continued(own, texts[1], 30, 4))
+    expected = generated(own, ids, attention_mask=mask)
+    with contextlib.ExitStack() as stack:
+        done = stack.enter_context(offload(own, exact=True, library=tmp_path))
+        for text in texts:
+            generated(own, text)
+        done.reuse.settle()
+        if kind == "memory":
+            stack.enter_context(pytest.warns(UserWarning, match="computed from the start: memory: streaming needs"))
+            hold = MemoryAccount.hold
+
+            def full(account: MemoryAccount, owner: str, nbytes: int) -> None:
+                if owner == "streaming" and nbytes > 0:
+                    account.limit = account.current
+                hold(account, owner, nbytes)
+
+            monkeypatch.setattr(MemoryAccount, "hold", full)
+        if kind == "damage":
+            flip(tmp_path)
+            stack.enter_context(pytest.warns(UserWarning, match="computed from the start: .*checksum"))
+        with counted(own) as computed:
+            assert torch.equal(generated(own, ids, attention_mask=mask), expected)
+        assert computed[0] == 2 * 230 and done.tokens_reused == 0
+        done.reuse.settle()
+        batches = [entry.manifest.batch for entry in done.reuse.library.entries()]
+        assert batches.count(2) == (kind == "windows"), "else each row is stored on its own"
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_copied_rows_are_learnt(name: str, tmp_path: Path) -> None:
+    """Steps select among copied tokens; what they select by knows all of them, and not the padding."""
+    own = long_model()
+    texts = [prompt(own, 1, length, seed=length) for length in (700, 650)]
+    ids, mask = together(continued(own, texts[0], 100, 3), continued(own, texts[1], 100, 4))
+    expected = generated(own, ids, attention_mask=mask)
+    fields = {"num_recent": 8, "reuse_capacity": 60} | ({} if name == "spec" else {"num_selected": 40})
+    with offload(own, name, library=tmp_path, **fields) as done:
+        for text in texts:
+            generated(own, text)
+        with counted(own) as computed:
+            found = generated(own, ids, attention_mask=mask)
+        assert computed[0] == 2 * 100 and done.tokens_reused == 650 + 700
+        selected = done.report.selected_fraction
+        with done.private():
+            generated(own, ids, attention_mask=mask)
+        assert done.report.selected_fraction == pytest.approx(selected, abs=0.01) and selected < 0.2
+    assert torch.equal(found[:, : 1 - NEW], expected[:, : 1 - NEW]), "the first token, after all of the prompt"
 
 
 # ------------------------------------------------------------------------------------------------ damage
