@@ -34,7 +34,7 @@ from .configuration import common_prefix, encode, form_fields, placeholders, pro
 from .folder import MANIFEST_NAME, entries, reading
 from .listing import Entry, evict, listing, look, mark, touch
 from .manifest import Manifest, StateFile, check_digest, read_manifest
-from .open import capture_kept, closed_on_error, token_ids
+from .open import LayersInTurn, capture_kept, closed_on_error, token_ids
 from .removal import remove
 from .state import ContextReader, NoRoomError, StoredLayer, most_of_cache, tensor_bytes
 
@@ -422,18 +422,24 @@ class ContextLibrary:
                 matches.append((matched, known.last_used_ns, known.path.name, match, made_by))
         return [ranked[3:] for ranked in sorted(matches, key=lambda ranked: ranked[:3], reverse=True)]
 
-    def open_match(self, match: Match, model: Any, cls: type[Any], **fields: Any) -> Any:
-        """A cache of class `cls` with all tokens of the context that `find` returned, with the `fields` of
+    def open_match(self, match: Match, model: Any, cls: type[Any], **fields: Any) -> LayersInTurn:
+        """The context that `find` returned, of class `cls`, to be read layer by layer, with the `fields` of
         `OffloadCache.open`. Raises its errors; damage is marked."""
-        try:
-            cache = cls.open(match.path, model, expect=match.digest, **{**self.key_fields, **fields})
-        except (ContextError, StoreError) as error:
+
+        def failed(error: Exception) -> None:
             if is_damage(error):
                 self._found_damaged(match.path, match.digest, str(error))
+
+        fields = {**self.key_fields, **fields}
+        try:
+            context = LayersInTurn(cls, match.path, model, fields.pop("path", None), fields, match.digest)
+        except (ContextError, StoreError) as error:
+            failed(error)
             raise
-        self.watch(cache, match)
+        context.on_error = failed
+        self.watch(context.cache, match)
         touch(match.path)
-        return cache
+        return context
 
     def watch(self, cache: Any, match: Match) -> None:
         """Mark the context of `match` for all processes if `cache`, which reads it, finds damage."""

@@ -8,7 +8,7 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..stores.encryption import load_key, open_guard
 from ..stores.engines import open_named
 from ..stores.memory import MemoryStore
 from .configuration import opened_config
-from .folder import reading
+from .folder import open_folder, reading
 from .manifest import LayerEntry, Manifest, check_digest, manifest_in, records_name
 from .state import ContextReader, NoRoomError, StoredLayer, check_key, most_of_cache
 
@@ -348,23 +348,10 @@ def open_context(
         check_digest(expect)
 
     def read(folder_fd: int) -> Any:
-        manifest = manifest_in(folder_fd, place)
-        if expect is not None and manifest.digest != expect:
-            raise ContextMismatchError(
-                f"{place}: its digest is {manifest.digest} and expect is {expect}: an older or another context has "
-                "taken its place, or it was saved again since; give the digest that the last save returned"
-            )
-        if manifest.cache != cls.__name__:
-            raise ContextMismatchError(f"{place}: cache is {manifest.cache}, not {cls.__name__}: open it with that")
-        check_fingerprint(manifest.identity, model, tokenizer)
-        config, notes = opened_config(cls, manifest, model, memory, path, fields)
-        key = None if config.encryption_key is None else load_key(config.encryption_key)
-        check_key(manifest, key, place)
-        cache = cls(model, path=path, config=config)
+        cache, reader, manifest, notes = _new(cls, folder_fd, place, model, memory, path, tokenizer, fields, expect)
         with closed_on_error(cache):
-            taking = functools.partial(cache.storage.account.observe, _OPENING)
-            _fill(cache, ContextReader(folder_fd, place, key, taking), manifest)
-            taking(0)
+            _fill(cache, reader, manifest)
+            cache.storage.account.observe(_OPENING, 0)
             for note in notes:
                 cache.warn(note)
         return cache
@@ -372,34 +359,135 @@ def open_context(
     return reading(directory, read)
 
 
+def _new(
+    cls: type[Any], folder_fd: int, place: str, model: Any, memory: int | str | None, path: str | Path | None,
+    tokenizer: Any, fields: dict[str, Any], expect: str | None,
+) -> tuple[Any, ContextReader, Manifest, list[str]]:  # fmt: skip
+    """An empty cache for the context that `folder_fd` is open on, what reads it, its manifest, and notes."""
+    manifest = manifest_in(folder_fd, place)
+    if expect is not None and manifest.digest != expect:
+        raise ContextMismatchError(
+            f"{place}: its digest is {manifest.digest} and expect is {expect}: an older or another context has "
+            "taken its place, or it was saved again since; give the digest that the last save returned"
+        )
+    if manifest.cache != cls.__name__:
+        raise ContextMismatchError(f"{place}: cache is {manifest.cache}, not {cls.__name__}: open it with that")
+    check_fingerprint(manifest.identity, model, tokenizer)
+    config, notes = opened_config(cls, manifest, model, memory, path, fields)
+    key = None if config.encryption_key is None else load_key(config.encryption_key)
+    check_key(manifest, key, place)
+    cache = cls(model, path=path, config=config)
+    taking = functools.partial(cache.storage.account.observe, _OPENING)
+    return cache, ContextReader(folder_fd, place, key, taking), manifest, notes
+
+
+class LayersInTurn:
+    """A context whose layers are open one at a time, to be read, so that only one takes memory. It stays on this
+    context if that is replaced. The arguments and errors are those of `open_context`.
+
+    Attributes:
+        cache: has the open layer, and no tokens; to be closed.
+        has_model_state: the model's own code keeps a state for the context.
+        on_error: called with the error of a layer that cannot be opened, before it is raised.
+    """
+
+    def __init__(
+        self, cls: type[Any], directory: str | os.PathLike[str], model: Any, path: str | Path | None,
+        fields: dict[str, Any], expect: str | None = None,
+    ) -> None:  # fmt: skip
+        self._folder = open_folder(directory)
+        try:
+            made = _new(cls, self._folder.fd, os.fspath(directory), model, None, path, None, fields, expect)
+            self.cache, self._reader, self._manifest, _ = made
+        except BaseException:
+            self._folder.close()
+            raise
+        with closed_on_error(self), _not_whole():
+            self.has_model_state = bool(_state(self._reader, self._manifest)["model"])
+            _check_layers(self.cache, self._manifest)
+        self._devices, self._sizes = attention_devices(self.cache.model), LayersOf(self.cache.model)
+        self.on_error: Callable[[Exception], object] = lambda error: None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory in use, in bytes."""
+        return int(self.cache.memory_bytes)
+
+    @contextlib.contextmanager
+    def layer(self, layer_idx: int) -> Iterator[Any]:
+        """Layer `layer_idx`, open until the end of the `with`."""
+        try:
+            with _not_whole():
+                _open_layer(self.cache, self._reader, self._manifest, layer_idx, self._devices, self._sizes)
+        except Exception as error:
+            self.on_error(error)
+            raise
+        self.cache.storage.account.observe(_OPENING, 0)
+        try:
+            yield self.cache.layers[layer_idx]
+        finally:
+            self.cache.layers[layer_idx].close()
+
+    def close(self) -> None:
+        """Close the cache and the folder. Idempotent."""
+        try:
+            self.cache.close()
+        finally:
+            self._folder.close()
+
+
 def _fill(cache: Any, reader: ContextReader, manifest: Manifest) -> None:
     """Fill a new cache from the context."""
+    _check_layers(cache, manifest)
+    devices, sizes = attention_devices(cache.model), LayersOf(cache.model)
+    with _not_whole():
+        cache.restore(_state(reader, manifest))
+        for layer_idx in range(len(cache.layers)):
+            _open_layer(cache, reader, manifest, layer_idx, devices, sizes)
+
+
+def _check_layers(cache: Any, manifest: Manifest) -> None:
     if len(manifest.layers) != len(cache.layers):
         raise ContextMismatchError(f"the context has {len(manifest.layers)} layers and the model {len(cache.layers)}")
     stored = sum(layer.num_stores for layer in cache.layers if isinstance(layer, StoredLayer))
     check_descriptors(sum(len(layer.parts) for layer in manifest.layers) + stored)
-    devices, layers = attention_devices(cache.model), LayersOf(cache.model)
+
+
+def _state(reader: ContextReader, manifest: Manifest) -> Any:
+    """The state besides the layers."""
     batch, tokens = manifest.batch, manifest.tokens
+    state = reader.state(manifest.state, "cache", binding=manifest.binding, most=most_of_cache(batch, tokens))
+    token_ids(state, batch, tokens)
+    return state
+
+
+def _open_layer(
+    cache: Any, reader: ContextReader, manifest: Manifest, layer_idx: int, devices: dict[int, torch.device],
+    sizes: LayersOf,
+) -> None:  # fmt: skip
+    """Fill one layer of a new cache."""
+    entry, layer, name = manifest.layers[layer_idx], cache.layers[layer_idx], f"layer {layer_idx}"
+    if (entry.kind == "offloaded") != isinstance(layer, StoredLayer):
+        raise ContextMismatchError(f"{name}: it is {entry.kind} in the context, the model's is {layer!r}")
+    batch, device = manifest.batch, devices.get(layer_idx, cache.model.device)
+    tree = reader.state(entry.state, name, device)
+    check_layer(tree, entry, name)
+    if isinstance(layer, StoredLayer):
+        check_kinds(tree["layer"], layer.capture(), name)
+        sizes.check_kept(tree["layer"].get("linear") or {}, layer_idx, batch, name)
+        check_history(tree["layer"], entry, batch, manifest.tokens, sizes, name)
+        _fill_layer(layer, tree, _open_stores(cache, reader, entry, tree["tags"], name), device)
+    else:
+        sizes.check_kept(tree["layer"], layer_idx, batch, name)
+        restore_kept(layer, tree["layer"], name, rows=batch)
+    _check_held(layer, manifest, name)
+
+
+@contextlib.contextmanager
+def _not_whole() -> Iterator[None]:
+    """Raise errors of values that no layer could have captured as `ContextError`."""
     try:
-        state = reader.state(manifest.state, "cache", binding=manifest.binding, most=most_of_cache(batch, tokens))
-        token_ids(state, batch, tokens)
-        cache.restore(state)
-        for layer_idx, (entry, layer) in enumerate(zip(manifest.layers, cache.layers, strict=True)):
-            name = f"layer {layer_idx}"
-            if (entry.kind == "offloaded") != isinstance(layer, StoredLayer):
-                raise ContextMismatchError(f"{name}: it is {entry.kind} in the context, the model's is {layer!r}")
-            device = devices.get(layer_idx, cache.model.device)
-            tree = reader.state(entry.state, name, device)
-            check_layer(tree, entry, name)
-            if isinstance(layer, StoredLayer):
-                check_kinds(tree["layer"], layer.capture(), name)
-                layers.check_kept(tree["layer"].get("linear") or {}, layer_idx, batch, name)
-                check_history(tree["layer"], entry, batch, tokens, layers, name)
-                _fill_layer(layer, tree, _open_stores(cache, reader, entry, tree["tags"], name), device)
-            else:
-                layers.check_kept(tree["layer"], layer_idx, batch, name)
-                restore_kept(layer, tree["layer"], name, rows=batch)
-            _check_held(layer, manifest, name)
+        yield
     except _DOES_NOT_FIT as error:
         if isinstance(error, (*OURS, torch.OutOfMemoryError, torch.AcceleratorError)):
             raise

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -91,11 +92,36 @@ _COPIED = "streaming"
 """Owner in the account of keys and values on their way into a cache."""
 
 
+class Source(Protocol):
+    """One sequence whose layers are open while they are read."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory in use now, in bytes."""
+
+    def layer(self, layer_idx: int) -> AbstractContextManager[OffloadLayer]:
+        """A layer, open until the end of the `with`."""
+
+
+class Opened(NamedTuple):
+    """A cache as a `Source`."""
+
+    cache: OffloadCache
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.cache.memory_bytes
+
+    def layer(self, layer_idx: int) -> AbstractContextManager[OffloadLayer]:
+        return contextlib.nullcontext(self.cache.layers[layer_idx])
+
+
 class _Reader:
     """Keys and values of a layer of one sequence, read once and in order. Parts that some row still needs stay."""
 
     def __init__(self, layer: OffloadLayer, stop: int, account: MemoryAccount) -> None:
-        self._blocks, self._account = _in_order(layer, stop), account
+        self.layer, self._account = layer, account
+        self._blocks = _in_order(layer, stop)
         self._kept: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._read = 0
 
@@ -258,38 +284,37 @@ class Filling:
         self.layers[layer_idx].take(keys.to(device), values.to(device))
 
     def copy(
-        self, ids: torch.Tensor, padding: torch.Tensor, sources: Sequence[tuple[OffloadCache, int] | None], rest: int
+        self, ids: torch.Tensor, padding: torch.Tensor, sources: Sequence[tuple[Source, int] | None], rest: int
     ) -> None:
         """Fill all layers with ids (B, t), the beginning of a prompt, without running the model.
 
         Args:
             padding: bool (B, t), True for the padding on the left of each row, whose keys and values are zeros.
-            sources: for each row a cache of one sequence, and the index there of the row's first token; None: the row
-                has nothing but padding here.
+            sources: for each row one sequence, and the index there of the row's first token; None: the row has nothing
+                but padding here.
             rest: tokens a sequence that follow. If they are few, layers fit what they select by to these tokens.
 
         After an exception, such as `BudgetError` or `StoreError`, the cache has to be reset.
         """
         account, shared = self._cache.storage.account, self._cache.shared
-        sources_at = {id(source[0]): source[0] for source in sources if source is not None}
-        pads = padding.sum(1).tolist()
+        pads, stops, booked = padding.sum(1).tolist(), dict[Source, int](), 0
+        for given, pad in zip(sources, pads, strict=True):
+            if given is not None:
+                stops[given[0]] = max(stops.get(given[0], 0), given[1] + ids.shape[1] - pad)
         shared.visible = ~padding.to(self._cache.model.device) if any(pads) else None
         try:
-            account.hold(_COPIED, sum(cache.memory_bytes for cache in sources_at.values()))
             self.postpone(True)
-            for place, layer in enumerate(self.layers):
+            for layer in self.layers:
                 with contextlib.ExitStack() as closing:
-                    readers = {}
-                    for name, cache in sources_at.items():
-                        stop = max(
-                            source[1] + ids.shape[1] - pad
-                            for source, pad in zip(sources, pads, strict=True)
-                            if source is not None and source[0] is cache
-                        )
-                        readers[name] = _Reader(cache.offloaded[place], stop, account)
-                        closing.callback(readers[name].close)
-                    self._copy_layer(place, layer, ids.shape[1], pads, sources, readers)
-                account.observe(_COPIED, sum(cache.memory_bytes for cache in sources_at.values()))
+                    readers = dict[Source, _Reader]()
+                    for source, stop in stops.items():
+                        opened_layer = closing.enter_context(source.layer(layer.layer_idx))
+                        readers[source] = _Reader(opened_layer, stop, account)
+                        closing.callback(readers[source].close)
+                    now = sum(source.memory_bytes for source in stops)
+                    account.hold(_COPIED, now - booked)
+                    booked = now
+                    self._copy_layer(layer, ids.shape[1], pads, sources, readers)
             self.postpone(False)
             if rest <= MOST_CANDIDATES:
                 self.learn_rest()
@@ -302,16 +327,19 @@ class Filling:
         self._cache.contents.account_live()
 
     def _copy_layer(
-        self, place: int, layer: OffloadLayer, tokens: int, pads: list[int],
-        sources: Sequence[tuple[OffloadCache, int] | None], readers: dict[int, _Reader],
+        self, layer: OffloadLayer, tokens: int, pads: list[int], sources: Sequence[tuple[Source, int] | None],
+        readers: dict[Source, _Reader],
     ) -> None:  # fmt: skip
         """Add the first `tokens` of all rows to a layer."""
-        source = next(source[0].offloaded[place] for source in sources if source is not None)
+        source = next(iter(readers.values())).layer
         form, heads, account = source.history.form, source.rows.heads, self._cache.storage.account
         keys_of, values_of = (form.num_key_heads * heads, form.key_dim), (form.num_value_heads * heads, form.value_dim)
-        for begin in range(0, tokens, PIECE):
-            end = min(begin + PIECE, tokens)
-            with account.holding(_COPIED, len(pads) * (end - begin) * form.entry_bytes * heads):
+        each, size = len(pads) * form.entry_bytes * heads, PIECE
+        if account.limit is not None:  # the blocks that are kept take as much, and so does packing
+            size = min(PIECE, max(16, (account.limit - account.current) // (8 * each)))
+        for begin in range(0, tokens, size):
+            end = min(begin + size, tokens)
+            with account.holding(_COPIED, (end - begin) * each):
                 keys, values = (
                     torch.zeros(len(pads), count, end - begin, width, dtype=form.dtype, device=source.history_device)
                     for count, width in (keys_of, values_of)
@@ -320,12 +348,12 @@ class Filling:
                     first = max(begin, pad)
                     if given is not None and first < end:
                         at = first - begin
-                        readers[id(given[0])].copy(given[1] + first - pad, keys[row, :, at:], values[row, :, at:])
-                self.take(place, keys, values)
+                        readers[given[0]].copy(given[1] + first - pad, keys[row, :, at:], values[row, :, at:])
+                layer.take(keys.to(self._cache.model.device), values.to(self._cache.model.device))
                 del keys, values
-            for name, reader in readers.items():
+            for one, reader in readers.items():
                 rows = [(given[1], pad) for given, pad in zip(sources, pads, strict=True)
-                        if given is not None and id(given[0]) == name]  # fmt: skip
+                        if given is not None and given[0] is one]  # fmt: skip
                 reader.forget(min(start + max(0, end - pad) for start, pad in rows))
         layer.end_step()
         if layer.state == "unknown":

@@ -19,7 +19,7 @@ from ..contexts.listing import total_bytes
 from ..contexts.open import closed_on_error
 from ..contexts.save import empty_twin, fork
 from ..core.cache import OffloadCache
-from ..core.filling import Filling
+from ..core.filling import Filling, Opened, Source
 from ..errors import BudgetError, ContextError, StoreError
 from ..model.fingerprint import full_fingerprint
 from ..model.own_generate import Request
@@ -29,6 +29,9 @@ LEAST = 16
 LEAST_COPIED = 64
 """Fewest tokens that are copied from each context of a batch's rows, on average: fewer are computed sooner. In a trial
 with 135M parameters, opening and copying a context took as long as computing 70 tokens."""
+
+_BLOCK = 64
+"""Tokens of a context that are read at a time for a row."""
 
 
 class Reuse:
@@ -141,9 +144,11 @@ class Reuse:
         used = {match.path: match for match, row in zip(matches, hidden, strict=True) if match is not None and not row}
         try:
             with closed_on_error(cache), contextlib.ExitStack() as closing:
+                found = dict[Path, Source | None]()
                 if Filling.reason_against_rows(cache, padded=bool(padding.any())) is None:
-                    sources = {path: closing.enter_context(self._source(match, model, cls, fields))
-                               for path, match in used.items()}  # fmt: skip
+                    found = {path: self._source(match, model, cls, fields, closing) for path, match in used.items()}
+                sources = {path: source for path, source in found.items() if source is not None}
+                if len(sources) == len(used):
                     given = [None if row or match is None else (sources[match.path], 0)
                              for match, row in zip(matches, hidden, strict=True)]  # fmt: skip
                     Filling(cache).copy(ids[:, :width], padding, given, ids.shape[1] - width)
@@ -153,15 +158,19 @@ class Reuse:
         cache.close()
         return None
 
-    def _source(self, match: Match, model: Any, cls: type[OffloadCache], fields: dict[str, Any]) -> OffloadCache:
-        """A cache with all tokens of a context; only to be read."""
+    def _source(
+        self, match: Match, model: Any, cls: type[OffloadCache], fields: dict[str, Any], closing: contextlib.ExitStack
+    ) -> Source | None:
+        """A context to be read until the end of `closing`; None: the model's own code keeps a state for it."""
         with self._lock:
             cache = self._open.get(match.path)
             if cache is not None and _is_on(cache, model):
                 self._open[match.path] = self._open.pop(match.path)  # used last
-                return fork(cache)
-        source: OffloadCache = self.library.open_match(match, model, cls, **fields)
-        return source
+                twin = closing.enter_context(fork(cache))
+                return None if twin.contents.conversation.capture() else Opened(twin)
+        fields = {**fields, "block_tokens": _BLOCK}
+        context = closing.enter_context(contextlib.closing(self.library.open_match(match, model, cls, **fields)))
+        return None if context.has_model_state else context
 
     def _forked(
         self, request: Request, model: Any, cls: type[OffloadCache], memory: int | str | None, fields: dict[str, Any]
@@ -303,7 +312,7 @@ def _alone(cache: OffloadCache, row: int, pad: int) -> OffloadCache:
         single = empty_twin(cache)
         with closed_on_error(single):
             ids = twin.input_ids[:, pad:]
-            Filling(single).copy(ids, torch.zeros_like(ids, dtype=torch.bool), [(twin, pad)], 0)
+            Filling(single).copy(ids, torch.zeros_like(ids, dtype=torch.bool), [(Opened(twin), pad)], 0)
         return single
 
 

@@ -291,7 +291,8 @@ def test_rows_about_one_document_read_it_once(tmp_path: Path, monkeypatch: pytes
 
             patch.setattr(ContextLibrary, "open_match", noted)
             assert torch.equal(generated(own, ids, attention_mask=mask), expected)
-        assert len(opened) == 1 and computed[0] == 3 * 30 and opened[0].closed and done.tokens_reused == 80 + 90 + 100
+        assert len(opened) == 1 and opened[0].cache.closed
+        assert computed[0] == 3 * 30 and done.tokens_reused == 80 + 90 + 100
 
 
 def test_short_beginnings_of_rows_are_computed(tmp_path: Path) -> None:
@@ -334,6 +335,31 @@ def test_rows_that_cannot_be_copied_are_computed(kind: str, tmp_path: Path, monk
         done.reuse.settle()
         batches = [entry.manifest.batch for entry in done.reuse.library.entries()]
         assert batches.count(2) == (kind == "windows"), "else each row is stored on its own"
+
+
+def test_rows_are_copied_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their contexts, of which one layer at a time is open, and what is on its way are in the account."""
+    own, memory, booked = long_model(), 768 * 1024, set[int]()
+    texts = [prompt(own, 1, length, seed=length) for length in (700, 650)]
+    ids, mask = together(continued(own, texts[0], 30, 3), continued(own, texts[1], 30, 4))
+    hold = MemoryAccount.hold
+
+    def noted(account: MemoryAccount, owner: str, nbytes: int) -> None:
+        hold(account, owner, nbytes)
+        if owner == "streaming":
+            booked.add(nbytes)
+
+    monkeypatch.setattr(MemoryAccount, "hold", noted)
+    with offload(own, memory=memory, library=tmp_path) as done, counted(own) as computed:
+        for text in texts:
+            generated(own, text)
+        computed.clear()
+        generated(own, ids, attention_mask=mask)
+        assert computed[0] == 2 * 30 and done.tokens_reused == 650 + 700 and not done.reuse.trouble
+        assert done.report.peak_memory_bytes <= done.report.memory_budget == memory
+        assert "streaming" not in done.report.memory_by_owner
+    entry = own.config.num_key_value_heads * own.config.head_dim * 2 * 4
+    assert 64 * entry in booked, "a block of a context"
 
 
 @pytest.mark.parametrize("name", CACHES)
