@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from ..core.filling import piece_size, prefill
-from ..errors import ConfigError, StoreError
+from ..errors import ConfigError, StoreError, is_full
 from ..report.progress import Progress
 from ..report.report import CacheReport
 from .arguments import PromptTooLongError, say
@@ -427,8 +427,6 @@ class Chat:
 
         Raises `PromptTooLongError` if nothing is left for an answer. After an error the conversation is as before the
         question, or ends with a part of it if the cache cannot be cropped."""
-        from ..interop.reuse import can_repeat
-
         part = (follow_up_part if self.answers else question_part)(self.tokenizer, question)
         input_ids = torch.cat([self.ids, part], 1)
         if (room := self.limit - input_ids.shape[1]) < 1:
@@ -440,7 +438,7 @@ class Chat:
         try:
             answer = self._answer(input_ids, new, on_text)
         except StoreError as error:
-            if not can_repeat(error):
+            if is_full(error):
                 raise
             say(f"\nthe conversation is read again, because its context could not be read: {error}")
             self._read(self.ids)

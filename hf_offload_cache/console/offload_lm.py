@@ -206,8 +206,8 @@ class OffloadLM(HFLM):
     def _new_cache(self, needed: Needed) -> AbstractContextManager[Any]:
         cls = offloading_class(self.cache_name)
         self.requests += needed.requests
-        always = {"always": True} if self.library is not None else {}
-        own = request_cache(cls, self.model, needed.tokens, needed.rows, **always, **self.limits, **self.fields)
+        always = self.library is not None
+        own = request_cache(cls, self.model, needed.tokens, needed.rows, always=always, **self.limits, **self.fields)
         if own is not None:
             self.floor_requests += needed.requests * beyond_share(own, self.model, self.memory)
             return own

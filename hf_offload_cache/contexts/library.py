@@ -14,7 +14,6 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from ..stores.base import DEVICE_BLOCK
 from ..stores.encryption import KeySource, key_check, load_key
 from .configuration import common_prefix, encode, form_fields, placeholders, prompt_of, saved_fields
 from .folder import MANIFEST_NAME, entries, reading
-from .listing import Entry, evict, listing, look, mark, touch
+from .listing import Entry, WrittenToday, evict, listing, look, mark, touch
 from .manifest import Manifest, StateFile, check_digest, read_manifest
 from .open import LayersInTurn, capture_kept, closed_on_error, token_ids
 from .removal import remove
@@ -40,8 +39,6 @@ from .state import ContextReader, NoRoomError, StoredLayer, most_of_cache, tenso
 
 NAME = re.compile(r"[0-9a-f]{32}")
 """Names of contexts in a library."""
-_WRITTEN = ".hf_offload_cache-written-"
-"""Beginning of the name of a day's file in a library."""
 _KEPT_BYTES = 64 * 2**20
 """Bytes of token ids that an index keeps; those of further contexts are read each time."""
 
@@ -158,33 +155,6 @@ def read_ids(path: Path, manifest: Manifest | Known, key: bytes | None) -> np.nd
         return token_ids(tree, manifest.batch, manifest.tokens).numpy()
 
     return reading(path, read)
-
-
-class WrittenToday:
-    """Bytes written to a folder on the present day (UTC), by all processes, in a file of one number a line."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def _path(self) -> Path:
-        return self._folder / f"{_WRITTEN}{datetime.now(UTC):%Y-%m-%d}"
-
-    def bytes(self) -> int:
-        try:
-            lines = self._path().read_text().split()
-        except FileNotFoundError:
-            return 0
-        return sum(int(line) for line in lines if line.isdecimal())
-
-    def add(self, size: int) -> None:
-        """Add to the day's bytes, and remove the files of other days. Raises nothing."""
-        path = self._path()
-        with contextlib.suppress(OSError):  # a full disk: the context itself is saved
-            if not path.exists():
-                for other in self._folder.glob(f"{_WRITTEN}*"):
-                    other.unlink(missing_ok=True)
-            with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w") as file:
-                file.write(f"{size}\n")
 
 
 def is_damage(error: Exception) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -22,6 +23,8 @@ from .removal import remove
 Inode = tuple[int, int]
 
 _MOST_MARK_BYTES = 4096
+_WRITTEN = ".hf_offload_cache-written-"
+"""Beginning of the name of a day's file in a library."""
 
 
 @dataclass(frozen=True)
@@ -254,3 +257,30 @@ def expected_sizes(manifest: Manifest) -> dict[str, int]:
     states = [manifest.state, *(layer.state for layer in manifest.layers)]
     records = {part.file: part.records * layer.size_of(part) for layer in manifest.layers for part in layer.parts}
     return {**{state.file: state.bytes for state in states}, **records}
+
+
+class WrittenToday:
+    """Bytes written to a folder on the present day (UTC), by all processes, in a file of one number a line."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _path(self) -> Path:
+        return self._folder / f"{_WRITTEN}{datetime.now(UTC):%Y-%m-%d}"
+
+    def bytes(self) -> int:
+        try:
+            lines = self._path().read_text().split()
+        except FileNotFoundError:
+            return 0
+        return sum(int(line) for line in lines if line.isdecimal())
+
+    def add(self, size: int) -> None:
+        """Add to the day's bytes, and remove the files of other days. Raises nothing."""
+        path = self._path()
+        with contextlib.suppress(OSError):  # a full disk: the context itself is saved
+            if not path.exists():
+                for other in self._folder.glob(f"{_WRITTEN}*"):
+                    other.unlink(missing_ok=True)
+            with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w") as file:
+                file.write(f"{size}\n")
