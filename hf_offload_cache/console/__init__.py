@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from .default_model import models_folder as models_folder
     from .default_model import read_header as read_header
     from .main import parser as parser
+    from .models import KnownModel as KnownModel
+    from .models import known_models as known_models
+    from .models import longest as longest
+    from .models import model_cells as model_cells
+    from .models import model_header as model_header
+    from .models import room_of as room_of
     from .named_cache import DYNAMIC as DYNAMIC
     from .named_cache import check_fields as check_fields
     from .named_cache import load as load
@@ -34,6 +40,7 @@ _HOME = {
     "Chat": "answer",
     "DYNAMIC": "named_cache",
     "DamagedError": "default_model",
+    "KnownModel": "models",
     "OffloadLM": "offload_lm",
     "PromptTooLongError": "arguments",
     "build_prompt": "answer",
@@ -45,9 +52,13 @@ _HOME = {
     "generate_answer": "answer",
     "html_text": "chat",
     "keep": "default_model",
+    "known_models": "models",
     "load": "named_cache",
     "load_default_model": "default_model",
     "load_default_tokenizer": "default_model",
+    "longest": "models",
+    "model_cells": "models",
+    "model_header": "models",
     "models_folder": "default_model",
     "offloading_class": "named_cache",
     "parser": "main",
@@ -56,6 +67,7 @@ _HOME = {
     "question_part": "answer",
     "read_document_file": "chat",
     "read_header": "default_model",
+    "room_of": "models",
 }
 
 

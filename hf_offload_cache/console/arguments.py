@@ -53,10 +53,10 @@ def add_verb(
     return parser
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--model`, `--dtype`, `--device` and `--path`."""
-    add = parser.add_argument
-    add("--model", metavar="ID_OR_PATH", help="Hub name or folder (default: SmolLM2-135M-Instruct from its package)")
+def add_model_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
+    """`--model`, `--dtype`, `--device` and `--path`. `others`: what else names a model for this verb."""
+    add, names = parser.add_argument, " or ".join((*others, "Hub name", "folder"))
+    add("--model", metavar="ID_OR_PATH", help=f"{names} (default: SmolLM2-135M-Instruct from its package)")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="default: %(default)s")
     add("--device", help="e.g. cpu or cuda:0 (default: cuda if available)")
     add("--path", metavar="DIR", help="folder on the disk to use (default: the temporary folder)")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from .. import errors
-from . import chat, completion, generate, lm_eval, plan, run, saved, streaming, tune
+from . import chat, completion, generate, lm_eval, models, plan, run, saved, streaming, tune
 from .arguments import (
     PROGRAM,
     NobodyReads,
@@ -28,7 +28,7 @@ from .arguments import (
     say,
 )
 
-_VERBS = (generate, chat, run, lm_eval, plan, tune, saved, streaming)
+_VERBS = (generate, chat, run, lm_eval, plan, models, tune, saved, streaming)
 """Modules with `add(verbs)`. Their imports are light, because every call of the console loads all of them."""
 
 _INTERRUPTED, _NOBODY_READS = 130, 141  # a shell's codes for processes that SIGINT or SIGPIPE ended

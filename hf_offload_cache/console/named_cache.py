@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError
 from ..registry import CACHES, cache_class, name_of
 from .arguments import new_console
+from .models import KnownModel, known_models
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +122,8 @@ def load_geometry(
     name: str | None = None, dtype: str = "auto", device: str | None = None, here: bool = True
 ) -> Geometry:
     """Geometry of the model that `load` would load, from its configuration and at most the sizes of its weight files.
-    Unless the machine is `here`, it need not have the `device`. Raises `DefaultModelMissingError`, `ModelLoadError`,
+    `name` may also be one of `known_models`, unless a folder has that name: "auto" is bfloat16 then. Unless the machine
+    is `here`, it need not have the `device`. Raises `DefaultModelMissingError`, `ModelLoadError`,
     `UnsupportedModelError`."""
     import torch
 
@@ -130,6 +132,8 @@ def load_geometry(
         from .default_model import default_geometry
 
         return default_geometry(None if dtype == "auto" else getattr(torch, dtype), where)
+    if (known := known_model(name)) is not None:
+        return known.geometry(torch.bfloat16 if dtype == "auto" else getattr(torch, dtype), where)
 
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -146,6 +150,11 @@ def load_geometry(
     geometry = dataclasses.replace(Geometry.of(model), device=where)
     files = sum(file.stat().st_size for file in Path(name).glob("*.safetensors")) if Path(name).is_dir() else 0
     return dataclasses.replace(geometry, weight_bytes=files) if files and dtype == "auto" else geometry
+
+
+def known_model(name: str | None) -> KnownModel | None:
+    """The model of the shipped table with that name, unless a folder has it."""
+    return None if name is None or Path(name).is_dir() else known_models().get(name)
 
 
 def _named(name: str) -> str:

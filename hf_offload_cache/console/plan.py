@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
 def add(verbs: Any) -> None:
     parser = add_verb(
         verbs, "plan", run, "show the memory that a cache will use, before it runs",
-        "Choose a cache's fields for a memory limit. Print what it will use, and whether this machine has enough "
-        "memory and disk, or a machine elsewhere with a GPU. Reads the model's configuration, not its weights. Exit "
-        "codes: 0 it fits, 1 it does not.",
+        "Choose a cache's fields for a memory limit. Print what it will use, what a step reads, whether this machine "
+        "or one elsewhere has enough memory and disk, and whether it needs a cache at all. Reads the model's "
+        "configuration, not its weights. Exit codes: 0 it fits, 1 it does not.",
         max_context="--context", max_batch="--batch",
     )  # fmt: skip
-    add_model_arguments(parser)
+    add_model_arguments(parser, "name that `models` lists")
     add_cache_arguments(parser)
     add = parser.add_argument
     add("--context", metavar="TOKENS", type=positive, required=True, help="tokens per sequence, the answer included")
@@ -50,6 +51,10 @@ def add(verbs: Any) -> None:
         help="memory of a GPU on a machine elsewhere, e.g. 24GiB, for weights and cache; with --device cuda:0")
     add("--host-memory", metavar="SIZE",
         help="with a GPU: limit of the host memory, e.g. 64GiB; with --device-memory, what the machine elsewhere has")
+    add("--free-memory", metavar="SIZE",
+        help="plan for a machine elsewhere with so much free memory, e.g. 12GB; with --device-memory: free host memory")
+    add("--free-disk", metavar="SIZE", help="plan for a disk elsewhere with so much free space, e.g. 200GB")
+    add("--disk-speed", metavar="SIZE", help="bytes that the disk reads in a second, e.g. 500MB: prints a step's time")
     add("--goal", choices=GOALS,
         help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
     add("--compare", action="store_true", help="all caches side by side, each with the fields that fit it best")
@@ -77,6 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--device-memory {arguments.device_memory} is the memory of a GPU on a machine elsewhere: give "
                 "--device cuda:0 too, or leave it out"
             )
+    sizes = {name: _size(arguments, name) for name in ("free_memory", "free_disk", "disk_speed")}
+    if sizes["disk_speed"] == 0:
+        raise ConfigError("--disk-speed must be at least one byte a second: use 500MB")
+    if arguments.device_memory is not None and sizes["free_memory"] is not None:
+        from ..core.budget import HOST_SHARE
+
+        fields.setdefault("host_memory", math.floor(HOST_SHARE * sizes["free_memory"]))
     if arguments.measured is not None and not (arguments.compare and arguments.memory):
         raise ConfigError(
             f"--measured {arguments.measured} needs --compare and --memory: it tells which of all caches is best at a "
@@ -96,14 +108,14 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         OffloadConfig.load(None, fields)
     try:
-        here = arguments.device_memory is None
+        here = arguments.device_memory is None  # the device; memory and disk may be elsewhere
         geometry = named_cache.load_geometry(arguments.model, arguments.dtype, arguments.device, here)
     except named_cache.ModelLoadError as error:
         if (arguments.device or "").startswith("cuda") and "cannot be used here" in str(error):
             advice = "or give --device-memory, such as 24GiB, to plan for a machine that has it"
             raise named_cache.ModelLoadError(f"{error}, {advice}") from error
         raise
-    room = _room(arguments, geometry, fields, folder)
+    room = _room(arguments, geometry, fields, folder, sizes)
     result, fits = (_compare if arguments.compare else _plan)(arguments, fields, geometry, room, str(folder))
     if arguments.json is not None:
         asked = {"model": arguments.model, "context": arguments.context, "batch": arguments.batch}
@@ -118,20 +130,61 @@ def _memory(arguments: argparse.Namespace, geometry: Geometry) -> tuple[int | No
 
 
 def _room(
-    arguments: argparse.Namespace, geometry: Geometry, fields: dict[str, Any], folder: str | Path
-) -> dict[str, int | None]:
-    """Free bytes of each kind on the machine to plan for; None: unknown, as the disk of a machine elsewhere is."""
+    arguments: argparse.Namespace, geometry: Geometry, fields: dict[str, Any], folder: str | Path,
+    sizes: dict[str, int | None],
+) -> dict[str, int | None]:  # fmt: skip
+    """Free bytes of each kind on the machine to plan for; None: unknown, as the disk of a machine elsewhere is. This
+    machine is not asked for the `sizes` that the user gave."""
     from ..memory.machine import free_disk, free_memory
 
+    memory, disk = sizes["free_memory"], sizes["free_disk"]
+    if disk is None and _is_here(arguments):
+        disk = free_disk(folder)
     if geometry.device != "cuda":
-        return {"memory": free_memory(arguments.device or geometry.device), "disk": free_disk(folder)}
+        return {"memory": free_memory(arguments.device or "cpu") if memory is None else memory, "disk": disk}
     host = None if fields.get("host_memory") is None else parse_size(fields["host_memory"], "host_memory")
     if arguments.device_memory is not None:
-        device = parse_size(arguments.device_memory, "device_memory")
-        return {"device memory": device, "host memory": host, "disk": None}
-    free = [one for one in (host, free_memory()) if one is not None]
-    device_free = free_memory(arguments.device or geometry.device)
-    return {"device memory": device_free, "host memory": min(free, default=None), "disk": free_disk(folder)}
+        device: int | None = parse_size(arguments.device_memory, "device_memory")
+    else:
+        device, memory = free_memory(arguments.device or "cuda"), free_memory() if memory is None else memory
+    free = [one for one in (host, memory) if one is not None]
+    return {"device memory": device, "host memory": min(free, default=None), "disk": disk}
+
+
+def _size(arguments: argparse.Namespace, name: str) -> int | None:
+    """The bytes of an option; "500MB/s" too. Raises `ConfigError`."""
+    given: str | None = getattr(arguments, name)
+    return None if given is None else parse_size(given.removesuffix("/s"), name)
+
+
+def _speed_text(arguments: argparse.Namespace) -> str:
+    return f"{arguments.disk_speed.removesuffix('/s')}/s"
+
+
+def _is_here(arguments: argparse.Namespace) -> bool:
+    """Whether the plan is for this machine: its memory and the engines that its disk has count then."""
+    return arguments.device_memory is None and arguments.free_memory is None and arguments.free_disk is None
+
+
+def _none_needed(plan: MemoryPlan, room: dict[str, int | None]) -> str | None:
+    """Why this machine needs no cache: weights and the full KV fit its memory. None if they do not, or may not."""
+    name, whole = next(iter(room)), plan.weight_bytes + plan.full_kv_bytes
+    if (free := room[name]) is None or whole > free:
+        return None
+    return (
+        f"you need no cache: weights and the full KV (DynamicCache) take {size_text(whole)}, and {size_text(free)} of "
+        f"{name} are free; activations come on top"
+    )
+
+
+def _step(arguments: argparse.Namespace, config: OffloadConfig, read: int) -> tuple[str, float | None]:
+    """A sentence that says what a step reads; with --disk-speed also its seconds, here and as a number."""
+    place = "host memory" if config.engine == "memory" else "the disk"
+    said = f"a step reads {size_text(read)} from {place} if it finds nothing in memory"
+    speed = _size(arguments, "disk_speed")
+    if speed is None or config.engine == "memory":
+        return said, None
+    return f"{said}: {read / speed:.3g} s at {_speed_text(arguments)}, less what runs while it computes", read / speed
 
 
 def _needs(plan: MemoryPlan) -> dict[str, int]:
@@ -157,10 +210,11 @@ def _plan(
 ) -> tuple[dict[str, Any], bool]:
     """Print the plan of one cache. Returns values for JSON, and whether the machine has enough."""
     from ..core.budget import missed_goal, steps_over_host
+    from ..tuning.which_cache import step_bytes
     from . import named_cache
 
     cls = named_cache.offloading_class(arguments.cache or named_cache.default_for(None))
-    memory, here = _memory(arguments, geometry)[0], arguments.device_memory is None
+    memory, here = _memory(arguments, geometry)[0], _is_here(arguments)
     limits = memory, arguments.context, arguments.batch
     fields = cls.choose_store(geometry, limits, fields, folder, arguments.goal, here)
     missed: list[str] = []
@@ -172,13 +226,31 @@ def _plan(
     plan = cls.plan(geometry, config, arguments.context, arguments.batch)
     needs, fits = _needs(plan), _fits(plan, room)
     _print(arguments, plan, config, room)
-    notes = [*missed, *cls.notes(plan, config, geometry, fields)]
-    notes += steps_over_host(cls, geometry, config, arguments.context, arguments.batch)
+    read = step_bytes(geometry, config, arguments.context, arguments.batch)
+    step, seconds = _step(arguments, config, read)
+    print(step)
+    none_needed = _none_needed(plan, room)
+    over_host = steps_over_host(cls, geometry, config, arguments.context, arguments.batch)
+    found = (*missed, *cls.notes(plan, config, geometry, fields), *over_host, none_needed, _of_table(arguments))
+    notes = [note for note in found if note is not None]
     for note in notes:
         print(f"note: {note}")
     machine = {"needs": needs, "free": room, "fits": fits, "path": folder, "here": here}
-    result = {"config": dataclasses.asdict(config), "plan": plan.to_dict(), "notes": notes, "machine": machine}
+    result = {
+        "config": dataclasses.asdict(config), "plan": plan.to_dict(), "notes": notes, "machine": machine,
+        "step": {"read_bytes": read, "seconds": seconds}, "none_needed": none_needed is not None,
+    }  # fmt: skip
     return result, False not in fits.values()
+
+
+def _of_table(arguments: argparse.Namespace) -> str | None:
+    """Where the configuration of a model that `models` lists comes from."""
+    from .named_cache import known_model
+
+    if (known := known_model(arguments.model)) is None:
+        return None
+    said = f"the configuration of {known.repository} is the one of {known.date} that this package has"
+    return said if known.note is None else f"{said}; {known.note}"
 
 
 def _print(
@@ -223,7 +295,7 @@ def _compare(
 
     cells = measured_caches(arguments.measured, shape_of(arguments.model or "the default model", geometry), fields)
     memory, full = _memory(arguments, geometry)
-    here = arguments.device_memory is None
+    here = _is_here(arguments)
     plans = compare_plans(geometry, memory, arguments.context, arguments.batch, fields, path=folder, here=here)
     fitting = [one for one in plans if one.plan is not None and False not in _fits(one.plan, room).values()]
     names = [one.name for one in fitting]
@@ -235,7 +307,14 @@ def _compare(
             goal: which_cache(fitting, cells, memory / full, arguments.context, *hints) for goal, hints in goals.items()
         }
     console = new_console(highlight=False, soft_wrap=True)
-    console.print(_side_by_side(plans, f"{arguments.batch} x {arguments.context:,} tokens"))
+    table = _side_by_side(plans, f"{arguments.batch} x {arguments.context:,} tokens")
+    if (speed := _size(arguments, "disk_speed")) is not None:
+        table.add_row(f"seconds for that at {_speed_text(arguments)}", *[_seconds(one, speed) for one in plans])
+    console.print(table)
+    none_needed = next((_none_needed(one.plan, room) for one in plans if one.plan is not None), None)
+    for note in (none_needed, _of_table(arguments)):
+        if note is not None:
+            print(f"note: {note}")
     for one in plans:
         missing = cache_class(one.name).missing()
         for note in (*(one.notes if one.plan is not None else (one.refused,)), *((missing,) if missing else ())):
@@ -246,9 +325,16 @@ def _compare(
     result = {
         "plans": [one.to_dict() for one in plans],
         "machine": {"free": room, "fits": names, "path": folder, "here": here},
+        "none_needed": none_needed is not None,
         "chosen": {goal: choice.plan.to_dict() for goal, choice in chosen.items()},
     }
     return result, bool(names)
+
+
+def _seconds(one: ComparedPlan, speed: int) -> str:
+    """The seconds in which the disk reads what a step needs; "-" if nothing is read from it, or it is unknown."""
+    unknown = one.read_bytes is None or one.config is None or one.config.engine == "memory"
+    return "-" if unknown else f"{(one.read_bytes or 0) / speed:.3g}"
 
 
 def _side_by_side(plans: list[ComparedPlan], title: str) -> Any:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import GOALS, MOST_JSON_BYTES, OffloadConfig, parse_json, parse_size
+from ..config import GOALS, MOST_JSON_BYTES, OffloadConfig, SelectiveConfig, parse_json, parse_size
 from ..errors import BudgetError, ConfigError, shown
 from ..model.fingerprint import fingerprint
 from ..model.geometry import Geometry
@@ -37,7 +37,7 @@ class ComparedPlan:
     attended: int | None
     """Tokens whose own keys and values a step attends to, beyond sinks and latest ones; None: all, or unknown."""
     read_bytes: int | None
-    """Estimate of a step's reads for all rows, if nothing it needs is in memory and all layers have the same form."""
+    """`step_bytes` of a cache that selects; None: all, or unknown."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values."""
@@ -78,7 +78,6 @@ def _planned(
     name: str, geometry: Geometry, memory: int | None, context: int, batch: int, fields: dict[str, Any],
     goal: str | None, path: str | Path | None, here: bool,
 ) -> ComparedPlan:  # fmt: skip
-    from ..config import SelectiveConfig
     from ..registry import cache_class
 
     cls = cache_class(name)
@@ -91,12 +90,22 @@ def _planned(
         plan = cls.plan(geometry, config, context, batch)
     except BudgetError as error:
         return ComparedPlan(name, None, None, str(error), (), None, None)
-    attended = fetched = None
+    attended = read = None
     if isinstance(config, SelectiveConfig) and not config.exact:
-        attended, fetched = (min(context, one(context)) for one in (config.attended, config.tokens_fetched))
-    read = None if fetched is None else round(fetched / max(1, context) * plan.full_kv_bytes)
+        attended, read = min(context, config.attended(context)), step_bytes(geometry, config, context, batch)
     notes = cls.notes(plan, config, geometry, fields)
     return ComparedPlan(name, plan, config, None, tuple(notes), attended, read)
+
+
+def step_bytes(geometry: Geometry, config: OffloadConfig, context: int, batch: int) -> int:
+    """Estimate of the records that one step of all rows reads, if nothing it needs is in memory: all of an exact cache,
+    otherwise those of `tokens_fetched` in the bits they are stored in."""
+    tokens = context
+    if isinstance(config, SelectiveConfig) and not config.exact:
+        tokens = min(context, config.tokens_fetched(context))
+    stored = geometry.full_kv_bytes(context, batch) - geometry.kept_bytes(context, batch)
+    bits = config.stored_bits or 8 * geometry.dtype.itemsize
+    return round(tokens / max(1, context) * stored * bits / (8 * geometry.dtype.itemsize))
 
 
 # The model and the fields of a table of measurements

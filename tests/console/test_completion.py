@@ -52,7 +52,8 @@ def test_each_shell_has_a_script_with_every_verb(
     path = tmp_path / "script"
     path.write_text(script(shell, capsys))
     text = path.read_text()
-    assert all(verb in text for verb in ("generate", "run", "plan", "tune", "inspect", "ls", "rm", "verify", "stream"))
+    verbs = ("generate", "run", "plan", "models", "tune", "inspect", "ls", "rm", "verify", "stream")
+    assert all(verb in text for verb in verbs)
     assert "prompt-file" in text
     if shutil.which(shell):
         subprocess.run([shell, "-n", str(path)], check=True)

@@ -27,7 +27,7 @@ from hf_offload_cache.testing import __main__ as walk
 OUR_NAME = "hf-offload-cache"
 WITH_COMMANDS = [path for path in (*PAGES, *FRONT) if blocks(path, "sh")]
 
-CHEAP = ("plan", "inspect", "ls", "rm", "verify", "completion")
+CHEAP = ("plan", "models", "inspect", "ls", "rm", "verify", "completion")
 """Verbs that run here as they are: all others get a model, `tune` also less to measure, `run` a program of the name."""
 WITH_A_MODEL = ("generate", "chat", "publish", "serve", "stream")
 """The last but one is what the last asks."""
