@@ -16,14 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_offload_cache.console.default_model import (
-    NoHomeError,
-    kept_folder,
-    load_files,
-    load_kept,
-    models_folder,
-    to_stderr,
-)
+from hf_offload_cache.console import models_folder
+from hf_offload_cache.console.default_model import NoHomeError, kept_folder, load_files, load_kept, to_stderr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

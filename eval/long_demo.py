@@ -18,7 +18,7 @@ import torch
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.console import document_part, load, question_part
 from hf_offload_cache.errors import BudgetError, ConfigError
-from hf_offload_cache.report.progress import Progress
+from hf_offload_cache.report import Progress
 from hf_offload_cache.report.report import kv_share_text, size_text
 from hf_offload_cache.tuning import bundled_prose
 
