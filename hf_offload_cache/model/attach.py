@@ -6,6 +6,7 @@ The hooks of its blocks are on only while some cache needs block events. This ro
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import weakref
@@ -21,7 +22,7 @@ from .conversation import Conversation, ModelState
 from .look_ahead import reason_against_pieces
 from .method_on_model import MethodOnModel
 from .own_generate import GivenCache
-from .place import generating_parts, has_own_generate, inner_model, is_model, warn_if_untested
+from .place import feeds_pieces_anew, generating_parts, has_own_generate, inner_model, is_model, warn_if_untested
 from .seam import Attachable, Hooks, cache_among, hook_blocks, hook_model, strip_hooks, unhook, unwrapped
 
 if TYPE_CHECKING:
@@ -90,7 +91,37 @@ class Prefill(MethodOnModel):
         mask = model_kwargs.get("attention_mask")  # of the stored tokens too, unlike ids that are only the new ones
         tokens = mask.shape[-1] if isinstance(mask, torch.Tensor) else getattr(generation_config, "_mask_length", -1)
         with nullcontext() if cache is None else cache.reading(max(tokens, input_ids.shape[1])):
+            held = 0 if cache is None or chunk is None else cache.held()
+            if held and feeds_pieces_anew() and _is_complete(input_ids, model_kwargs):
+                return self._continued(held, chunk, input_ids, generation_config, model_kwargs, *args, **kwargs)
             return self.method()(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def _continued(
+        self, held: int, chunk: int, input_ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any],
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Run what follows the `held` tokens in pieces of `chunk`, each as a prompt that the cache continues; the
+        output of the last. `input_ids` (B, P) and the mask are the complete conversation's."""
+        config, total, output = copy.copy(config), input_ids.shape[1], None
+        config.prefill_chunk_size = None
+        for end in [*range(held + chunk, total, chunk), total]:
+            cut = {
+                name: value[..., :end] if name in _BY_TOKEN and isinstance(value, torch.Tensor) else value
+                for name, value in model_kwargs.items()
+            }
+            output = self.method()(input_ids[:, :end], config, cut, *args, **kwargs)
+        return output
+
+
+_BY_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+"""Inputs of a model whose last dimension is the conversation's tokens."""
+
+
+def _is_complete(input_ids: torch.Tensor, given: dict[str, Any]) -> bool:
+    """Whether ids (B, P), and no embeddings, are the complete conversation, not only what is new: as many as the mask
+    has."""
+    mask = given.get("attention_mask")
+    return isinstance(mask, torch.Tensor) and mask.shape[-1] == input_ids.shape[1] and "inputs_embeds" not in given
 
 
 class PrepareInputs(MethodOnModel):

@@ -197,6 +197,12 @@ def _message(version: str) -> str | None:
     return None
 
 
+def feeds_pieces_anew() -> bool:
+    """Whether `generate` with a `prefill_chunk_size` feeds a filled cache the complete conversation, from its first
+    token on, as transformers 5.17 does and 5.23 does not."""
+    return _minor(transformers.__version__) < (5, 23)
+
+
 def _minor(version: str) -> tuple[int, int]:
     parsed = Version(version)  # also "6.0rc1", or "5.24.dev0" of a checkout
     return parsed.major, parsed.minor

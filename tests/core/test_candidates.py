@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 import pytest
 import torch
@@ -24,7 +23,7 @@ from hf_offload_cache.core import SelectiveLayer, selective_layer
 from hf_offload_cache.errors import BudgetError
 from hf_offload_cache.fetch import Choice, Fetched
 from hf_offload_cache.methods.disk_swap import LowRankPredictor
-from hf_offload_cache.model import AttentionCall, Geometry
+from hf_offload_cache.model import AttentionCall, Geometry, attach
 
 LENGTH, NEW = 1500, 24
 FIELDS: dict[str, Any] = {"group_size": 16, "num_recent": 32, "num_selected": 64, "reuse_capacity": 0}
@@ -190,7 +189,7 @@ def test_a_verification_without_a_mask_is_causal() -> None:
         assert torch.equal(given, made)
 
 
-@pytest.mark.parametrize("chunk", [None, pytest.param(20, marks=harness.since("5.23", "it begins the prompt anew"))])
+@pytest.mark.parametrize("chunk", [None, 20])
 def test_a_short_second_question_after_candidates_is_exact(chunk: int | None, checked_gathers: Gathers) -> None:
     """A prompt attends to everything, however short it is: its first token is that of exact mode."""
     model = long_tiny("llama")
@@ -211,7 +210,7 @@ def test_a_short_second_question_after_candidates_is_exact(chunk: int | None, ch
         answer = generate(model, cache, question, **options)
         assert len(checked_gathers) == verified
         assert cache.report().decode_steps == selected
-        assert_exact(generate(model, plain, question, **options), answer)
+        assert_exact(generate(model, plain, question, max_new_tokens=1), answer)  # 5.17 begins it anew in pieces
         generate(model, cache, torch.cat([answer.tokens, prompt(model, 1, 3, 5)], 1), max_new_tokens=3)
         assert cache.report().decode_steps == selected + 2
 
@@ -242,6 +241,39 @@ def test_the_last_piece_of_a_prompt_is_exact(checked_gathers: Gathers) -> None:
         assert_exact(expected, generate(model, cache, ids, max_new_tokens=1, prefill_chunk_size=24))
         assert cache.report().decode_steps == 0
     assert len(checked_gathers) == 0
+
+
+@pytest.mark.parametrize(("left", "older"), [(0, False), (5, False), (5, True)])
+def test_a_prompt_in_pieces_continues_a_cache(left: int, older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the complete conversation, with padding on the left and without, each new token is computed once; `older`: in
+    the way of a transformers that would begin anew."""
+    if older:
+        monkeypatch.setattr(attach, "feeds_pieces_anew", lambda: True)
+    model = long_tiny("llama")
+    ids, more = prompt(model, 1, 90), prompt(model, 1, 50, 1)
+    mask = torch.ones(1, 140, dtype=torch.long)
+    mask[:, :left] = 0
+    text, tokens = torch.cat([ids, more], 1), []
+    options = {"attention_mask": mask, "max_new_tokens": 4}
+    expected = generate(model, DynamicCache(config=model.config), text, **options)
+    with DiskSwapCache(model, exact=True) as cache:
+        generate(model, cache, ids, attention_mask=mask[:, :90], max_new_tokens=1)
+        hook = model.get_input_embeddings().register_forward_hook(lambda _, given, __: tokens.append(given[0].shape[1]))
+        assert_exact(expected, generate(model, cache, text, prefill_chunk_size=20, **options))
+        hook.remove()
+    assert tokens == [20, 20, 10, 1, 1, 1]
+
+
+def test_new_tokens_alone_continue_a_cache() -> None:
+    """With the mask of the complete conversation, which tells `generate` that earlier ids are left out."""
+    model = long_tiny("llama")
+    text = prompt(model, 1, 120)
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(text), "max_new_tokens": 4}
+    expected = generate(model, DynamicCache(config=model.config), text, **options)
+    with DiskSwapCache(model, exact=True) as cache:
+        generate(model, cache, text[:, :100], max_new_tokens=1)
+        answer = generate(model, cache, text[:, 100:], **options)
+    assert torch.equal(answer.tokens[:, -4:], expected.tokens[:, -4:])
 
 
 def test_a_question_that_is_fed_by_hand_after_candidates_is_exact(checked_gathers: Gathers) -> None:

@@ -108,6 +108,15 @@ def test_a_turn_computes_its_own_tokens_only(name: str, tmp_path: Path) -> None:
     assert len(ContextLibrary(tmp_path).entries()) == 1, "the longest has all the others"
 
 
+def test_a_turn_in_pieces_computes_its_own_tokens_only(tmp_path: Path) -> None:
+    own, ids = model(), prompt(model(), 1, 120)
+    expected, _ = talk(own, ids, prefill_chunk_size=16)
+    with offload(own, exact=True, library=tmp_path) as done:
+        answers, tokens = talk(own, ids, prefill_chunk_size=16)
+    assert equal(answers, expected) and tokens == [16, 16, 16]  # the first piece of 120, 21 and 21 tokens
+    assert done.tokens_reused == (119 + NEW) + (119 + 2 * NEW + ADDED)
+
+
 def test_two_conversations_alternate(tmp_path: Path) -> None:
     own = model()
     texts = [prompt(own, 1, 90, seed=1), prompt(own, 1, 100, seed=2)]
