@@ -49,11 +49,11 @@ pytest_twice = @first=0; second=0; \
 WORKERS = -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) * 3 / 2 ))) --maxprocesses 8 \
     --dist loadscope --no-loadscope-reorder
 
-.PHONY: help demo demo-long test test-all test-gpu test-kernels test-lowest lint bench kvpress docs docs-serve clean
+.PHONY: help demo demo-long test test-all test-gpu test-kernels test-lowest lint bench kvpress docs docs-serve dist clean
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
-	@echo 'also: demo-long, lint, docs, docs-serve, test-all, test-lowest, test-kernels, test-gpu, bench, kvpress, clean; ARGS="..." goes to pytest, the demo or the benchmark'
+	@echo 'also: demo-long, lint, docs, docs-serve, dist, test-all, test-lowest, test-kernels, test-gpu, bench, kvpress, clean; ARGS="..." goes to pytest, the demo or the benchmark'
 
 demo: $(VENV)/.model
 	@$(BIN)/hf-offload-cache generate --compare --prompt-file examples/document.txt \
@@ -100,8 +100,13 @@ docs: $(VENV)/.tools
 docs-serve: $(VENV)/.tools
 	$(BIN)/python -m mkdocs serve
 
+# The source distribution, and from it the wheel, as an index would have them.
+dist: $(VENV)/.tools
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+
 clean:
-	rm -rf $(VENV) $(LOWEST) $(PRESSES) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(PRESSES) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A stamp is written after its step, so an install that broke is done again. torch goes in first and alone:
 # a dependant's plain "torch" would be free to bring another build of it, and gigabytes of CUDA packages.

