@@ -4,10 +4,14 @@ Names are imported when first asked for, so that importing the package neither l
 and its configuration are found where the registry says; all else stands in `_HOME`.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import registry
+
+if sys.platform == "win32":
+    raise ImportError("hf_offload_cache needs Linux or macOS, and this is Windows: use it on one of these")
 
 if TYPE_CHECKING:
     from .batch.ray_data import AnswerDocuments as AnswerDocuments

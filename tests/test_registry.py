@@ -1,5 +1,8 @@
 """Caches by name: the registered ones, and a class from outside."""
 
+import importlib
+import sys
+
 import pytest
 
 import hf_offload_cache
@@ -28,6 +31,14 @@ def test_a_line_is_all_that_a_method_takes(monkeypatch, tmp_path):
     monkeypatch.setitem(registry.CACHES, "mine", "my_method:MyCache")
     assert cache_class("mine") is cls is class_named("MyCache")
     assert hf_offload_cache.MyCache is cls  # what the package offers follows from the same line
+
+
+def test_windows_is_named_at_once(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="hf_offload_cache needs Linux or macOS, and this is Windows"):
+        importlib.reload(hf_offload_cache)
+    monkeypatch.undo()
+    assert importlib.reload(hf_offload_cache).DiskSwapCache is DiskSwapCache
 
 
 def test_what_the_package_offers_is_there():

@@ -226,6 +226,11 @@ def no_place(model: Any) -> str | None:
     if generates_by_parts(inner):
         parts = ", ".join(generating_parts(inner))
         return f"{name} generates by models within it: make the cache with one of these ({parts})"
+    if "cache" in _parameters(inner, "forward") and not _takes_a_cache(inner):
+        return (
+            f"{name} takes its cache under another name in transformers {transformers.__version__}, which this version "
+            f"of hf_offload_cache does not support: install transformers {TESTED}"
+        )
     if not _takes_a_cache(inner):
         return f"{name} takes no past_key_values: it keeps its state in its own way, so run it without this cache"
     if not any(hasattr(layer, "keys") for layer in _layers(inner)):

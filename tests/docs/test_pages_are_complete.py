@@ -19,6 +19,7 @@ from hf_offload_cache import errors
 from hf_offload_cache.console import parser
 from hf_offload_cache.registry import CACHES, cache_class
 
+OUR_NAME = "hf-offload-cache"
 PACKAGE = Path(hf_offload_cache.__file__).parent
 TROUBLE = text(DOCS / "troubleshooting.md")
 CONSOLE = text(DOCS / "console.md")
@@ -188,11 +189,44 @@ def test_the_files_of_contexts_have_their_names() -> None:
 
 
 def test_the_versions_are_those_that_install() -> None:
-    """Of the README and the first page, as setup.cfg and the tested version have them."""
+    """Of the README and the pages, as setup.cfg and the tested version have them. No newer transformers installs."""
     from hf_offload_cache.model import TESTED
 
     required = (ROOT / "setup.cfg").read_text()
-    torch, transformers = re.search(r"torch>=([\d.]+)", required), re.search(r"transformers>=([\d.]+)", required)
+    torch = re.search(r"torch>=([\d.]+)", required)
+    transformers = re.search(r"transformers>=([\d.]+),<5\.(\d+)$", required, re.MULTILINE)
     assert torch is not None and transformers is not None
+    assert f"5.{int(transformers[2]) - 1}" == TESTED
     said = f"torch {torch[1]} or newer, transformers {transformers[1]} to {TESTED}"
-    assert all(said in prose(path) for path in (FRONT[0], DOCS / "index.md"))
+    assert all(said in prose(path) for path in (FRONT[0], DOCS / "index.md", DOCS / "versions.md"))
+
+
+def test_the_versions_that_tests_run_with() -> None:
+    """Of the page, as the Makefile, the constraints and the lowest environment have them."""
+    makefile, pinned = (ROOT / "Makefile").read_text(), (ROOT / "constraints.txt").read_text()
+    rows = {row[0]: row[2] for heads, rows in tables(text(DOCS / "versions.md")) if len(heads) == 4 for row in rows}
+    for package in ("torch", "transformers"):
+        lowest = re.search(rf"{package}==(\d+\.\d+)\.\*", makefile)
+        highest = re.search(rf"^{package}==(\d+\.\d+)\.\d+$", pinned, re.MULTILINE)
+        assert lowest is not None and highest is not None
+        assert rows[package] == f"{lowest[1]} and {highest[1]}"
+    classifiers = re.findall(r"Python :: (3\.\d+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    assert classifiers == [rows["Python"]], "a version that no test ran with is no classifier"
+
+
+def test_the_version_is_one_everywhere() -> None:
+    """Of setup.cfg, the citation, and the changelog's first entry, which has a date if it is released."""
+    version = re.search(r"^version = (\S+)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    assert version is not None
+    assert f"\nversion: {version[1]}\n" in (ROOT / "CITATION.cff").read_text()
+    entry = re.search(r"^## (\S+), (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert entry is not None and entry[1] == version[1]
+    assert re.fullmatch(r"not yet released|\d{4}-\d\d-\d\d", entry[2])
+
+
+def test_the_changelog_has_every_verb_and_export() -> None:
+    """Classes of configurations and reports go without saying: their caches and calls are there."""
+    said = (ROOT / "CHANGELOG.md").read_text()
+    assert not [verb for verb in verbs() if f"`{verb}`" not in said and f"`{OUR_NAME} {verb}" not in said]
+    parts = {one for one in hf_offload_cache.__all__ if one.endswith(("Config", "Report"))}
+    assert not [one for one in hf_offload_cache.__all__ if one not in said and one not in parts]

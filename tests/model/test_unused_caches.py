@@ -25,6 +25,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, SpecCache, offload, offload_all
 from hf_offload_cache.errors import CacheUnusedError, PromptError, UnsupportedModelError
+from hf_offload_cache.model import place
 
 FIELDS: dict[str, Any] = {"exact": True, "engine": "memory"}
 CACHES = (DiskSwapCache, ClusterCache, SpecCache, AbstractTreeCache)
@@ -242,3 +243,24 @@ def test_a_config_without_cache_is_no_argument() -> None:
                 model(prompt(model), past_key_values=cache)
                 model(prompt(model, 1, 1), past_key_values=cache)
             assert cache.held() == 68
+
+
+# ------------------------------------------------------------------------------------- a later transformers
+
+
+class _Renamed(LlamaForCausalLM):
+    """As in transformers 5.24, which calls the argument for a cache otherwise."""
+
+    def forward(self, input_ids: Any = None, cache: Any = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, past_key_values=cache, **kwargs)
+
+    def prepare_inputs_for_generation(self, input_ids: Any, cache: Any = None, **kwargs: Any) -> Any:
+        return super().prepare_inputs_for_generation(input_ids, past_key_values=cache, **kwargs)
+
+
+@pytest.mark.parametrize("version", ["5.24.0", "5.23.0"])
+def test_an_argument_of_another_name_names_the_version(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place.transformers, "__version__", version)
+    wanted = f"_Renamed takes its cache under another name in transformers {version}, .* install transformers 5.23"
+    with pytest.raises(UnsupportedModelError, match=wanted):
+        DiskSwapCache(build(_Renamed, LlamaConfig(**COMMON)))
