@@ -149,8 +149,9 @@ PLAN = ("plan", "--compare", "--memory", "1/6", "--context", "8192")
 
 SCRIPT = """
 from pathlib import Path
-text = Path("examples/document.txt").read_text()[:3000]
-(name,) = map(str, Path("../unpacked/hf_offload_cache/models").iterdir())  # where the console unpacked it
+text = Path("examples/document.txt").read_text()[:1000]
+folders = Path("../unpacked/hf_offload_cache/models").iterdir()  # where the console unpacked it, and its lock
+(name,) = (str(path) for path in folders if path.is_dir())
 blocks = Path("blocks.txt").read_text().split("\\0")
 for block in blocks:
     exec(compile(block, "quickstart", "exec"))
