@@ -244,7 +244,7 @@ def test_the_last_piece_of_a_prompt_is_exact(checked_gathers: Gathers) -> None:
 
 
 @pytest.mark.parametrize(("left", "older"), [(0, False), (5, False), (5, True)])
-def test_a_prompt_in_pieces_continues_a_cache(left: int, older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_in_pieces_is_continued(left: int, older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the complete conversation, with padding on the left and without, each new token is computed once; `older`: in
     the way of a transformers that would begin anew."""
     if older:
