@@ -92,7 +92,7 @@ class Prefill(MethodOnModel):
         tokens = mask.shape[-1] if isinstance(mask, torch.Tensor) else getattr(generation_config, "_mask_length", -1)
         with nullcontext() if cache is None else cache.reading(max(tokens, input_ids.shape[1])):
             held = 0 if cache is None or chunk is None else cache.held()
-            if held and feeds_pieces_anew() and _is_complete(input_ids, model_kwargs):
+            if chunk is not None and held and feeds_pieces_anew() and _is_complete(input_ids, model_kwargs):
                 return self._continued(held, chunk, input_ids, generation_config, model_kwargs, *args, **kwargs)
             return self.method()(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
