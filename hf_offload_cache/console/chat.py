@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -142,12 +143,9 @@ def read_document_file(path: Path) -> str:
 
 def _unpacked(path: Path, kind: str) -> str:
     """The text of a PDF or DOCX file."""
-    package = {".pdf": "pypdf", ".docx": "python-docx"}[kind]
+    module, package = {".pdf": ("pypdf", "pypdf"), ".docx": ("docx", "python-docx")}[kind]
     try:
-        if kind == ".pdf":
-            import pypdf as reader
-        else:
-            import docx as reader
+        reader: Any = importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
             f"file {str(path)!r} needs the package {package}, which is not installed: "

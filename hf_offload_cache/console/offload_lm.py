@@ -177,7 +177,7 @@ class OffloadLM(HFLM):
         assert self.library is not None
         floor, strict = self.limits["floor"], self.limits["strict"]
         limits = budgets(self.model, needed.tokens, needed.rows, self.memory, floor, strict)
-        ids = torch.tensor([[*begin, begin[-1]]])  # a library leaves the last token to the model
+        ids = torch.tensor([[*begin, begin[-1]]], device="cpu")  # a library leaves the last token to the model
         try:
             found = opened_within(
                 limits, self.library, ids, self.model, offloading_class(self.cache_name), path=self.limits["path"],
@@ -198,7 +198,7 @@ class OffloadLM(HFLM):
         try:
             if cache.sequences > 1:
                 cache.crop(min(0, tokens - cache.get_seq_length()))
-                cache.batch_select_indices(torch.zeros(1, dtype=torch.long))
+                cache.batch_select_indices(torch.zeros(1, dtype=torch.long, device="cpu"))
             self.library.save(cache, instead=True)
         except (OSError, ValueError) as error:  # limits, a full disk, rows that cannot be cropped
             _LOGGER.warning("a context was not kept: %s", error)

@@ -71,27 +71,27 @@ class Reuse:
 
     def take(
         self, request: Request, model: Any, cls: type[OffloadCache], limits: Sequence[int | str | None],
-        make: Callable[[], OffloadCache | None], **fields: Any,
+        make: Callable[[], OffloadCache | None] | None = None, **fields: Any,
     ) -> tuple[OffloadCache, int] | None:  # fmt: skip
         """A cache with the longest beginning of the request that the library has, and the number of its tokens in all
         sequences; the caller closes it. None: there is none, or none that can be used.
 
         Waits for contexts that are being saved: the next turn of a conversation continues one of them. `limits`:
         memory budgets, of which the first that is enough is used. `make`: a new cache for the request, into which the
-        beginnings of a batch's rows are copied, each from a context of its own.
+        beginnings of a batch's rows are copied, each from a context of its own; None: they are not.
         """
         self.settle()
         ids = request.ids
         assert ids is not None
-        rows = self._rows(request, model, cls, fields)
-        copied = None if rows is None else self._copied(request, rows, model, cls, make, fields)
+        rows = None if make is None else self._rows(request, model, cls, fields)
+        copied = None if rows is None or make is None else self._copied(request, rows, model, cls, make, fields)
         if copied is not None:
             return copied
         for memory in limits:
             try:
                 found = self._forked(request, model, cls, memory, fields)
                 found = found or self.library.open(
-                    ids, model, cls, attention_mask=request.mask, least=LEAST, alike=True, memory=memory,
+                    ids, model, cls, attention_mask=request.mask, least=_least(ids), alike=True, memory=memory,
                     max_context=request.tokens, max_batch=request.rows, **fields,
                 )  # fmt: skip
                 return None if found is None else (_repeated(found[0], request), found[1] * request.rows)
@@ -178,7 +178,7 @@ class Reuse:
         """A fork of the open cache of the context that the library would open; None: that one is not open here."""
         if not self._open or request.ids is None:
             return None
-        match = self.library.find(request.ids, model, cls, attention_mask=request.mask, least=LEAST)
+        match = self.library.find(request.ids, model, cls, attention_mask=request.mask, least=_least(request.ids))
         with self._lock:
             cache = None if match is None else self._open.get(match.path)
             if cache is None or match is None or not _is_on(cache, model):
@@ -287,7 +287,7 @@ def opened_within(
     errors, `BudgetError` if none is."""
     for memory in limits:
         try:
-            return library.open(ids, model, cls, least=LEAST, alike=True, memory=memory, **fields)
+            return library.open(ids, model, cls, least=_least(ids), alike=True, memory=memory, **fields)
         except BudgetError as error:
             too_small = error
     raise too_small
@@ -323,6 +323,12 @@ def _repeated(cache: OffloadCache, request: Request) -> OffloadCache:
         with closed_on_error(cache):
             cache.batch_repeat_interleave(each)
     return cache
+
+
+def _least(ids: torch.Tensor) -> int:
+    """Fewest tokens of a prompt (B, T) that are worth opening a context for: that takes as long as computing some 50
+    tokens of a small model, and what follows is then computed behind a history."""
+    return max(LEAST, ids.shape[1] // 32)
 
 
 def _is_on(cache: OffloadCache, model: Any) -> bool:

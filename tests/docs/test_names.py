@@ -21,8 +21,10 @@ NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
 """A name, an attribute, a method."""
 
 OF_OTHERS = {
-    "ClientSession", "GenerationConfig", "HTTPS_PROXY", "HTTP_PROXY", "NAME.py", "NO_PROXY", "RAY_AUTH_TOKEN",
-    "__del__", "chmod", "clone", "cookies", "custom_generate", "from_pretrained", "generate_batch",
+    "ClientSession", "ContinuousBatchingConfig", "GenerationConfig", "HTTPS_PROXY", "HTTP_PROXY", "NAME.py", "NO_PROXY",
+    "RAY_AUTH_TOKEN",
+    "__del__", "allow_block_sharing", "chmod", "clone", "cookies", "cpu_offload_space", "custom_generate",
+    "from_pretrained", "generate_batch", "tools",
     "kernel.io_uring_disabled", "load_in_4bit", "model.gradient_checkpointing_disable", "model.train",
     "repartition", "set_attn_implementation", "spawn",
 }  # fmt: skip
