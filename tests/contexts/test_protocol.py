@@ -46,7 +46,7 @@ class PlainCache(DynamicCache):
     """Not of our family: it keeps all in memory, and has what the protocol asks for and no more."""
 
     config_class = OffloadConfig
-    sequences, adapters, path = 1, None, Path("/")
+    sequences, adapters, identity, path = 1, None, None, Path("/")
 
     def __init__(self, model: Any, path: Any = None, config: Any = None, **fields: Any) -> None:
         super().__init__(config=model.config)

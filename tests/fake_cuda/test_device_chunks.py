@@ -67,7 +67,7 @@ def of_slots(cache: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("way", "rows", "seed"), [(way, 1 + index % 2, index) for index, way in enumerate(WAYS)])
-def test_steps_on_a_device_are_as_close_as_on_the_host(
+def test_steps_on_a_device_choose_what_those_on_the_host_do(
     way: str, rows: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And wait for nothing, the writer included."""
@@ -91,8 +91,8 @@ def test_steps_on_a_device_are_as_close_as_on_the_host(
         assert all(slots is not None for slots in of_slots(cache))
         report = cache.report()
     on_device = torch.cat(steps, 1)
-    wrong, usual = (float((found - exact).square().mean().sqrt()) for found in (on_device, on_host))
-    assert wrong == pytest.approx(usual, rel=0.1) and usual > 1e-4
+    torch.testing.assert_close(on_device, on_host, rtol=1e-4, atol=1e-4)  # of equal chunks both choose the first
+    assert float((on_host - exact).square().mean().sqrt()) > 1e-4
     assert report.selected_fraction == pytest.approx(expected.selected_fraction, rel=0.01)
 
 

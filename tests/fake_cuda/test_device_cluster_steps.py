@@ -20,8 +20,7 @@ from hf_offload_cache.core import device_step
 from hf_offload_cache.core.plan import layer_kinds
 from hf_offload_cache.fetch import device_slots
 from hf_offload_cache.memory import MemoryAccount
-from hf_offload_cache.methods.cluster import ClusteredEntries, arrivals
-from hf_offload_cache.methods.cluster.on_device import DeviceClusters
+from hf_offload_cache.methods.cluster import ClusteredEntries, DeviceClusters, arrivals
 from hf_offload_cache.model import Geometry
 
 TOKENS, STEPS, LAYERS = 500, 21, COMMON["num_hidden_layers"]
@@ -225,7 +224,7 @@ def test_what_the_host_does_not_know_yet_is_known_before_it_is_needed(change: st
 
 def test_a_step_over_the_host_knows_what_has_joined_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watched step chooses on the host, after the device has assigned its tokens."""
-    ids, found, own = prompt(llama(), 2, TOKENS + 13), [], WAYS["joined and settled in one step"]
+    ids, found, own = prompt(llama(), 2, TOKENS + 13), [], {"num_recent": 16}
     joined, join = list[bool](), DeviceClusters.join
     monkeypatch.setattr(DeviceClusters, "join", lambda *given: joined.append(join(*given)) or joined[-1])
     for there in (False, True):

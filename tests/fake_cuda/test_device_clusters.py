@@ -24,6 +24,7 @@ from hf_offload_cache.methods.cluster import (
     ClusterConfig,
     ClusterForm,
     ClusterHistory,
+    DeviceClusters,
     NewClusters,
     Partition,
     arrivals,
@@ -32,7 +33,6 @@ from hf_offload_cache.methods.cluster import (
     on_device,
 )
 from hf_offload_cache.methods.cluster.arrivals import Arrivals
-from hf_offload_cache.methods.cluster.on_device import DeviceClusters
 from hf_offload_cache.methods.cluster.plan import clustering_there, parts_there, writing_there
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.testing.histories import CONFIG, FORM, some_keys_and_values
@@ -278,7 +278,9 @@ def test_tokens_join_the_clusters_that_a_processor_would_choose(device: Any, tmp
         storage.close()
 
 
-@pytest.mark.parametrize("why", ["too many keys", "not the latest clusters", "no open cluster", "no memory"])
+@pytest.mark.parametrize(
+    "why", ["too many keys", "not the latest clusters", "no open cluster", "no memory", "no host memory"]
+)
 def test_what_cannot_join_on_a_device_changes_nothing(
     why: str, device: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +288,7 @@ def test_what_cannot_join_on_a_device_changes_nothing(
     keys, values = some_keys_and_values(3, 304)
     try:
         history.append(Fake(keys[:, :, :300].clone()), Fake(values[:, :, :300].clone()))
-        own, copies = history.clustered, DeviceClusters(history.clustered, 2, storage.account)
+        own, copies, account = history.clustered, DeviceClusters(history.clustered, 2, storage.account), storage.account
         before = [values_of(one) for one in copies.latest]
         latest = [Fake(part[:, :, 300:].clone()) for part in (keys, values)]
         coming = Arrivals(FORM, history.tail.entries, *latest, 4)
@@ -296,15 +298,17 @@ def test_what_cannot_join_on_a_device_changes_nothing(
             own.changes.note_all()
         elif why == "no open cluster":
             own.partition._closed[1] = True
-        else:
-            storage.account.limit = storage.account.current - storage.account.host_bytes
+        else:  # of the device or the host
+            monkeypatch.setattr(account, "host", {*account.host, "stream buffers, host"})
+            name, held = ("limit", account.current - account.host_bytes), ("host_limit", account.host_bytes)
+            monkeypatch.setattr(account, *(name if why == "no memory" else held))
         sealed = own.sealed
         if why == "no memory":
             with pytest.raises(BudgetError):
                 copies.join(coming)
         else:
             assert not copies.join(coming)
-        storage.account.limit = None
+        account.limit = account.host_limit = None
         assert own.sealed == sealed and not own.late and not own.buffer.counts.any()
         assert all(torch.equal(values_of(now), one) for now, one in zip(copies.latest, before, strict=True))
     finally:

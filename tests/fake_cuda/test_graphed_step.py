@@ -42,8 +42,8 @@ WAYS: list[tuple[type[SelectiveCache], dict[str, Any], tuple[int, int, int]]] = 
     (SpecCache, {}, (1, 2, 1)),
     (SpecCache, {"bits": 1, "num_sinks": 0, "max_context": TOKENS + 64}, (1, 1, 1)),
     (SpecCache, {"num_selected": 0}, (1, 2, 0)),
-    (ClusterCache, {"entry_bits": 8, "cluster_size": 30}, (1, 1, 4)),
-    (ClusterCache, {"reuse_capacity": 0, "num_sinks": 0, "append_buffer": 30}, (1, 1, 4)),
+    (ClusterCache, {"entry_bits": 8, "cluster_size": 30}, (2, 1, 5)),
+    (ClusterCache, {"reuse_capacity": 0, "num_sinks": 0, "append_buffer": 30}, (2, 1, 5)),
 ]
 """With so many steps that seal, that prepare a graph, and for which clusters change, slots are made, or there is no
 guess."""
@@ -114,7 +114,7 @@ def test_tokens_are_those_of_eager_steps(way: Any, rows: int, seed: int) -> None
         assert cache.tokens == TOKENS + STEPS
     others = sum(reason in OTHERS for reason in reasons)
     assert (reasons.count(SEALS), reasons.count(PREPARES), others) == (seals, prepares, made)
-    assert reasons.count(None) == step.replays == STEPS - seals - prepares - made and reasons[-4:].count(None) >= 2
+    assert reasons.count(None) == step.replays == STEPS - seals - prepares - made and reasons[-4:].count(None) >= 1
     assert step.captures == prepares
     for name in ("hit_rate", "bytes_read", "selected_fraction", "decode_steps"):
         assert getattr(report, name) == getattr(told, name), name

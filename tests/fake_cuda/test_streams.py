@@ -263,7 +263,7 @@ def reading_at_once() -> Iterator[None]:
 OF_STEPS: dict[str, Callable[[], Any]] = {
     **{f"{name}: a step waits for records that were written": without_catching_up for name in CACHES},
     "spec: reads wait for what chooses them": reading_at_once,
-    "spec: a step waits for entries that were read ahead": lambda: without(ChosenEntries, "_wait"),
+    "spec: a step waits for entries that were read ahead": lambda: without(ChosenEntries, "join"),
     "spec: freed choices wait for their read": lambda: without(torch.Tensor, "record_stream"),
 }
 """The waits that steps of each cache need, and the device without them."""

@@ -224,9 +224,9 @@ def test_a_device_without_kernels_runs_torchs_operations(
     found: list[list[torch.Tensor]] = []
     with cache_class(name)(plain := llama().half(), path=tmp_path, **sizes) as cache:
         found.append(steps(plain, cache, lambda ids: ids, Counts()))
-    with on_the_device(llama().half()) as (model, counts):
-        monkeypatch.setattr(on_a_device, "_kernel", WITHOUT)
-        monkeypatch.setattr(on_a_device, "_has_marked", lambda: False)
+    with on_the_device(llama().half()) as (model, counts), monkeypatch.context() as patch:  # undone before the device's
+        patch.setattr(on_a_device, "_kernel", WITHOUT)
+        patch.setattr(on_a_device, "_has_marked", lambda: False)
         WITHOUT.cache_clear()
         with cache_class(name)(model, path=tmp_path, **sizes) as cache:
             found.append(steps(model, cache, Fake, counts))

@@ -189,7 +189,7 @@ def test_the_console_says_what_a_plan_says(model: Any, tmp_path: Path, capsys: p
     assert main([*asked, "--context", "60"]) == 0
     out, written = capsys.readouterr().out, json.loads(file.read_text())
     assert "times the full KV)" in out and "(1/0." not in out
-    assert f"note: {written['plan']['needless']}" in out and written["notes"][-1] == written["plan"]["needless"]
+    assert f"note: {written['plan']['needless']}" in out and written["plan"]["needless"] in written["notes"]
     file.unlink()
     assert main([*asked, "--context", "60", "--compare"]) == 0
     out, written = capsys.readouterr().out, json.loads(file.read_text())

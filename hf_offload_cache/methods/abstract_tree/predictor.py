@@ -175,6 +175,15 @@ def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndar
     return most, least.reshape(upper.shape).max(1)
 
 
+def first_in(points: np.ndarray, count: int) -> np.ndarray:
+    """Positions (rows, count), sorted, of the most `points` (rows, n), none of them NaN; of equal ones the first, which
+    differ from others by places alone, and are many."""
+    least = np.partition(points, -count, 1)[:, -count, None]
+    more, equal = points > least, points == least
+    more |= equal & (equal.cumsum(1) <= count - more.sum(1, keepdims=True))
+    return more.nonzero()[1].reshape(len(points), count)
+
+
 def shares(
     states: torch.Tensor, keys: torch.Tensor, others: torch.Tensor, hidden: np.ndarray | None = None
 ) -> np.ndarray:
@@ -245,7 +254,7 @@ class AbstractTreePredictor(SummaryPredictor):
             most, least = standing(high.cpu().numpy(), low.cpu().numpy(), min(budget, self.units))
             most = with_sinks(most, config.num_sinks, group, query.visible)
             if least is None and query.visible is None:
-                units, valid = np.sort(largest(most, min(budget, wanted, self.units)), 1), None
+                units, valid = first_in(most, min(budget, wanted, self.units)), None
             else:
                 units, valid = self._front(most, least, query.visible, wanted, budget)
         finally:

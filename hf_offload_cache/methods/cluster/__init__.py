@@ -62,6 +62,7 @@ from .new_clusters import clusters_of_rows as clusters_of_rows
 from .new_clusters import co_retrieved as co_retrieved
 from .new_clusters import in_pools as in_pools
 from .new_clusters import pairs as pairs
+from .on_device import DeviceClusters as DeviceClusters
 from .pages import ClusterPages as ClusterPages
 from .pages import PageWriter as PageWriter
 from .pages import in_order as in_order
