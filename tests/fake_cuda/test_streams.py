@@ -213,23 +213,25 @@ CHOOSES: dict[str, dict[str, Any]] = {
 """Fields with which a step of so short a context reads records."""
 
 
-def steps(name: str, seed: int | None, broken: Callable[[], Any] = contextlib.nullcontext) -> torch.Tensor:
-    """Logits of a prompt in two pieces and of steps after it, of a device without a wait."""
+def steps(
+    name: str, seed: int | None, broken: Callable[[], Any] = contextlib.nullcontext, pieces: int = 2
+) -> torch.Tensor:
+    """Logits of a prompt in pieces and of steps after it, of a device without a wait."""
     model = build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "num_hidden_layers": 2}))
     ids, sizes = prompt(model, 1, PROMPT + STEPS), {"max_context": PROMPT + 64, "max_batch": 1, "engine": "memory"}
     with on_the_device(model, seed) as (there, _), broken(), torch.no_grad():
         with cache_class(name)(there, **sizes, **CHOOSES[name]) as cache:
             logits = [
                 there(Fake(part), past_key_values=cache, logits_to_keep=1).logits
-                for part in ids.split([PROMPT // 2, PROMPT // 2, *[1] * STEPS], 1)
+                for part in ids.split([*[PROMPT // pieces] * pieces, *[1] * STEPS], 1)
             ]
             assert cache.report().bytes_read and all(layer.on_device or name == "spec" for layer in cache.selective)
         return torch.cat([values_of(one) for one in logits], 1)
 
 
 @functools.cache
-def in_order(name: str) -> torch.Tensor:
-    return steps(name, None)
+def in_order(name: str, pieces: int = 2) -> torch.Tensor:
+    return steps(name, None, pieces=pieces)
 
 
 @contextlib.contextmanager
@@ -260,8 +262,11 @@ def reading_at_once() -> Iterator[None]:
     READING.clear()
 
 
+FITS = {"disk-swap"}
+"""Caches that read a prompt's keys again at its end, which waits for all that was written."""
 OF_STEPS: dict[str, Callable[[], Any]] = {
-    **{f"{name}: a step waits for records that were written": without_catching_up for name in CACHES},
+    **{f"{name}: a step waits for records that were written": without_catching_up for name in sorted({*CACHES} - FITS)},
+    **{f"{name}: a fit or a step waits for records that were written": without_joins for name in sorted(FITS)},
     "spec: reads wait for what chooses them": reading_at_once,
     "spec: a step waits for entries that were read ahead": lambda: without(ChosenEntries, "join"),
     "spec: freed choices wait for their read": lambda: without(torch.Tensor, "record_stream"),
@@ -278,8 +283,9 @@ def test_steps_are_the_same_in_any_order(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("what", OF_STEPS)
 def test_a_wait_that_a_step_lacks_changes_logits(what: str) -> None:
-    name = what.partition(":")[0]
-    assert not all(torch.equal(steps(name, seed, OF_STEPS[what]), in_order(name)) for seed in MANY_SEEDS)
+    name, pieces = what.partition(":")[0], 1 if "written" in what else 2  # a second piece waits for the records, too
+    found = (steps(name, seed, OF_STEPS[what], pieces) for seed in MANY_SEEDS)
+    assert not all(torch.equal(one, in_order(name, pieces)) for one in found)
 
 
 def test_tensors_on_meta_have_no_data() -> None:
