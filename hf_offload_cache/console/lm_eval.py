@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import GOALS
 from ..errors import OURS, ConfigError
-from .arguments import add_cache_arguments, add_verb, complain
+from .arguments import add_cache_arguments, add_request_arguments, add_verb, complain
 
 _INSTALL = "pip install 'hf-offload-cache[eval]'"
 _PLAIN_NAMES = ("hf", "hf-auto", "huggingface")
@@ -35,11 +34,8 @@ def add(verbs: Any) -> None:
     parser.allow_abbrev = False  # an abbreviation is lm-eval's
     add_cache_arguments(parser, "dynamic")
     add = parser.add_argument
-    add("--memory", metavar="SIZE", help="memory limit per request: 300MiB, bytes, or 1/13 of its full KV cache")
-    add("--goal", choices=GOALS,
-        help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
-    add("--floor", metavar="SIZE", help="memory per sequence if that fraction is too small (default: 64MiB)")
-    add("--strict", action="store_true", default=None, help="raise an error for such a request instead")
+    add_request_arguments(parser)
+    parser.set_defaults(strict=None)
     add("--path", metavar="DIR", help="folder on the disk to use (default: the temporary folder)")
     parser.set_defaults(rest=[])
     parse = parser.parse_known_args

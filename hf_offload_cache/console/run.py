@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import GOALS
 from ..errors import ConfigError
-from .arguments import add_cache_arguments, add_verb
+from .arguments import add_cache_arguments, add_request_arguments, add_verb
 
 if TYPE_CHECKING:
     from ..contexts.library import ContextLibrary
@@ -37,13 +36,7 @@ def add(verbs: Any) -> None:
     )  # fmt: skip
     add_cache_arguments(parser)
     add = parser.add_argument
-    add("--memory", metavar="SIZE",
-        help="memory limit per request: 300MiB, bytes, or 1/13 of its full KV cache. With a GPU: of device memory, and "
-        "--set host_memory=64GiB is the limit of host memory")
-    add("--goal", choices=GOALS,
-        help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
-    add("--floor", metavar="SIZE", help="memory per sequence if that fraction is too small (default: 64MiB)")
-    add("--strict", action="store_true", help="raise an error for such a request instead")
+    add_request_arguments(parser)
     add("--path", metavar="DIR", help="folder on the disk to use (default: the library's, or the temporary folder)")
     add("--library", metavar="DIR",
         help="folder of stored contexts: a request begins with the longest prefix that an earlier one has left there")

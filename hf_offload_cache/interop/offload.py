@@ -263,9 +263,10 @@ def offload(
         library: a `ContextLibrary`, or the folder of one. A request starts from the longest beginning of its prompt
             that an earlier one has left there, in whichever process, and leaves its own text, which is saved after its
             result has been returned. The end of the `with` waits for that. Prompts with other content than token ids
-            (pictures, embeddings) do not use it. A request that meets a damaged context is computed from the start. So
-            is one whose disk is full, after contexts were evicted. If it is still full, the request has `DynamicCache`,
-            unless that takes more than `floor`. With a library short requests, too, have an offloading cache.
+            (pictures, embeddings) do not use it, nor do beginnings of less than 1/32 of the prompt. A request that
+            meets a damaged context is computed from the start. So is one whose disk is full, after contexts were
+            evicted. If it is still full, the request has `DynamicCache`, unless that takes more than `floor`. With a
+            library short requests, too, have an offloading cache.
         library_memory: maximum memory, bytes or a size, of the latest contexts, which stay open after they were saved,
             so that a request begins with one of them sooner. It is not part of a request's `memory`.
         fields: fields of the cache's configuration.

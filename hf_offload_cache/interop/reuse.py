@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from ..core.filling import Filling, Opened, Source
 from ..errors import BudgetError, ContextError, StoreError
 from ..model.fingerprint import full_fingerprint
 from ..model.own_generate import Request
+
+Result = TypeVar("Result")
 
 LEAST = 16
 """Fewest tokens for which a context is opened or kept."""
@@ -87,19 +89,20 @@ class Reuse:
         copied = None if rows is None or make is None else self._copied(request, rows, model, cls, make, fields)
         if copied is not None:
             return copied
-        for memory in limits:
-            try:
-                found = self._forked(request, model, cls, memory, fields)
-                found = found or self.library.open(
-                    ids, model, cls, attention_mask=request.mask, least=_least(ids), alike=True, memory=memory,
-                    max_context=request.tokens, max_batch=request.rows, **fields,
-                )  # fmt: skip
-                return None if found is None else (_repeated(found[0], request), found[1] * request.rows)
-            except BudgetError as error:
-                why = f"a stored context does not fit: {error}"
-            except (ContextError, StoreError) as error:
-                why = f"the library could not be read: {error}"
-        self.note(why)
+        size = {"max_context": request.tokens, "max_batch": request.rows}
+
+        def within(memory: int | str | None) -> tuple[OffloadCache, int] | None:
+            return self._forked(request, model, cls, memory, fields) or _opened(
+                memory, self.library, ids, model, cls, attention_mask=request.mask, **size, **fields
+            )
+
+        try:
+            found = _first_enough(limits, within)
+            return None if found is None else (_repeated(found[0], request), found[1] * request.rows)
+        except BudgetError as error:
+            self.note(f"a stored context does not fit: {error}")
+        except (ContextError, StoreError) as error:
+            self.note(f"the library could not be read: {error}")
         return None
 
     def _rows(
@@ -178,7 +181,8 @@ class Reuse:
         """A fork of the open cache of the context that the library would open; None: that one is not open here."""
         if not self._open or request.ids is None:
             return None
-        match = self.library.find(request.ids, model, cls, attention_mask=request.mask, least=_least(request.ids))
+        least = _least(request.ids)
+        match = self.library.find(request.ids, model, cls, attention_mask=request.mask, least=least, like=fields)
         with self._lock:
             cache = None if match is None else self._open.get(match.path)
             if cache is None or match is None or not _is_on(cache, model):
@@ -285,12 +289,22 @@ def opened_within(
 ) -> tuple[OffloadCache, int] | None:  # fmt: skip
     """The result of `library.open` for ids (B, T) with the first of these memory budgets that is enough. Raises its
     errors, `BudgetError` if none is."""
-    for memory in limits:
-        try:
-            return library.open(ids, model, cls, least=_least(ids), alike=True, memory=memory, **fields)
-        except BudgetError as error:
-            too_small = error
-    raise too_small
+    return _first_enough(limits, lambda memory: _opened(memory, library, ids, model, cls, **fields))
+
+
+def _opened(
+    memory: int | str | None, library: ContextLibrary, ids: torch.Tensor, model: Any, cls: type[OffloadCache],
+    **fields: Any,
+) -> tuple[OffloadCache, int] | None:  # fmt: skip
+    return library.open(ids, model, cls, least=_least(ids), alike=True, memory=memory, **fields)
+
+
+def _first_enough(limits: Sequence[int | str | None], made: Callable[[int | str | None], Result]) -> Result:
+    """The result of `made` for the first of these memory budgets that is enough. Raises the last `BudgetError`."""
+    for memory in limits[:-1]:
+        with contextlib.suppress(BudgetError):
+            return made(memory)
+    return made(limits[-1])
 
 
 def _left_padding(mask: torch.Tensor | None) -> list[int] | None:
