@@ -274,8 +274,9 @@ def test_a_kernel_of_the_package_is_compared(device: Any, tmp_path: Path, monkey
     assert judged["share of the floor, step.twice"]["at_least"] == 0.8
     assert judged[f"step.twice over {gpu_kernels.GATHERED}"]["at_most"] == 1.5
     assert found["summary"]["left_out"]["step.other"] == "eval.gpu_kernels has no case for it"
-    monkeypatch.setattr(on_a_device, "_has_marked", lambda: False)
-    assert gpu_kernels.missing("step.twice", CUDA) == "Triton's kernels do not run here"
+    with monkeypatch.context() as patched:  # undone before the device's
+        patched.setattr(on_a_device, "_has_marked", lambda: False)
+        assert gpu_kernels.missing("step.twice", CUDA) == "Triton's kernels do not run here"
     assert gpu_kernels.missing(gpu_kernels.GATHERED, CUDA) is None
 
 
