@@ -213,6 +213,28 @@ def _unpack(sizes: Sizes, device: torch.device) -> Case:
     return Case(run, replicas.nbytes + out.nbytes)
 
 
+def _in_8_bits(sizes: Sizes, device: torch.device) -> tuple[RecordFormat, torch.Tensor, torch.Tensor]:
+    """A part of a prompt as entries of records, and the records' payloads."""
+    form = RecordFormat(sizes.kv_heads, sizes.dim, sizes.kv_heads, sizes.dim, torch.bfloat16, _UNIT, 8)
+    count = sizes.rows * min(sizes.tokens, _PIECE) // _UNIT
+    entries = torch.randn(count, _UNIT, form.entry_width, dtype=torch.bfloat16, device=device)
+    return form, entries, form.payload(random_bytes(count, form.record_bytes, device=device))
+
+
+@case("low_bit.pack_entries")
+def _pack_entries(sizes: Sizes, device: torch.device) -> Case:
+    form, entries, payloads = _in_8_bits(sizes, device)
+    run = functools.partial(kernel("low_bit.pack_entries"), entries, payloads, form)
+    return Case(run, entries.nbytes + len(payloads) * form.payload_bytes)
+
+
+@case("low_bit.unpack_entries")
+def _unpack_entries(sizes: Sizes, device: torch.device) -> Case:
+    form, entries, payloads = _in_8_bits(sizes, device)
+    run = functools.partial(kernel("low_bit.unpack_entries"), payloads, entries, form)
+    return Case(run, entries.nbytes + len(payloads) * form.payload_bytes)
+
+
 class Records(NamedTuple):
     """Records of one layer in pinned host memory, not written to, and the begin of each, (rows, units) int64 on the
     device; the store keeps them."""

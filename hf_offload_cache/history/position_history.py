@@ -305,7 +305,7 @@ class PositionHistory:
                 self._write(some, self._join(old, keys, values, start * group, stop * group, into), records)
             tail = self._join(old, keys, values, count * group, total)
             self._moved = True
-            self.tail.replace(tail)
+            self.tail.replace(tail, apart=True)
         return sealed
 
     def _join(
@@ -340,9 +340,7 @@ class PositionHistory:
         form, flat = self.form, ids.reshape(-1)
         records = self._new_records(ids.size) if records is None else records
         if records.data_ptr() != entries.data_ptr():
-            records[:, form.payload_bytes :] = 0
-            units = entries.reshape(-1, form.group_size, form.entry_width)
-            form.pack(units, form.payload(records), self._packed)
+            form.fill(entries.reshape(-1, form.group_size, form.entry_width), records, self._packed)
         if records.device.type == "cpu":
             self._storage.prefetcher.write(self.store, flat, records)
             return [(flat, form.payload(records), None)]

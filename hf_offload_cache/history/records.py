@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from ..config import BLOCK_TOKENS, OffloadConfig
+from ..kernels.low_bit import LEVELS, pack_entries, unpack_entries
+from ..kernels.on_a_device import has_step
 from ..memory.account import MemoryAccount
 from ..stores.base import DEVICE_BLOCK
 from ..stores.memory import CHUNK_BYTES
@@ -46,8 +48,6 @@ TARGET_RECORD_BYTES = 16 * 1024
 """Reads of this size come close to the best rate for small devices (bandwidth over operations a second)."""
 
 
-LEVELS = 127
-"""Levels of either sign of an entry in 8 bits."""
 PACKED_AT_ONCE, PACKED_BY_A_DEVICE = 1 << 16, 1 << 23
 """Elements that are packed at a time, for which there is temporary memory; and on a device without a budget, where each
 time costs the same launches."""
@@ -143,10 +143,10 @@ class RecordFormat:
         """Elements of one record without padding, in `payload_dtype`."""
         if self.bits is None:
             return self.record_width
-        return self._largest_at + self.group_size * (self.num_key_heads + self.num_value_heads) * self.dtype.itemsize
+        return self.largest_at + self.group_size * (self.num_key_heads + self.num_value_heads) * self.dtype.itemsize
 
     @cached_property
-    def _largest_at(self) -> int:
+    def largest_at(self) -> int:
         """Byte of a packed payload at which the largest magnitudes begin: behind the integers, aligned."""
         return -(-self.record_width // self.dtype.itemsize) * self.dtype.itemsize
 
@@ -200,19 +200,39 @@ class RecordFormat:
         `at_once` elements at a time.
 
         In 8 bits an element x of a head of scale s becomes round(x / s), from -127 to 127. A head with an element that
-        is not finite becomes NaN."""
+        is not finite becomes NaN. A kernel packs all at once."""
         if self.bits is None:
             payloads.view(entries.shape).copy_(entries)
             return
+        if entries.is_cuda and self._has_kernels(entries.device):
+            pack_entries(entries, payloads, self)
+            return
         step = max(1, at_once // self.record_width)
         for some, into in zip(entries.split(step), payloads.split(step), strict=True):
-            into[:, self.record_width : self._largest_at] = 0
-            for heads, codes, largest in zip(self._heads(some), *self._packed(into), strict=True):
-                wide = heads.to(self._wide, copy=True)
-                most = torch.maximum(wide.amax(-1, keepdim=True), -wide.amin(-1, keepdim=True))
-                largest.copy_(most)
-                factor = self._scales(largest).to(self._wide).reciprocal_().clamp_(max=torch.finfo(self._wide).max)
-                codes.copy_(wide.mul_(factor).round_().clamp_(-LEVELS, LEVELS).nan_to_num_(0))
+            into[:, self.record_width : self.largest_at] = 0
+            self.quantise(self.unpacking(into, some))
+
+    def fill(self, entries: torch.Tensor, records: torch.Tensor, at_once: int = PACKED_AT_ONCE) -> None:
+        """As `pack`, to complete `records` (n, record_bytes) uint8, whose bytes behind the payload become zeros."""
+        if self.bits is not None and entries.is_cuda and self._has_kernels(entries.device):
+            pack_entries(entries, records, self)
+            return
+        if self.payload_bytes < self.record_bytes:
+            records[:, self.payload_bytes :] = 0
+        self.pack(entries, self.payload(records), at_once)
+
+    def quantise(self, views: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+        """Write the integers and largest magnitudes of packed payloads; `views`: of `unpacking`, with the entries."""
+        for codes, largest, heads in views:
+            wide = heads.to(self._wide, copy=True)
+            most = torch.maximum(wide.amax(-1, keepdim=True), -wide.amin(-1, keepdim=True))
+            largest.copy_(most)
+            factor = self._scales(largest).to(self._wide).reciprocal_().clamp_(max=torch.finfo(self._wide).max)
+            codes.copy_(wide.mul_(factor).round_().clamp_(-LEVELS, LEVELS).nan_to_num_(0))
+
+    def _has_kernels(self, device: torch.device) -> bool:
+        """Whether kernels pack and unpack such entries on a CUDA device."""
+        return self.dtype.itemsize <= 4 and has_step(device)
 
     def unpacking(
         self, payloads: torch.Tensor, entries: torch.Tensor
@@ -233,7 +253,10 @@ class RecordFormat:
         if self.bits is None:
             return payloads.view(shape)
         entries = torch.empty(shape, dtype=self.dtype, device=payloads.device)
-        self.unpack(self.unpacking(payloads, entries))
+        if payloads.is_cuda and self._has_kernels(payloads.device):
+            unpack_entries(payloads, entries, self)
+        else:
+            self.unpack(self.unpacking(payloads, entries))
         return entries
 
     @cached_property
@@ -261,7 +284,7 @@ class RecordFormat:
     def _packed(self, payloads: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The integers of packed payloads, as `_heads`, and each one's largest magnitudes (n, group_size, heads, 1)."""
         codes = payloads[:, : self.record_width].view(torch.int8).unflatten(1, (self.group_size, self.entry_width))
-        largest = payloads[:, self._largest_at :].view(self.dtype).unflatten(1, (self.group_size, -1, 1))
+        largest = payloads[:, self.largest_at :].view(self.dtype).unflatten(1, (self.group_size, -1, 1))
         return self._heads(codes), list(largest.split([heads for heads, _ in self._parts], 2))
 
 

@@ -186,9 +186,10 @@ class RollingTail:
         self._keys.index_copy_(2, place, keys)
         self._values.index_copy_(2, place, values)
 
-    def replace(self, entries: torch.Tensor) -> None:
-        """Replace all entries by `entries` (B, t, entry_width), which may be a view of this tail."""
-        self._buffer[:, : entries.shape[1]] = entries.clone()
+    def replace(self, entries: torch.Tensor, apart: bool = False) -> None:
+        """Replace all entries by `entries` (B, t, entry_width), which may be a view of this tail unless they are
+        `apart`."""
+        self._buffer[:, : entries.shape[1]] = entries if apart else entries.clone()
         self.length = entries.shape[1]
 
     def drop_first(self, count: int) -> None:

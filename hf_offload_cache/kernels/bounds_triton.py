@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 
 from .bounds import LOWEST, TOKENS
-from .low_bit_triton import wide
+from .low_bit_triton import _in_type, _scale, wide
 from .ranking import MOST_UNITS
 from .ranking_triton import _LOWEST, _exist, counters
-from .slots_triton import _in_type, _scale
 
 _CHANNELS = 32
 """Channels of a key at a time."""

@@ -1,4 +1,5 @@
-"""Elements in 1, 2 or 4 bits, group-wise, and back, and attention over them (KIVI; SpeCache, section 3.4).
+"""Elements in 1, 2 or 4 bits, group-wise, and back, and attention over them (KIVI; SpeCache, section 3.4); and entries
+in 8 bits and back.
 
 A row is one group: its codes, the first in the lowest bits of the first byte, then scale and zero point in half
 precision; an element is code * scale + zero point. With 2 and 4 bits these are the rows of torch's own quantised
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ SIDES = 4
 """Bytes of a row besides its codes."""
 BLOCK = 4096
 """Tokens of a head unpacked at a time: a MB of 64 channels, which stays in the processor's cache."""
+LEVELS = 127
+"""Levels of either sign of an entry in 8 bits."""
 _OPS = torch.ops.quantized
 
 
@@ -222,3 +226,22 @@ def unpack_replicas(
         packed_part = torch.from_numpy(packed[got[start : start + layout.at_once], : layout.nbytes])
         entries = _OPS.embedding_bag_4bit_unpack(packed_part.view(-1, layout.row_bytes)).to(out.dtype)
         into[places[start : start + layout.at_once]] = entries.view(len(packed_part), -1).view(torch.uint8).numpy()
+
+
+# Entries in 8 bits
+
+@with_kernel()
+def pack_entries(entries: torch.Tensor, records: torch.Tensor, form: Any) -> None:
+    """Write entries (n, G, entry width), contiguous in the last dimension, to `records` (n, at least the payload width)
+    uint8 of `form`, a `RecordFormat` in 8 bits of at most 32: see its `pack`. Bytes between integers and largest
+    magnitudes, and behind these, become zeros."""
+    payloads = records[:, : form.payload_width]
+    payloads[:, form.record_width : form.largest_at] = records[:, form.payload_width :] = 0
+    form.quantise(form.unpacking(payloads, entries))
+
+
+@with_kernel()
+def unpack_entries(payloads: torch.Tensor, entries: torch.Tensor, form: Any) -> None:
+    """Write the entries (n, G, entry width), contiguous, of `payloads` that `pack_entries` has filled."""
+    views = form.unpacking(payloads, entries)
+    form.unpack(views)

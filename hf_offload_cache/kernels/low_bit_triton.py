@@ -12,12 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .low_bit import LARGEST, ReplicaLayout, group_of
+from .low_bit import LARGEST, LEVELS, ReplicaLayout, group_of
 
-_LARGEST = tl.constexpr(LARGEST)
+_LARGEST, _LEVELS = tl.constexpr(LARGEST), tl.constexpr(float(LEVELS))
 _TINY = tl.constexpr(torch.finfo(torch.float16).tiny)
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 """Added to a small float32 number and subtracted again, it rounds to an integer, to nearest even."""
+_MOST = tl.constexpr(torch.finfo(torch.float32).max)
 _ELEMENTS = 4096
 """Elements that a program quantises."""
 _CODES = 1024
@@ -30,6 +31,35 @@ def half(at, there):  # type: ignore[no-untyped-def]
     low = tl.load(at, mask=there, other=0).to(tl.int16)
     high = tl.load(at + 1, mask=there, other=0).to(tl.int16)
     return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _rounded(number):  # type: ignore[no-untyped-def]
+    """A finite float32 `number`, rounded to bfloat16 to nearest even; still float32."""
+    bits = number.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _of_largest(largest, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scales of heads in 8 bits with these `largest` magnitudes, float32, as `RecordFormat` rounds them."""
+    found = tl.div_rn(largest, _LEVELS)
+    return _rounded(found) if KIND == "bfloat16" else found
+
+
+@triton.jit
+def _scale(largest, at, there, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scales of heads in 8 bits whose largest magnitudes are here."""
+    return _of_largest(tl.load(largest + at, mask=there, other=0.0).to(tl.float32), KIND)
+
+
+@triton.jit
+def _in_type(number, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A float32 `number` in the entries' type; still float32."""
+    if KIND == "bfloat16":
+        return _rounded(number)
+    return number.to(tl.float16).to(tl.float32) if KIND == "float16" else number
 
 
 def wide(size: int) -> int:
@@ -159,3 +189,97 @@ def unpack_replicas(
     _unpack[grid](
         replicas, halves, rows, out, target, replicas.stride(0), out.stride(0), layout.width, layout.group, _CODES
     )
+
+
+# Entries in 8 bits
+
+@triton.jit
+def _place(  # type: ignore[no-untyped-def]
+    tokens, GROUP: tl.constexpr, KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, AT_ONCE: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """A program's tokens of one head: their records, places in these, and which exist; and the elements of the head in
+    an entry (AT_ONCE, WIDE), and which of these exist."""
+    token, channel, head = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE), tl.arange(0, WIDE), tl.program_id(1)
+    there = token < tokens
+    of_key = head < KEY_HEADS
+    first = tl.where(of_key, head * KEY, KEY_HEADS * KEY + (head - KEY_HEADS) * VALUE)
+    inside = there[:, None] & (channel < tl.where(of_key, KEY, VALUE))[None, :]
+    return (token // GROUP).to(tl.int64), token % GROUP, there, (first + channel)[None, :], inside
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _pack_entries(  # type: ignore[no-untyped-def]
+    entries, codes, largest, tokens, entry_record, entry_token, code_record, largest_record, GROUP: tl.constexpr,
+    KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, AT_ONCE: tl.constexpr, WIDE: tl.constexpr,
+    KIND: tl.constexpr, ENTRY: tl.constexpr, LARGEST: tl.constexpr, END: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    head, heads = tl.program_id(1), tl.num_programs(1)
+    record, place, there, element, inside = _place(tokens, GROUP, KEY_HEADS, KEY, VALUE, AT_ONCE, WIDE)
+    begin = entries + record * entry_record + place * entry_token
+    own = tl.load(begin[:, None] + element, mask=inside, other=0.0).to(tl.float32)
+    unknown = tl.max((own != own).to(tl.int32), 1) > 0
+    most = tl.where(unknown, float("nan"), tl.max(tl.abs(own), 1))
+    tl.store(largest + record * largest_record + place * heads + head, most.to(largest.dtype.element_ty), mask=there)
+    known = most < float("inf")
+    factor = tl.minimum(tl.div_rn(1.0, tl.where(known, _of_largest(most, KIND), 1.0)), _MOST)
+    found = tl.where(known[:, None], own * factor[:, None], 0.0)
+    found = tl.minimum(tl.maximum(found, -_LEVELS), _LEVELS)
+    found = ((found + _TO_INTEGER) - _TO_INTEGER).to(tl.int32)
+    into = codes + record * code_record
+    tl.store((into + place * ENTRY)[:, None] + element, found.to(tl.int8), mask=inside)
+    if head == 0:  # zeros between the integers and the largest magnitudes, and behind these
+        zeros, once, byte = tl.zeros((AT_ONCE, 16), dtype=tl.int8), there & (place == 0), tl.arange(0, 16)
+        padding = once[:, None] & (GROUP * ENTRY + byte < LARGEST)[None, :]
+        tl.store((into + GROUP * ENTRY)[:, None] + byte[None, :], zeros, mask=padding)
+        for first in range(END, BYTES, 16):
+            padding = once[:, None] & (first + byte < BYTES)[None, :]
+            tl.store((into + first)[:, None] + byte[None, :], zeros, mask=padding)
+
+
+def pack_entries(entries: torch.Tensor, records: torch.Tensor, form: Any) -> None:
+    """As `low_bit.pack_entries`."""
+    if len(entries):
+        codes, largest, grid, shape = _packed(records, form)
+        strides = *entries.stride()[:2], codes.stride(0), largest.stride(0)
+        ends = form.entry_width, form.largest_at, form.payload_width, records.shape[1]
+        _pack_entries[grid](entries, codes, largest, len(entries) * form.group_size, *strides, *shape, *ends)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _unpack_entries(  # type: ignore[no-untyped-def]
+    codes, largest, entries, tokens, code_record, largest_record, GROUP: tl.constexpr, KEY_HEADS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, AT_ONCE: tl.constexpr, WIDE: tl.constexpr, KIND: tl.constexpr,
+    ENTRY: tl.constexpr,
+):  # fmt: skip
+    head, heads = tl.program_id(1), tl.num_programs(1)
+    record, place, there, element, inside = _place(tokens, GROUP, KEY_HEADS, KEY, VALUE, AT_ONCE, WIDE)
+    begin = codes + record * code_record + place * ENTRY
+    own = tl.load(begin[:, None] + element, mask=inside, other=0).to(tl.float32)
+    most = tl.load(largest + record * largest_record + place * heads + head, mask=there, other=0.0).to(tl.float32)
+    known = most < float("inf")
+    scale = tl.where(known, _of_largest(tl.where(known, most, 1.0), KIND), 1.0)
+    found = tl.where(known[:, None], _in_type(own * scale[:, None], KIND), float("nan"))
+    into = entries + (record * GROUP + place) * ENTRY
+    tl.store(into[:, None] + element, found.to(entries.dtype.element_ty), mask=inside)
+
+
+def unpack_entries(payloads: torch.Tensor, entries: torch.Tensor, form: Any) -> None:
+    """As `low_bit.unpack_entries`."""
+    if len(entries):
+        codes, largest, grid, shape = _packed(payloads, form)
+        strides = codes.stride(0), largest.stride(0)
+        _unpack_entries[grid](
+            codes, largest, entries, len(entries) * form.group_size, *strides, *shape, form.entry_width
+        )
+
+
+def _packed(payloads: torch.Tensor, form: Any) -> tuple[torch.Tensor, torch.Tensor, Any, tuple[Any, ...]]:
+    """The integers of packed payloads and their largest magnitudes, each record's side by side; a kernel's grid; and
+    what it knows of their layout. Bytes may follow the payloads."""
+    width = triton.next_power_of_2(max(form.key_dim, form.value_dim))
+    at_once, kind = max(1, _ELEMENTS // width), str(form.dtype).removeprefix("torch.")
+    grid = triton.cdiv(len(payloads) * form.group_size, at_once), form.num_key_heads + form.num_value_heads
+    shape = form.group_size, form.num_key_heads, form.key_dim, form.value_dim, at_once, width, kind
+    largest = payloads[:, form.largest_at : form.payload_width].view(form.dtype)
+    return payloads.view(torch.int8), largest, grid, shape

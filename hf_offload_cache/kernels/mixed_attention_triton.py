@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from .low_bit import group_of
-from .low_bit_triton import half, wide
+from .low_bit_triton import _rounded, half, wide
 from .mixed_attention import PART, PROGRAMS
-from .ranking_triton import _exist, _rounded, _times, counters
+from .ranking_triton import _exist, _times, counters
 
 _QUERIES = 64
 """Most queries of a key head that a program attends with."""

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .low_bit_triton import wide
+from .low_bit_triton import _rounded, wide
 from .ranking import BLOCK, HIDDEN, LEAST, MOST_UNITS, PROGRAMS, Counts
 
 _HIDDEN, _LEAST, _LOWEST = tl.constexpr(HIDDEN), tl.constexpr(LEAST), tl.constexpr(-3e38)
@@ -29,14 +29,6 @@ _TOKENS = 32
 """Tokens at a time."""
 _UNITS = 256
 """Units whose importance a program computes."""
-
-
-@triton.jit
-def _rounded(number):  # type: ignore[no-untyped-def]
-    """A finite float32 `number`, rounded to bfloat16 to nearest even; still float32."""
-    bits = number.to(tl.uint32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

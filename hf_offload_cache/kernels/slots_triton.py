@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .low_bit_triton import wide
-from .ranking_triton import _LOWEST, _exist, _merged, _rounded, _times, counters, split
+from .low_bit_triton import _in_type, _rounded, _scale, wide
+from .ranking_triton import _LOWEST, _exist, _merged, _times, counters, split
 
 _PROGRAMS = 64
 """Enough to keep a bus busy; more would keep the device from other work."""
@@ -125,21 +125,6 @@ def bring(addresses: torch.Tensor, absent: torch.Tensor, slots: torch.Tensor, da
 
 
 # Attention
-
-@triton.jit
-def _scale(largest, at, there, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scales of heads in 8 bits, as `RecordFormat` rounds them."""
-    found = tl.div_rn(tl.load(largest + at, mask=there, other=0.0).to(tl.float32), 127.0)
-    return _rounded(found) if KIND == "bfloat16" else found
-
-
-@triton.jit
-def _in_type(number, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A float32 `number` in the entries' type; still float32."""
-    if KIND == "bfloat16":
-        return _rounded(number)
-    return number.to(tl.float16).to(tl.float32) if KIND == "float16" else number
-
 
 @triton.jit
 def _added(  # type: ignore[no-untyped-def]

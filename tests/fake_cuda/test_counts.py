@@ -51,6 +51,9 @@ JOINING = 200
 parts: of eight rows of Llama's in three."""
 
 
+SEALING, MOST_SEALING = 16, 18
+"""The most launches of a layer of `DiskSwapCache` beyond a usual step's, where it seals a group, and in the same step
+counts the mass that it has estimated; and steps until one does."""
 LOOKS = "model/masks.py:seen_before"
 """Where a step looks at a mask, once for all layers."""
 
@@ -231,8 +234,27 @@ def test_a_step_within_a_budget_costs_no_more_than_it_may() -> None:
     assert (own.waits, own.copies) == (0, 0) and own.launches - plain.launches <= MOST["step"][0]
 
 
-@pytest.mark.parametrize("case", [EIGHT, LLAMA])
-def test_a_prefill_of_several_rows_in_8_bits_costs_no_more_than_it_may(case: str) -> None:
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_step_that_seals_waits_for_nothing(bits: int | None) -> None:
+    tokens, piece = CASES[ONE][4:]
+    usual, sealing = 0, list[int]()
+    with a_run("disk-swap", ONE, steps=MOST_SEALING, bits=bits) as (cache, ids, counts, fed):
+        for part in [*ids[:, :tokens].split(piece, 1), ids[:, tokens : tokens + 1]]:
+            fed(part)
+        history = cache.selective[0].history
+        for part in ids[:, tokens + 1 :].split(1, 1):
+            before = history.units
+            counts.clear()
+            fed(part)
+            assert not counts.blocking and counts.syncs.total() == counts.syncs[LOOKS]
+            usual = usual or counts.launches.total()
+            if history.units > before:
+                sealing.append(counts.launches.total())
+        assert sealing and max(sealing) - usual <= LAYERS * SEALING, (sealing, usual)
+
+
+@pytest.mark.parametrize("case", [EIGHT, LLAMA, LONG])
+def test_a_prefill_in_8_bits_costs_no_more_than_it_may(case: str) -> None:
     own, plain = cost_of("disk-swap", case, None, 8)["prefill"], cost_of(None, case)["prefill"]
     assert own.launches - plain.launches <= MOST["prefill"][0]
     assert own.waits - plain.waits <= MOST["prefill"][1] and own.copies == 0

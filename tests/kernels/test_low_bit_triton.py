@@ -6,6 +6,7 @@ import pytest
 import torch
 from triton_kernels import DEVICES, Launches, kernels, move
 
+from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.kernels import low_bit
 from hf_offload_cache.kernels.low_bit import LARGEST, ReplicaLayout, row_bytes
 
@@ -64,7 +65,46 @@ def test_each_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
         replicas, out, none = rows[1].flatten(0, 3), torch.empty(64, 8, device=device), rows[0][0, 0, 0, :0, 0]
         kernel.unpack_replicas(ReplicaLayout(8, 8), replicas, replicas[:, 0], out, replicas[:, 0])
         kernel.unpack_replicas(ReplicaLayout(8, 8), replicas, none, out, none)
-    assert (launches.count, launches.others) == (2, [])
+        form = RecordFormat(1, 5, 1, 5, torch.float32, 3, 8)
+        entries, records = (torch.empty(2, *shape, device=device) for shape in ((3, 10), (form.record_bytes // 4,)))
+        payloads = form.payload(records.view(torch.uint8))
+        for count in (2, 0):
+            kernel.pack_entries(entries[:count], payloads[:count], form)
+            kernel.unpack_entries(payloads[:count], entries[:count], form)
+    assert (launches.count, launches.others) == (4, [])
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "group"),
+    [
+        ((3, 64, 3, 64), torch.bfloat16, 10), ((2, 24, 2, 40), torch.float16, 5), ((2, 3, 1, 1), torch.bfloat16, 5),
+        ((1, 5, 2, 3), torch.float32, 7), ((1, 300, 1, 256), torch.bfloat16, 4),
+    ],
+)  # fmt: skip
+def test_entries_in_8_bits_are_those_of_the_host(
+    device: str, sizes: tuple[int, int, int, int], dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also zeros, small numbers, and numbers that are not finite; the rest of a record becomes zeros."""
+    kernel, form = kernels("low_bit_triton", device, monkeypatch), RecordFormat(*sizes, dtype, group, 8)
+    whole = torch.randn(7, group + 2, form.entry_width, generator=torch.Generator().manual_seed(group))
+    whole *= torch.logspace(-3, 3, group + 2)[:, None]
+    whole[1], whole[2, 1:3, 0], whole[3, 2, -1] = 0, torch.nan, -torch.inf
+    whole[4] *= 1e-30
+    entries = whole.to(dtype)[:, 1:-1]
+    expected, found = (torch.full((7, form.record_bytes), 0xA5, dtype=torch.uint8) for _ in range(2))
+    form.fill(entries, expected)
+    found = found.to(device)
+    kernel.pack_entries(move(entries, device), found, form)
+    back = torch.full(entries.shape, 7.0, dtype=dtype, device=device)
+    kernel.unpack_entries(form.payload(found), back, form)
+    ends = form.largest_at, form.payload_bytes
+    for one, other in zip(found.cpu().tensor_split(ends, 1), expected.tensor_split(ends, 1), strict=True):
+        if one.shape[1] == ends[1] - ends[0]:  # of NaN there are several
+            one, other = one.contiguous().view(dtype), other.contiguous().view(dtype)
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(back.cpu(), form.unpacked(form.payload(expected)), rtol=0, atol=0, equal_nan=True)
+    assert 0 < int(back.isnan().sum()) < back.numel() / 2
 
 
 @EACH_DEVICE

@@ -596,5 +596,5 @@ def _regression(coding: Coding, sample: torch.Tensor, part: int) -> torch.Tensor
 
 def _in_8_bits(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`matrix` (W, r) rounded to int8, and the scales (r,) float32 of its columns."""
-    scale = matrix.abs().amax(0).clamp_min(1e-30) / 127
+    scale = torch.linalg.vector_norm(matrix, torch.inf, 0).clamp_min_(1e-30) / 127
     return (matrix / scale).round_().to(torch.int8), scale
