@@ -63,7 +63,7 @@ class AllKeysByChunkPredictor(AllKeysPredictor):
         best = found.reshape(self.rows, self.units, form.group_size).max(2)
         best[:, : -(-self.config.num_sinks // form.group_size)] = np.inf
         self.evaluations += units.size * form.group_size // 2
-        chosen = np.sort(largest(best, min(-(-wanted // form.group_size), self.units)), 1)
+        chosen = largest(best, min(-(-wanted // form.group_size), self.units))
         keep = np.zeros((*units.shape, form.group_size), dtype=bool)
         np.put_along_axis(keep, chosen[:, :, None], True, 1)
         return Choice(units, keep, best)

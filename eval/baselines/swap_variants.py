@@ -25,7 +25,7 @@ from hf_offload_cache.predictors import Query, largest, with_sinks
 
 
 def _best(importance: np.ndarray, budget: int) -> Choice:
-    units = np.sort(largest(importance, min(budget, importance.shape[1])), 1)
+    units = largest(importance, min(budget, importance.shape[1]))
     return Choice(units, importance=np.take_along_axis(importance, units, 1))
 
 

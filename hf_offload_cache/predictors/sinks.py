@@ -41,9 +41,26 @@ def with_sinks(
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Positions (rows, count) of the largest of values (rows, n), unordered, in a new array."""
-    first = values.shape[1] - count
-    return values.argpartition(first if count else first - 1, 1)[:, first:]
+    """Positions (rows, count) of the largest of values (rows, n), ascending, in a new array. Of equal ones the first
+    are taken. A NaN counts as infinite."""
+    if not count:
+        return np.empty((len(values), 0), dtype=np.int64)
+    first, ordered = values.shape[1] - count, values.copy()
+    ordered.partition(first, 1)  # faster than argpartition
+    positions = (~(values < ordered[:, first, None])).nonzero()[1]  # of NaN, too
+    if positions.size != len(values) * count:
+        positions = first_largest(values, count).nonzero()[1]
+    return positions.reshape(len(values), count)
+
+
+def first_largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Mark the `count` largest of values (rows, n), at least 1: bool. Of equal ones the first are taken. A NaN counts
+    as infinite."""
+    values = np.where(np.isnan(values), np.inf, values)
+    least = np.partition(values, -count, 1)[:, -count, None]
+    marked, equal = values > least, values == least
+    marked |= equal & (equal.cumsum(1) <= count - marked.sum(1, keepdims=True))
+    return marked
 
 
 # The first tokens' keys, which get exact scores: they differ from all others, and low bits clip them

@@ -103,7 +103,7 @@ class SummaryPredictor(Predictor):
         with self._account.holding("scores", score_bytes(self.rows, heads, self.units)):
             importance = self.importance(query, self._held[:, : self.units]).float().cpu().numpy()
         importance = with_sinks(importance, self.config.num_sinks, self.form.group_size, query.visible)
-        units = np.sort(largest(importance, min(budget, self.units)), 1)
+        units = largest(importance, min(budget, self.units))
         return Choice(units, importance=np.take_along_axis(importance, units, 1))
 
     # --- changes and contexts ----------------------------------------------------------------------------------

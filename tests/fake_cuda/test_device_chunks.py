@@ -96,18 +96,6 @@ def test_steps_on_a_device_choose_what_those_on_the_host_do(
     assert report.selected_fraction == pytest.approx(expected.selected_fraction, rel=0.01)
 
 
-def first_of_equal(values: np.ndarray, count: int) -> np.ndarray:
-    """As `sinks.largest`, but of equal ones the first."""
-    return np.argsort(-values, 1, kind="stable")[:, :count]
-
-
-def best_of_equal(scores: np.ndarray, wanted: int) -> np.ndarray:
-    """As `best_tokens`, but of equal ones the first."""
-    keep = np.zeros(scores.shape, dtype=bool)
-    np.put_along_axis(keep, first_of_equal(scores, wanted), True, 1)
-    return keep & (scores != -np.inf)
-
-
 class Compared:
     """Lets each choice on a device follow the host's on the same query, and counts the rows that differ."""
 
@@ -115,8 +103,6 @@ class Compared:
         self.choices = self.fewer = 0
         self.looks = 0
         choose = DevicePredictor.choose_on_device
-        monkeypatch.setattr(predictor, "largest", first_of_equal)
-        monkeypatch.setattr(predictor, "best_tokens", best_of_equal)
 
         def compared(made: DevicePredictor, query: Any, budget: int, looks: bool) -> Any:
             decision, expected = choose(made, query, budget, looks), made.select(query, budget, False)

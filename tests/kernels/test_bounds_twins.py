@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.kernels import bounds as twins
-from hf_offload_cache.methods.abstract_tree import bounds, front, likely, predictor, shares, standing
+from hf_offload_cache.methods.abstract_tree import bounds, front, likely, shares, standing
+from hf_offload_cache.predictors import largest
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -43,13 +44,7 @@ def test_chunks_are_those_of_the_processor(data: st.DataObject) -> None:
     budget, group = data.draw(st.integers(1, chunks + 2)), data.draw(st.sampled_from([2, 8, 64]))
     wanted, apart = data.draw(st.integers(1, budget * group)), data.draw(st.integers(0, min(2, budget)))
     places = min(budget, chunks)
-    # the processor's, whose own ties are in no order
-    order = np.argsort(-high, 2, kind="stable")
-    distinct = np.empty_like(high)
-    np.put_along_axis(distinct, order, np.arange(chunks, 0, -1, dtype=np.float32) + np.zeros_like(high), 2)
-    beaten = (high[:, :, None] > low[..., None]).sum(3)
-    lower = np.where(beaten < chunks, chunks - beaten + 0.5, 0.5).astype(np.float32)  # above as many
-    most, least = standing(distinct, lower, places)
+    most, least = standing(high, low, places)
     found = twins.stand(torch.from_numpy(high), torch.from_numpy(low), places, apart)
     most[:, :apart] = np.inf
     assert np.array_equal(found[0].numpy(), most)
@@ -64,9 +59,8 @@ def test_chunks_are_those_of_the_processor(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("judge", [likely, bounds])
 @pytest.mark.parametrize("where", ["queries", "a head", "a chunk", "all", "keys that overflow"])
-def test_bounds_that_are_nan_are_the_lowest(where: str, judge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_that_are_nan_are_the_lowest(where: str, judge: Any) -> None:
     """On the processor too: as many chunks as without them, by the heads and chunks that have scores."""
-    monkeypatch.setattr(predictor, "largest", lambda values, count: np.argsort(-values, 1, kind="stable")[:, :count])
     random = torch.Generator().manual_seed(2)
     states = torch.randn(2, 3, 8, generator=random)
     ends = torch.randn(2, 10, 2, 1, 8, generator=random).sort(2).values
@@ -82,7 +76,7 @@ def test_bounds_that_are_nan_are_the_lowest(where: str, judge: Any, monkeypatch:
     found = twins.stand(*twins.limits(states, ends, 1.0, judge is likely), 3, 0)
     assert least is None and np.array_equal(found[0].numpy(), most) and not found[1].any()
     units = twins.front(*found, 64, 36, 3).tolist()
-    assert units == np.sort(predictor.largest(most, 3), 1).tolist()
+    assert units == largest(most, 3).tolist()
     if where in ("queries", "all"):
         assert units == [[0, 1, 2]] * 2
     elif where != "a head":

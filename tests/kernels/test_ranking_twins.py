@@ -10,7 +10,7 @@ import torch
 
 from hf_offload_cache.kernels.ranking import BLOCK, HIDDEN, components, encode, pick, project, rest, score, share
 from hf_offload_cache.memory import MemoryAccount, Workspace
-from hf_offload_cache.methods.disk_swap import CodedKeys, Coding, compact_keys, fit_coding, rank_units
+from hf_offload_cache.methods.disk_swap import CodedKeys, Coding, compact_keys, fit_coding, predictor, rank_units
 
 SCALING = 0.125
 
@@ -147,6 +147,10 @@ def test_the_best_units_are_picked_in_order_and_ties_go_to_the_lower_index() -> 
     importance = torch.tensor([[3.0, torch.inf, 1, 3, 3, 0, 2, 3], [0, 0, 0, 0, 0, 0, 0, 0]])
     units, others = pick(importance, 3, 6)
     assert units.tolist() == [[0, 1, 3], [0, 1, 2]] and others.tolist() == [[4, 6, 7], [3, 4, 5]]
+    on_host = predictor._best(importance.numpy(), 3, 6)
+    assert on_host.units.tolist() == units.tolist() and on_host.next is not None
+    assert on_host.next.tolist() == others.tolist()
+    assert predictor._best(importance.numpy(), 3).units.tolist() == units.tolist()
     units, others = pick(importance, 8, 8)
     assert units.tolist() == [list(range(8))] * 2 and others.shape == (2, 0) and units.dtype == torch.int32
 

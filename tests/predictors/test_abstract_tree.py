@@ -15,7 +15,7 @@ from hf_offload_cache import AbstractTreeConfig
 from hf_offload_cache.fetch import Choice
 from hf_offload_cache.history import RecordFormat, Sealed
 from hf_offload_cache.memory import MemoryAccount
-from hf_offload_cache.methods.abstract_tree import AbstractTreePredictor, bounds, likely, predictor, shares, standing
+from hf_offload_cache.methods.abstract_tree import AbstractTreePredictor, bounds, likely, shares, standing
 from hf_offload_cache.predictors import Query
 from hf_offload_cache.testing import PredictorTests
 
@@ -223,12 +223,3 @@ def test_large_scores_in_half_precision() -> None:
     keys[:, :, 2] *= 1.01
     found = shares(torch.full((1, 2, 64), 40.0, dtype=torch.float16) * 0.125, keys, keys[:, :, :0])
     assert np.isfinite(found).all() and found[0].argmax() == 2
-
-
-def test_of_equal_points_the_first_count() -> None:
-    generator = np.random.default_rng(0)
-    points = generator.integers(0, 6, (3, 40)).astype(np.float32)
-    points[1, 7] = np.inf
-    for count in (1, 9, 40):
-        expected = np.sort(np.argsort(-points, 1, kind="stable")[:, :count], 1)
-        assert np.array_equal(predictor.first_in(points, count), expected)

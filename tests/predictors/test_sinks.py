@@ -57,5 +57,16 @@ def test_sinks_at_the_very_end_stay_within() -> None:
 
 def test_the_largest() -> None:
     values = np.array([[1.0, 9.0, 3.0, np.inf], [5.0, -np.inf, 7.0, 6.0]], dtype=np.float32)
-    assert np.sort(largest(values, 2), 1).tolist() == [[1, 3], [2, 3]]
+    assert largest(values, 2).tolist() == [[1, 3], [2, 3]]
     assert largest(values, 0).shape == (2, 0)
+
+
+def test_of_equal_values_the_first_are_among_the_largest() -> None:
+    generator = np.random.default_rng(0)
+    values = generator.integers(0, 6, (3, 40)).astype(np.float32)
+    values[1, 7] = np.inf
+    for count in (1, 9, 40):
+        expected = np.sort(np.argsort(-values, 1, kind="stable")[:, :count], 1)
+        assert np.array_equal(largest(values, count), expected)
+    values[0, ::3], values[1] = np.nan, np.nan
+    assert largest(values, 9)[:2].tolist() == [list(range(0, 27, 3)), list(range(9))]

@@ -18,7 +18,7 @@ from ...kernels.ranking import MOST_UNITS
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
 from ...predictors.base import Decision, Query
-from ...predictors.sinks import largest, sink_units, with_sinks
+from ...predictors.sinks import first_largest, largest, sink_units, with_sinks
 from ...predictors.summaries import SummaryPredictor
 from .history import AbstractPages
 
@@ -94,12 +94,17 @@ def above(queue: np.ndarray, least: np.ndarray) -> np.ndarray:
 
 
 def best_tokens(scores: np.ndarray, wanted: int) -> np.ndarray:
-    """Mark the `wanted` highest scores of each row of (rows, n), a NaN above all: bool; of -inf none."""
-    keep = scores != -np.inf
+    """Mark the `wanted` highest scores of each row of (rows, n): bool. Of equal ones the first are taken, of -inf none.
+    A NaN counts as infinite."""
     count = scores.shape[1] - wanted
-    if count > 0:
-        np.put_along_axis(keep, scores.argpartition(count - 1, 1)[:, :count], False, 1)
-    return keep
+    if count <= 0:
+        return scores != -np.inf
+    ordered = scores.copy()
+    ordered.partition(count, 1)
+    keep = ~(scores < ordered[:, count, None])
+    if np.count_nonzero(keep) != len(scores) * wanted:
+        keep = first_largest(scores, wanted)
+    return keep & (scores != -np.inf)
 
 
 _APART = 1024
@@ -175,15 +180,6 @@ def standing(upper: np.ndarray, lower: np.ndarray, places: int) -> tuple[np.ndar
     return most, least.reshape(upper.shape).max(1)
 
 
-def first_in(points: np.ndarray, count: int) -> np.ndarray:
-    """Positions (rows, count), sorted, of the most `points` (rows, n), none of them NaN; of equal ones the first, which
-    differ from others by places alone, and are many."""
-    least = np.partition(points, -count, 1)[:, -count, None]
-    more, equal = points > least, points == least
-    more |= equal & (equal.cumsum(1) <= count - more.sum(1, keepdims=True))
-    return more.nonzero()[1].reshape(len(points), count)
-
-
 def shares(
     states: torch.Tensor, keys: torch.Tensor, others: torch.Tensor, hidden: np.ndarray | None = None
 ) -> np.ndarray:
@@ -254,7 +250,7 @@ class AbstractTreePredictor(SummaryPredictor):
             most, least = standing(high.cpu().numpy(), low.cpu().numpy(), min(budget, self.units))
             most = with_sinks(most, config.num_sinks, group, query.visible)
             if least is None and query.visible is None:
-                units, valid = first_in(most, min(budget, wanted, self.units)), None
+                units, valid = largest(most, min(budget, wanted, self.units)), None
             else:
                 units, valid = self._front(most, least, query.visible, wanted, budget)
         finally:

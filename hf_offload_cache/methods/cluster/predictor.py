@@ -311,10 +311,7 @@ class ClusterPredictor(Predictor):
 def _best(shares: np.ndarray, most: int) -> np.ndarray:
     """The clusters with the largest `shares` (rows, clusters), at most `most` a row, in descending order. Of equal ones
     the first come first."""
-    candidates = np.sort(largest(shares, most), 1) if most < shares.shape[1] else np.arange(shares.shape[1])[None]
-    least = np.take_along_axis(shares, candidates, 1).min(1, keepdims=True)
-    if ((shares >= least) & (least > -np.inf)).sum(1).max() > most:  # any of those equal to the least are among them
-        return np.argsort(-shares, 1, kind="stable")[:, :most]
+    candidates = largest(shares, most) if most < shares.shape[1] else np.arange(shares.shape[1])[None]
     order = np.argsort(-np.take_along_axis(shares, candidates, 1), 1, kind="stable")
     return np.take_along_axis(candidates, order, 1)
 

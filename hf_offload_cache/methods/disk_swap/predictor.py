@@ -17,7 +17,7 @@ from ...history.records import RecordFormat
 from ...history.state import Number, State, Table
 from ...memory.dry_run import DryRun
 from ...predictors.base import Predictor, Query
-from ...predictors.sinks import largest, with_sinks
+from ...predictors.sinks import first_largest, largest, with_sinks
 from .fitted_keys import FittedKeys, LowRankShared, Rules
 from .ranking import CANDIDATES, STEPS
 
@@ -184,7 +184,6 @@ class LowRankPredictor(Predictor):
         """
         seen, every = self.fitted.seen(query), np.arange(len(latest))[:, None]  # faster than take_along_axis
         candidates = largest(latest, min(CANDIDATES * budget, latest.shape[1]))
-        candidates.sort(1)
         latest[every, candidates] = self.fitted.rank_among(query, candidates, self._beyond, not guess)
         with_sinks(latest, self.rules.num_sinks, self.form.group_size, seen)
         best = _best(latest[every, candidates], budget, None if self.fitted.maps is None or guess else -1)
@@ -233,17 +232,20 @@ class LowRankPredictor(Predictor):
 
 
 def _best(importance: np.ndarray, budget: int, among: int | None = None) -> Choice:
-    """The `budget` most important units of each row, ascending: the TopK of KVSwap, section 3.3. `among`: the best
+    """The `budget` most important units of each row, ascending, of equal ones the first: the TopK of KVSwap, section
+    3.3. `among`: the best
     units, these included, of which the others come in `Choice.next`; -1: all; None: without."""
     rows, count = importance.shape
-    every, others = np.arange(rows)[:, None], None
+    every = np.arange(rows)[:, None]
     if among is None or budget >= count:
         units = largest(importance, budget if budget < count else count)
-    else:
-        most = count if among < 0 else min(among, count)
-        best = largest(importance, most)
-        order = importance[every, best].argpartition(most - budget, 1)
-        best = best[every, order]
-        others, units = best[:, : most - budget], best[:, most - budget :]
-    units.sort(1)
-    return Choice(units, importance=importance[every, units], next=others)
+        return Choice(units, importance=importance[every, units])
+    best = largest(importance, count if among < 0 else min(among, count))
+    of_best = importance[every, best]
+    ordered, left = of_best.copy(), best.shape[1] - budget
+    ordered.partition(left, 1)
+    chosen = of_best >= ordered[:, left, None]
+    if np.count_nonzero(chosen) != rows * budget:
+        chosen = first_largest(of_best, budget)
+    units, others = best[chosen].reshape(rows, budget), best[~chosen].reshape(rows, left)
+    return Choice(units, importance=of_best[chosen].reshape(rows, budget), next=others)

@@ -129,7 +129,6 @@ def rank_units(
             chosen = largest(_shares(*_weights(best, last), heads, excluded), count)
             chosen = chosen[0] if heads == 1 else np.unique(chosen)
             if keep:
-                chosen.sort()
                 candidates, best[:, chosen] = Candidates.of(keys, low[row], row, chosen, group_size, visible)
             else:
                 best[:, chosen] = keys.best_of_units(low[row], row, group_size, visible, units=chosen)
