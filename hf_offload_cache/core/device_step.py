@@ -90,6 +90,13 @@ NO_KERNELS = "Triton's kernels do not run on this GPU, or not for these heads"
 NOT_ON_GPU = "what chooses is not on the GPU"
 NOT_PINNED = "the system pins no more memory"
 ON_DISK = "records are not in host memory"
+LIMITS_UNKNOWN = f"{ON_DISK}: give max_context and max_batch, or engine='memory'"
+
+
+def why_on_disk(config: Any) -> str:
+    """Why a device does not read the records, which are on a disk. "auto" decides where they are when a cache is
+    made."""
+    return LIMITS_UNKNOWN if config.engine == "auto" and None in (config.max_context, config.max_batch) else ON_DISK
 
 
 def why_over_host(layer: Layer) -> str | None:
@@ -102,7 +109,7 @@ def why_over_host(layer: Layer) -> str | None:
     if history.device.type != "cuda":
         return "the layer is on a CPU"
     if not history.store.in_memory:
-        return ON_DISK
+        return why_on_disk(layer.config)
     if not has_step(history.device, history.form.key_dim, history.form.value_dim):
         return NO_KERNELS
     if not hasattr(layer.predictor, "choose_on_device"):

@@ -248,6 +248,9 @@ def test_the_report_says_where_steps_ran(
     over = "3 of 3 over the host: "
     assert where(name, on_device, tmp_path) == "3 of 3 layers on the GPU alone"
     assert where(name, on_device, tmp_path, engine="mapped") == f"{over}{device_step.ON_DISK}"
+    if name in ("disk-swap", "spec"):  # the others ask as the first of these does
+        unknown = where(name, on_device, tmp_path, engine="auto", max_batch=None)
+        assert unknown == f"{over}{device_step.LIMITS_UNKNOWN}"
     if name != "spec":  # which is never exact
         assert where(name, on_device, tmp_path, exact=True) == ""
     with monkeypatch.context() as patched:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.device_step import NO_KERNELS, NOT_PINNED, ON_DISK
+from ...core.device_step import NO_KERNELS, NOT_PINNED, why_on_disk
 from ...core.layer import Output
 from ...core.plan import LayerKind
 from ...core.selecting import Selecting
@@ -315,7 +315,7 @@ class SpecLayer(SelectiveLayer):
         if not FusedAttention.fits(history.form, history.device):
             return NO_KERNELS
         if not history.store.in_memory:
-            return ON_DISK
+            return why_on_disk(self.config)
         if self.config.chosen > MOST_EXCHANGED:
             return f"a step selects more than {MOST_EXCHANGED} tokens"
         return None if self._entry_reads is None or self._entry_reads.pinned.readable else NOT_PINNED
