@@ -79,6 +79,9 @@ class Fake(torch.Tensor):
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()  # the device's own has no address, so that all seem to be one
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fake_device import CUDA, Counts, Fake, fake_cuda, moved, on_the_device, values_of
-from harness import COMMON, build, prompt
+from harness import COMMON, build, fresh, prompt
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -72,6 +72,15 @@ def test_a_plain_cache_copies_nothing() -> None:
         assert counts.launches["model"] > 20 * LAYERS * STEPS
         assert not (counts.to_device or counts.to_host or counts.syncs)
     torch.testing.assert_close(found, wanted)
+
+
+def test_windows_next_to_offloaded_layers_are_the_models_own() -> None:
+    """Their keys and values are cut from longer tensors, and copied: each from its own memory on the device."""
+    wanted = steps(fresh("gemma3"), DynamicCache(config=fresh("gemma3").config), lambda ids: ids, Counts())
+    with on_the_device(fresh("gemma3"), 0) as (model, counts), cache_class("disk-swap")(model, engine="memory") as cache:
+        found = steps(model, cache, Fake, counts)
+        assert cache.layers[0].is_sliding and cache.layers[0].keys.shape[2] < 20
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_nothing_of_the_device_is_left() -> None:
