@@ -131,7 +131,7 @@ def attend(
         missing = torch.arange(recent.shape[1], device=recent.device) >= count
         recent = recent.masked_fill(missing[:, None], 0)  # there may be anything
     keys, values = form.split(torch.cat([entries.masked_fill(hidden[..., None], 0), recent], 1))
-    grouped = query.float().view(rows, keys.shape[1], -1, dim)
+    grouped = query.float().reshape(rows, keys.shape[1], -1, dim)
     products = (grouped @ keys.float().transpose(2, 3)) * scaling
     products[..., : hidden.shape[1]].masked_fill_(hidden[:, None, None], -torch.inf)
     if count is not None:

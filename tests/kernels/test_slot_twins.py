@@ -80,6 +80,7 @@ def test_attention_is_one_softmax_over_slots_latest_entries_and_the_estimate(
     heads, key_heads, rows = 6, 2, 4 if apart else 2
     form = RecordFormat(1 if apart else 2, 24, 1 if apart else 2, 40, torch.float32, 5, bits)
     query = torch.randn(2, heads, 24, generator=random)
+    query = torch.cat([query, query], 1)[:, :heads]  # as of a model that projects queries, keys and values together
     entries = torch.randn(rows * 7, 5, form.entry_width, generator=random)
     data = torch.zeros(rows * 7, form.payload_width, dtype=form.payload_dtype)
     form.pack(entries, data)
