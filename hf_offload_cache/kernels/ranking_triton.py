@@ -91,10 +91,10 @@ def _counters(device: torch.device, size: int, stream: int) -> torch.Tensor:
 
 
 def split(tokens: int, heads: int, at_once: int, least: int) -> tuple[int, int]:
-    """In how many parts `heads` programs of `tokens` tokens each are split, and the tokens of a part: at least `least`,
-    a multiple of `at_once`, which divides it."""
+    """In how many parts `heads` programs of `tokens` tokens each are split, 0 of none, and the tokens of a part: at
+    least `least`, a multiple of `at_once`, which divides it."""
     parts = max(1, min(PROGRAMS // heads, tokens // least))
-    each = triton.cdiv(triton.cdiv(tokens, parts), at_once) * at_once
+    each = triton.cdiv(max(1, triton.cdiv(tokens, parts)), at_once) * at_once
     return triton.cdiv(tokens, each), each
 
 

@@ -118,6 +118,7 @@ def attention(
         ("wide", torch.bfloat16, 8, False, 4, 0, 264),
         ("many queries", torch.float32, 8, True, 9, 70, 264),
         ("many queries", torch.float16, None, False, 5, 7, 1),
+        ("smol", torch.float32, None, False, 0, 7, 264),
     ],
 )
 def test_one_softmax_over_slots_the_latest_and_an_estimate(
