@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..contexts.configuration import encode, fields_in_states
+from ..contexts.configuration import Text, encode, fields_in_states
 from ..contexts.library import ContextLibrary, model_digest, prefix_name
 from ..core.cache import OffloadCache
 from ..errors import BudgetError
@@ -100,4 +100,4 @@ class Recipe:
         stored = {"exact", *self.cls.config_class.stored_format}
         asked = {name: repr(value) for name, value in sorted(self.fields.items()) if name in stored}
         asked |= {"memory": repr(self.memory), "floor": repr(self.floor), "level": repr(level)}
-        return prefix_name(self.cls.__name__, self._of_model, asked, encode(ids, None), self.key)
+        return prefix_name(self.cls.__name__, self._of_model, asked, Text(encode(ids, None)), self.key)

@@ -183,13 +183,13 @@ def _saved_ids(arguments: argparse.Namespace) -> torch.Tensor:
     """The context's token ids (1, T). Raises `ContextError`, `EncryptionKeyError`."""
     import torch
 
-    from ..contexts.library import read_ids
+    from ..contexts.library import read_text
     from ..contexts.manifest import read_manifest
     from ..stores.encryption import load_key
 
     manifest = read_manifest(arguments.context)
     key = None if arguments.key is None else load_key(arguments.key)
-    ids = torch.from_numpy(read_ids(arguments.context, manifest, key))
+    ids = torch.from_numpy(read_text(arguments.context, manifest, key).ids)
     if ids.shape[0] != 1 or bool((ids < 0).any()):
         raise ConfigError(
             f"--context {str(arguments.context)!r} must contain the tokens of one document, and has several sequences, "

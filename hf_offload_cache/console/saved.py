@@ -176,14 +176,14 @@ def _texts(entry: Entry, arguments: argparse.Namespace) -> list[str]:
     """Each sequence's text without its padding, with \"[...]\" for embeddings."""
     import numpy as np
 
-    from ..contexts.library import read_ids
+    from ..contexts.library import read_text
     from ..model.fingerprint import tokenizer_digest
     from ..stores.encryption import load_key
     from .named_cache import load_tokenizer
 
     assert entry.manifest is not None
     key = None if arguments.key is None else load_key(arguments.key)
-    rows = read_ids(entry.path, entry.manifest, key)
+    rows = read_text(entry.path, entry.manifest, key).ids
     tokenizer = load_tokenizer(arguments.model)
     made_with = entry.manifest.identity.get("tokenizer")
     if made_with is not None and made_with != tokenizer_digest(tokenizer):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +13,18 @@ import torch
 from ..config import OffloadConfig, parse_memory, parse_size
 from ..errors import ConfigError, ContextError, shown
 from ..model.geometry import Geometry
+from ..model.media import Medium, placeholder_ids, whole
 from .manifest import Manifest
 
 _KINDS = ("image", "video", "audio", "vision", "boi", "boa")
+
+
+class Text(NamedTuple):
+    """Sequences of tokens, with the pictures and sounds that some of them stand for."""
+
+    ids: np.ndarray
+    """(B, T), as `encode` returns them."""
+    media: tuple[Medium, ...] = ()
 
 
 def encode(ids: torch.Tensor, mask: torch.Tensor | None) -> np.ndarray:
@@ -24,23 +33,35 @@ def encode(ids: torch.Tensor, mask: torch.Tensor | None) -> np.ndarray:
     return ids.numpy() if mask is None else torch.where(mask.to("cpu") != 0, ids, -3 - ids).numpy()
 
 
-def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    """Number of leading columns in which all rows of two (B, ·) arrays are equal."""
-    length = min(first.shape[1], second.shape[1])
-    differ = (first[:, :length] != second[:, :length]).any(0)
-    return int(differ.argmax()) if differ.any() else length
+def common_prefix(first: Text, second: Text) -> int:
+    """Number of leading columns in which all rows of two texts are equal, without a part of a picture or sound."""
+    length = min(first.ids.shape[1], second.ids.shape[1])
+    differ = (first.ids[:, :length] != second.ids[:, :length]).any(0)
+    length = int(differ.argmax()) if differ.any() else length
+    length = min(length, *(medium.start for medium in {*first.media} ^ {*second.media}), length)
+    return whole((*first.media, *second.media), length)
+
+
+def unidentified(text: Text, model: Any) -> np.ndarray:
+    """Which tokens (B, T) stand for images, video or sound of unknown content."""
+    unknown = np.isin(text.ids, placeholders(model))
+    for medium in text.media:
+        unknown[medium.row, medium.start : medium.stop] = False
+    return unknown
 
 
 def placeholders(model: Any) -> list[int]:
-    """Ids of tokens that stand for images, video or sound."""
+    """Ids of tokens that stand for images, video or sound. If it is not known which ids do, also those around them."""
+    if (known := placeholder_ids(model)) is not None:
+        return known
     fields = vars(model.config).items()
     ends = ("_token_id", "_token_index")
     return [value for name, value in fields if name.startswith(_KINDS) and name.endswith(ends) and type(value) is int]
 
 
 def prompt_of(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, least: int, model: Any
-) -> tuple[np.ndarray, int]:
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, least: int, model: Any, media: Sequence[Medium] = ()
+) -> tuple[Text, int]:
     """A prompt (T,) or (B, T), encoded, and how many of its tokens may match. Raises `ConfigError`."""
     ids = input_ids[None] if input_ids.ndim == 1 else input_ids
     mask = attention_mask[None] if attention_mask is not None and attention_mask.ndim == 1 else attention_mask
@@ -52,9 +73,9 @@ def prompt_of(
         )
     if isinstance(least, bool) or not isinstance(least, int) or least < 1:
         raise ConfigError(f"least must be a whole number of at least 1, got {least!r}")
-    wanted = encode(ids, mask)
-    not_text = np.isin(wanted, placeholders(model)).any(0)
-    return wanted, min(wanted.shape[1] - 1, int(not_text.argmax()) if not_text.any() else wanted.shape[1])
+    wanted = Text(encode(ids, mask), tuple(media))
+    unknown, most = unidentified(wanted, model).any(0), ids.shape[1] - 1
+    return wanted, whole(wanted.media, min(most, int(unknown.argmax())) if unknown.any() else most)
 
 
 MOST_RECENT = 2**16

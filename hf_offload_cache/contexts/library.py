@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,24 @@ from ..config import parse_size
 from ..errors import BudgetError, ContextError, ContextMismatchError, CorruptRecordError, EncryptionKeyError, StoreError
 from ..model.fingerprint import EVERY_BYTE, full_fingerprint
 from ..model.look_ahead import reason_against_pieces
+from ..model.media import Medium, whole
 from ..model.place import inner_model
 from ..model.plain_caches import may_crop
 from ..registry import class_named
 from ..stores.base import DEVICE_BLOCK
 from ..stores.encryption import KeySource, key_check, load_key
-from .configuration import common_prefix, encode, form_fields, placeholders, prompt_of, saved_fields
+from .configuration import Text, common_prefix, encode, form_fields, prompt_of, saved_fields, unidentified
 from .folder import MANIFEST_NAME, entries, reading
 from .listing import Entry, WrittenToday, evict, listing, look, mark, touch
 from .manifest import Manifest, StateFile, check_digest, read_manifest
-from .open import LayersInTurn, capture_kept, closed_on_error, token_ids
+from .open import LayersInTurn, capture_kept, closed_on_error, media_in, token_ids
 from .removal import remove
 from .state import ContextReader, NoRoomError, StoredLayer, most_of_cache, tensor_bytes
 
 NAME = re.compile(r"[0-9a-f]{32}")
 """Names of contexts in a library."""
+_MEDIUM_BYTES = 300
+"""Memory of the mark of a picture or sound."""
 _KEPT_BYTES = 64 * 2**20
 """Bytes of token ids that an index keeps; those of further contexts are read each time."""
 
@@ -84,8 +87,8 @@ class PrefixIndex:
         self._key = key
         self._found_damaged = found_damaged
         self._known: dict[tuple[str, int, int], Known] = {}
-        self._ids: dict[str, np.ndarray] = {}
-        self._ids_bytes = 0
+        self._texts: dict[str, Text] = {}
+        self._bytes = 0
         self._lock = threading.Lock()
 
     def __call__(self) -> list[Known]:
@@ -109,50 +112,55 @@ class PrefixIndex:
         names = {name for name, _, _ in known}
         with self._lock:
             self._known = known
-            self._ids = {name: ids for name, ids in self._ids.items() if name in names}
-            self._ids_bytes = sum(ids.nbytes for ids in self._ids.values())
+            self._texts = {name: text for name, text in self._texts.items() if name in names}
+            self._bytes = sum(map(_text_bytes, self._texts.values()))
         return list(known.values())
 
-    def ids(self, known: Known, form: Mapping[str, Any]) -> np.ndarray | None:
-        """The tokens of a context that this index has the key for, as `encode` returns them; None: it is skipped.
+    def text(self, known: Known, form: Mapping[str, Any]) -> Text | None:
+        """The tokens of a context that this index has the key for; None: it is skipped.
 
         `form`: its `form_fields`, from which its name follows.
         """
-        kept = self._ids.get(known.path.name)
+        kept = self._texts.get(known.path.name)
         if kept is not None:
             return kept
         try:
-            ids = read_ids(known.path, known, self._key)
+            text = read_text(known.path, known, self._key)
         except (ContextError, OSError) as error:
             if is_damage(error):
                 self._found_damaged(known.path, known.digest, str(error))
             _warn_skipped(known.path, error)
             return None
         key = None if known.key_check is None else self._key
-        if prefix_name(known.cache, known.model, form, ids, key) != known.path.name:
+        if prefix_name(known.cache, known.model, form, text, key) != known.path.name:
             why = "its name does not follow from its content: it was not saved here; move it away"
             _warn_skipped(known.path, ContextError(why))
             return None
-        ids = ids.astype(np.int32) if ids.size and abs(ids).max() < 2**31 else ids
+        ids = text.ids
+        text = Text(ids.astype(np.int32) if ids.size and abs(ids).max() < 2**31 else ids, text.media)
         with self._lock:
-            if self._ids_bytes + ids.nbytes <= _KEPT_BYTES:
-                self._ids[known.path.name] = ids
-                self._ids_bytes += ids.nbytes
-        return ids
+            if self._bytes + _text_bytes(text) <= _KEPT_BYTES:
+                self._texts[known.path.name] = text
+                self._bytes += _text_bytes(text)
+        return text
 
 
-def read_ids(path: Path, manifest: Manifest | Known, key: bytes | None) -> np.ndarray:
-    """The tokens of the context at `path`, as `encode` returns them. Raises `ContextError`, `StoreError`,
-    `EncryptionKeyError`."""
+def _text_bytes(text: Text) -> int:
+    return text.ids.nbytes + len(text.media) * _MEDIUM_BYTES
+
+
+def read_text(path: Path, manifest: Manifest | Known, key: bytes | None) -> Text:
+    """The tokens of the context at `path`. Raises `ContextError`, `StoreError`, `EncryptionKeyError`."""
     if manifest.key_check is not None and (key is None or key_check(key) != manifest.key_check):
         why = "give the key, it is encrypted" if key is None else "it was encrypted with another key"
         raise EncryptionKeyError(f"the tokens of {str(path)!r} cannot be read: {why}")
 
-    def read(folder_fd: int) -> np.ndarray:
+    def read(folder_fd: int) -> Text:
         reader = ContextReader(folder_fd, str(path), None if manifest.key_check is None else key)
         most = most_of_cache(manifest.batch, manifest.tokens)
         tree = reader.state(manifest.state, "cache", binding=manifest.binding, most=most)
-        return token_ids(tree, manifest.batch, manifest.tokens).numpy()
+        ids = token_ids(tree, manifest.batch, manifest.tokens)
+        return Text(ids.numpy(), media_in(tree, ids))
 
     return reading(path, read)
 
@@ -177,11 +185,12 @@ def model_digest(fingerprint: Mapping[str, str]) -> str:
     return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def prefix_name(cache: str, model: str, form: Mapping[str, Any], ids: np.ndarray, key: bytes | None) -> str:
+def prefix_name(cache: str, model: str, form: Mapping[str, Any], text: Text, key: bytes | None) -> str:
     """A context's name in a library. Without the key, if there is one, it cannot be computed from the tokens."""
     digest = hashlib.blake2b(digest_size=16, key=key or b"", person=b"context name")
-    digest.update(json.dumps([cache, model, dict(form), list(ids.shape)], sort_keys=True).encode())
-    digest.update(np.ascontiguousarray(ids).tobytes())
+    media = [sorted(text.media)] if text.media else []
+    digest.update(json.dumps([cache, model, dict(form), list(text.ids.shape), *media], sort_keys=True).encode())
+    digest.update(np.ascontiguousarray(text.ids).tobytes())
     return digest.hexdigest()
 
 
@@ -280,6 +289,7 @@ class ContextLibrary:
         least: int = 1,
         expect: Collection[str] | None = None,
         like: Mapping[str, Any] | None = None,
+        media: Sequence[Medium] = (),
     ) -> Match | None:
         """The context of `model` with the longest prefix in common with the prompt; of several, the last one used.
 
@@ -293,13 +303,15 @@ class ContextLibrary:
                 old ones that somebody restored. None: any.
             like: fields of a cache's configuration: only contexts that `open` would open with them and `alike`. None:
                 any.
+            media: the prompt's pictures and sounds, which must be equal too, as `offload` finds them. Tokens that stand
+                for others match nothing, because ids do not identify their content.
 
-        A cache with sliding-window or linear layers cannot be cropped: its contexts match completely or not at all.
-        Tokens that stand for images or sound match nothing, because ids do not identify their content. If a model's
-        keys depend on a forward's length, only prompts and contexts match that are too short for such a change.
+        A cache with sliding-window or linear layers cannot be cropped: its contexts match completely or not at all. If
+        a model's keys depend on a forward's length, only prompts and contexts match that are too short for such a
+        change.
         """
         fields, alike = dict(like or {}), like is not None
-        matches = self._matches(input_ids, model, cls, attention_mask, least, fields, expect, alike)
+        matches = self._matches(input_ids, model, cls, attention_mask, least, fields, expect, alike, media)
         return matches[0][0] if matches else None
 
     def open(
@@ -312,6 +324,7 @@ class ContextLibrary:
         least: int = 1,
         expect: Collection[str] | None = None,
         alike: bool = False,
+        media: Sequence[Medium] = (),
         **fields: Any,
     ) -> tuple[Any, int] | None:
         """Open the context that `find` finds. Returns a cache with the matching tokens and their number; None without a
@@ -326,7 +339,8 @@ class ContextLibrary:
         `CorruptRecordError`; call this again to get the next best context.
         """
         fields = {**self.key_fields, **fields}
-        for match, made_by in self._matches(input_ids, model, cls, attention_mask, least, fields, expect, alike):
+        asked = (input_ids, model, cls, attention_mask, least, fields, expect, alike, media)
+        for match, made_by in self._matches(*asked):
             same = {} if expect is None else {"expect": match.digest}
             try:
                 cache = made_by.open(match.path, model, **same, **fields)
@@ -359,34 +373,35 @@ class ContextLibrary:
         fields: dict[str, Any],
         expect: Collection[str] | None,
         alike: bool = False,
+        media: Sequence[Medium] = (),
     ) -> list[tuple[Match, type[Any]]]:
         """Matches, the best first, each with the class that opens it."""
         inner = inner_model(model)
-        wanted, limit = prompt_of(input_ids, attention_mask, least, inner)
+        wanted, limit = prompt_of(input_ids, attention_mask, least, inner, media)
         for digest in () if expect is None else expect:
             check_digest(digest)
         made_for = model_digest(full_fingerprint(model))
-        real_tokens = np.cumsum((wanted >= 0).any(0))
+        real_tokens = np.cumsum((wanted.ids >= 0).any(0))
         matches: list[tuple[int, int, str, Match, type[Any]]] = []
         for known in self._index():
             made_by = class_named(known.cache) if cls is None else cls
             if made_by is None or known.cache != made_by.__name__:
                 continue
-            if known.model != made_for or known.batch != len(wanted) or known.key_check != self._key_check:
+            if known.model != made_for or known.batch != len(wanted.ids) or known.key_check != self._key_check:
                 continue
             if known.digest in self._damaged or (expect is not None and known.digest not in expect):
                 continue
-            if reason_against_pieces(inner, 1, max(known.tokens, wanted.shape[1])) is not None:
+            if reason_against_pieces(inner, 1, max(known.tokens, wanted.ids.shape[1])) is not None:
                 continue  # its keys may differ from this prompt's
             form, croppable = form_fields(made_by.config_class, known.config), may_crop(inner)
             if not _fits(form, fields) or (known.tokens > limit and not croppable):
                 continue
             if alike and bool(form.get("exact")) is not bool(fields.get("exact")):
                 continue
-            ids = self._index.ids(known, form)
-            if ids is None:
+            text = self._index.text(known, form)
+            if text is None:
                 continue
-            matched = min(common_prefix(ids, wanted), limit)
+            matched = whole(wanted.media, min(common_prefix(text, wanted), limit))
             if matched and real_tokens[matched - 1] >= least and (matched == known.tokens or croppable):
                 match = Match(known.path, known.tokens, matched, known.digest)
                 matches.append((matched, known.last_used_ns, known.path.name, match, made_by))
@@ -437,22 +452,22 @@ class ContextLibrary:
         Raises `BudgetError` for a context that is larger than `max_bytes`, or than what `max_bytes_a_day` leaves; it is
         not kept. Nothing is evicted then, unless only its manifest made it too large. Raises `EncryptionKeyError`
         unless the cache's key is the library's; `ValueError` for content that token ids do not identify (embeddings,
-        images); and the errors of `OffloadCache.save`.
+        images that no digest is known of); and the errors of `OffloadCache.save`.
         """
         if cache.storage.key != self._key:
             raise EncryptionKeyError(
                 "the cache's encryption_key and the library's key must be the same one, or both be None: give both"
             )
         cache.freeze()
-        ids = encode(cache.input_ids, cache.attention_mask)
-        if (ids == -1).any() or np.isin(ids, placeholders(cache.model)).any():
+        text = Text(encode(cache.input_ids, cache.attention_mask), cache.contents.tokens.media)
+        if (text.ids == -1).any() or unidentified(text, cache.model).any():
             raise ValueError(
                 "the cache contains embeddings, or tokens that stand for images or sound: token ids cannot find it; "
                 "save it to a separate folder with cache.save"
             )
         form = form_fields(cache.config_class, saved_fields(cache.config))
         model = model_digest(cache.identity or full_fingerprint(cache.given_model))
-        name = prefix_name(type(cache).__name__, model, form, ids, self._key)
+        name = prefix_name(type(cache).__name__, model, form, text, self._key)
         path = self.folder / name
         existing = look(path)
         if existing is None or not self._can_be_opened(existing, form) or not (touch(path) or look(path)):
@@ -469,7 +484,7 @@ class ContextLibrary:
             self._day.add(new)
         touch(path)
         if instead and may_crop(inner_model(cache.model)):
-            self._remove_beginnings(path, type(cache), form, ids)
+            self._remove_beginnings(path, type(cache), form, text)
         saved = look(path)
         if saved is not None and saved.bytes > self.max_bytes:
             remove(path)
@@ -477,19 +492,19 @@ class ContextLibrary:
         self._make_room(self.max_bytes)
         return path
 
-    def _remove_beginnings(self, path: Path, cls: type[Any], form: dict[str, Any], ids: np.ndarray) -> None:
-        """Remove the contexts of this `form` whose tokens are a proper beginning of `ids`, those of the context at
+    def _remove_beginnings(self, path: Path, cls: type[Any], form: dict[str, Any], text: Text) -> None:
+        """Remove the contexts of this `form` whose tokens are a proper beginning of `text`, those of the context at
         `path`."""
         listed = self._index()
         model = next((known.model for known in listed if known.path == path), None)
         for known in listed:
-            ours = (known.cache, known.model, known.batch) == (cls.__name__, model, len(ids))
-            if not ours or known.tokens >= ids.shape[1] or known.key_check != self._key_check:
+            ours = (known.cache, known.model, known.batch) == (cls.__name__, model, len(text.ids))
+            if not ours or known.tokens >= text.ids.shape[1] or known.key_check != self._key_check:
                 continue
             if form_fields(cls.config_class, known.config) != form:
                 continue
-            held = self._index.ids(known, form)
-            if held is not None and common_prefix(held, ids) == known.tokens:
+            beginning = self._index.text(known, form)
+            if beginning is not None and common_prefix(beginning, text) == known.tokens:
                 with contextlib.suppress(ContextError):  # removed since
                     remove(known.path)
 
@@ -499,7 +514,7 @@ class ContextLibrary:
         if entry.damage is not None or manifest is None or manifest.key_check != self._key_check:
             return False
         known = Known.of(entry.path, manifest)
-        return known.digest not in self._damaged and self._index.ids(known, form) is not None
+        return known.digest not in self._damaged and self._index.text(known, form) is not None
 
     def _check_size(self, size: int) -> None:
         if size > self.max_bytes:

@@ -8,6 +8,7 @@ import copy
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from ..history.position_history import check_form
 from ..history.records import RecordFormat
 from ..history.state import DTYPES, is_tensor
 from ..memory.machine import check_descriptors, free_memory
+from ..model.conversation import beyond_positions
 from ..model.fingerprint import check_fingerprint
 from ..model.geometry import LayerShape, seen_layers, stated_shape
+from ..model.media import Medium
 from ..model.place import attention_devices
 from ..stores.base import FreezableStore
 from ..stores.encryption import load_key, open_guard
@@ -34,6 +37,8 @@ from .state import ContextReader, NoRoomError, StoredLayer, check_key, most_of_c
 
 # ----------------------------------------------------------------- checks of a context's trees against its manifest
 
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
 
 def token_ids(tree: Any, batch: int, tokens: int) -> torch.Tensor:
     """The token ids (batch, tokens), int64, in a cache's state. Raises `ContextError`."""
@@ -42,6 +47,20 @@ def token_ids(tree: Any, batch: int, tokens: int) -> torch.Tensor:
         raise not_whole("cache", f"its token ids are {shown(ids)}, the manifest says {(batch, tokens)} torch.int64")
     checked: torch.Tensor = ids
     return checked
+
+
+def media_in(tree: Any, ids: torch.Tensor) -> tuple[Medium, ...]:
+    """The pictures and sounds in a cache's state with these ids (B, T): none in contexts of text, or of earlier
+    versions. Raises `ContextError`."""
+    given: Any = tree.get("media", [])
+    if not isinstance(given, list):
+        raise not_whole("cache", f"its media are {shown(given)}")
+    for one in given:
+        fits = isinstance(one, tuple) and len(one) == 4 and all(type(number) is int for number in one[:3])
+        fits = fits and 0 <= one[0] < len(ids) and 0 <= one[1] < one[2] <= ids.shape[1]
+        if not fits or not isinstance(one[3], str) or _DIGEST.fullmatch(one[3]) is None:
+            raise not_whole("cache", f"one of its media is {shown(one)}")
+    return tuple(Medium(*one) for one in given)
 
 
 class LayersOf:
@@ -387,7 +406,7 @@ class LayersInTurn:
 
     Attributes:
         cache: has the open layer, and no tokens; to be closed.
-        has_model_state: the model's own code keeps a state for the context.
+        has_model_state: the model's own code keeps a state for the context, besides an offset of positions.
         on_error: called with the error of a layer that cannot be opened, before it is raised.
     """
 
@@ -403,7 +422,7 @@ class LayersInTurn:
             self._folder.close()
             raise
         with closed_on_error(self), _not_whole():
-            self.has_model_state = bool(_state(self._reader, self._manifest)["model"])
+            self.has_model_state = beyond_positions(_state(self._reader, self._manifest)["model"])
             _check_layers(self.cache, self._manifest)
         self._devices, self._sizes = attention_devices(self.cache.model), LayersOf(self.cache.model)
         self.on_error: Callable[[Exception], object] = lambda error: None
@@ -457,7 +476,7 @@ def _state(reader: ContextReader, manifest: Manifest) -> Any:
     """The state besides the layers."""
     batch, tokens = manifest.batch, manifest.tokens
     state = reader.state(manifest.state, "cache", binding=manifest.binding, most=most_of_cache(batch, tokens))
-    token_ids(state, batch, tokens)
+    media_in(state, token_ids(state, batch, tokens))
     return state
 
 

@@ -27,6 +27,7 @@ from ..memory.plan import MemoryPlan, Planned
 from ..model import attach
 from ..model.attention_call import untraced
 from ..model.geometry import Geometry, rows_of_ids
+from ..model.media import Media
 from ..model.peft_adapters import adapter_fields
 from ..model.place import OwnModel, device_type, inner_model, no_place, unoffloaded
 from ..model.plain_caches import crops_all
@@ -59,6 +60,8 @@ class OffloadCache(Cache):
     layer_class: ClassVar[type[OffloadLayer]] = OffloadLayer
     given: frozenset[str] = frozenset()  # names of the fields that the user gave to `for_budget`
     identity: dict[str, str] | None = None  # the model's fingerprint to save with; None: the present one
+    media: Media | None = None
+    """See `Attachable.media`."""
     goals: ClassVar[Goals] = Goals()
     """The fields that `goal` of a budget stands for."""
     selects: ClassVar[bool] = False
@@ -490,16 +493,9 @@ class OffloadCache(Cache):
 
     @classmethod
     def open(
-        cls,
-        directory: str | os.PathLike[str],
-        model: Any,
-        memory: int | str | None = None,
-        path: str | Path | None = None,
-        *,
-        tokenizer: Any = None,
-        expect: str | None = None,
-        **fields: Any,
-    ) -> Self:
+        cls, directory: str | os.PathLike[str], model: Any, memory: int | str | None = None,
+        path: str | Path | None = None, *, tokenizer: Any = None, expect: str | None = None, **fields: Any,
+    ) -> Self:  # fmt: skip
         """Open a cache with the content that `save` saved, without prefill. Keys and values are read only when a step
         needs them.
 

@@ -14,6 +14,7 @@ from ..contexts.open import select_kept_rows
 from ..errors import BudgetError, SeamLostError, StoreError, UnsupportedModelError
 from ..memory.account import RECORDS, storage_bytes
 from ..model.conversation import Conversation
+from ..model.media import Medium
 from ..model.plain_caches import crops_all
 from ..report.progress import PromptProgress
 from .layer import OffloadLayer
@@ -312,6 +313,12 @@ class Contents:
                 self._cropped = kept
                 error.add_note(f"some layers are cropped: after the next call the cache holds {kept:,} tokens")
             raise
+        self._truncate(kept)
+
+    def _truncate(self, kept: int) -> None:
+        """Keep the first `kept` ids, and their media."""
+        if any(medium.stop > kept for medium in self.tokens.media):
+            self.conversation.forget_positions()
         self.tokens.truncate(kept)
 
     def _end_crop(self) -> None:
@@ -321,7 +328,7 @@ class Contents:
         for layer in self.offloaded:
             if layer.length > self._cropped:
                 layer.crop(self._cropped - layer.length)
-        self.tokens.truncate(self._cropped)
+        self._truncate(self._cropped)
         self._cropped = None
 
     def forget(self, model: PreTrainedModel | None) -> None:
@@ -423,11 +430,12 @@ class Contents:
 
     def capture(self, sequences: int, tokens: int) -> dict[str, Any]:
         """The state besides the layers, for `sequences` of `tokens` tokens, as a tree for `restore`."""
-        return {"ids": self.tokens.capture(sequences, tokens), "model": self.conversation.capture()}
+        tree = {"ids": self.tokens.capture(sequences, tokens), "model": self.conversation.capture()}
+        return tree if not self.tokens.media else {**tree, "media": list(map(tuple, self.tokens.media))}
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Take over a captured state; for a new cache."""
-        self.tokens.restore(tree["ids"])
+        self.tokens.restore(tree["ids"], (Medium(*one) for one in tree.get("media", ())))
         self.conversation.restore(tree["model"], len(tree["ids"]))
         self._resumed = True
 

@@ -13,6 +13,7 @@ import torch
 from ..errors import ConfigError, ContextError, PromptError, shown
 from ..memory.account import MemoryAccount
 from ..model.attention_call import AttentionCall
+from ..model.conversation import beyond_positions
 from ..model.geometry import unknown_shapes
 from ..model.look_ahead import length_dependent, reason_against_pieces
 from .cache import OffloadCache
@@ -201,7 +202,7 @@ class Filling:
         they do, and can be copied."""
         if padded and "position_ids" not in inspect.signature(cache.model.forward).parameters:
             return "its model takes no position_ids, so padding may move its tokens"
-        if cache.contents.conversation.capture():
+        if beyond_positions(cache.contents.conversation.capture()):
             return "its model keeps a state for all sequences together"
         return Filling.reason_against(cache)
 

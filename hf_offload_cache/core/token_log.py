@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from ..history.state import Array, State
 from ..kernels.on_a_device import to_host
 from ..memory.account import MemoryAccount
+from ..model.media import Medium
 
 
 class TokenLog:
@@ -31,6 +33,8 @@ class TokenLog:
         self._most = max_context
         self._ids = torch.empty(0, 0, dtype=torch.int64, device="cpu")
         self.length = 0
+        self.media: tuple[Medium, ...] = ()
+        """Pictures and sounds whose placeholders are among the ids, as far as they are known."""
         self._there: list[tuple[int, torch.Tensor]] = []  # a position, and ids from there on, as stored, on a device
         self.padded = False
         """Some stored token is padding, or may be, because a device has not said: see `has_padding`."""
@@ -52,7 +56,7 @@ class TokenLog:
     def _forget(self) -> None:
         """Free the ids; an empty view would keep the memory."""
         self._account.free("token ids", self._ids)
-        self._there = []
+        self._there, self.media = [], ()
         self._ids = torch.empty(0, 0, dtype=torch.int64, device="cpu")
         self.padded = False
 
@@ -94,9 +98,10 @@ class TokenLog:
             held[:, :known] = self._known()[:, :known]
         return held
 
-    def restore(self, held: torch.Tensor) -> None:
-        """Take over a captured state, in an empty log."""
+    def restore(self, held: torch.Tensor, media: Iterable[Medium] = ()) -> None:
+        """Take over a captured state, in an empty log, and the media in it."""
         self.append(held, 0)
+        self.media = tuple(media)
         self.padded = True  # perhaps
         self._look_for_padding()
 
@@ -108,6 +113,8 @@ class TokenLog:
         if self._there and (at < self.length or there > self._MOST_THERE or ids.shape[0] != self.batch):
             self._known()
         self.length = min(self.length, at)
+        if self.media:
+            self.media = tuple(medium for medium in self.media if medium.stop <= at)
         if stop > self._ids.shape[1] or ids.shape[0] != self._ids.shape[0]:
             self.length = self.length if ids.shape[0] == self.batch else 0
             if not self.length:
@@ -128,6 +135,7 @@ class TokenLog:
         """Keep the first `length` ids of every row."""
         self._known()
         self.length = min(self.length, length)
+        self.media = tuple(medium for medium in self.media if medium.stop <= length)
         if not self.length:
             self._forget()
         self._look_for_padding()
@@ -136,7 +144,11 @@ class TokenLog:
         """Replace row i by the present row `rows[i]`."""
         self._known()
         if self.length:
-            self.STATE.select_rows(self, rows.nonzero().reshape(-1) if rows.dtype == torch.bool else rows)
+            rows = rows.nonzero().reshape(-1) if rows.dtype == torch.bool else rows
+            self.STATE.select_rows(self, rows)
+            if self.media:
+                each = enumerate(rows.tolist())
+                self.media = tuple(one._replace(row=to) for to, row in each for one in self.media if one.row == row)
         self._look_for_padding()
 
     def _look_for_padding(self) -> None:

@@ -262,11 +262,12 @@ def offload(
         path: folder on the disk to use; None: the library's, or the temporary folder.
         library: a `ContextLibrary`, or the folder of one. A request starts from the longest beginning of its prompt
             that an earlier one has left there, in whichever process, and leaves its own text, which is saved after its
-            result has been returned. The end of the `with` waits for that. Prompts with other content than token ids
-            (pictures, embeddings) do not use it, nor do beginnings of less than 1/32 of the prompt. A request that
-            meets a damaged context is computed from the start. So is one whose disk is full, after contexts were
-            evicted. If it is still full, the request has `DynamicCache`, unless that takes more than `floor`. With a
-            library short requests, too, have an offloading cache.
+            result has been returned. The end of the `with` waits for that. Pictures and sounds match by a digest of
+            their inputs, for the models that the documentation lists. Prompts with others, or with embeddings, do not
+            use it, nor do beginnings of less than 1/32 of the prompt. A request that meets a damaged context is
+            computed from the start. So is one whose disk is full, after contexts were evicted. If it is still full, the
+            request has `DynamicCache`, unless that takes more than `floor`. With a library short requests, too, have an
+            offloading cache.
         library_memory: maximum memory, bytes or a size, of the latest contexts, which stay open after they were saved,
             so that a request begins with one of them sooner. It is not part of a request's `memory`.
         fields: fields of the cache's configuration.
@@ -387,8 +388,10 @@ class _Way:
     def serve(self, model: Any, request: Request, run: Run, kwargs: Mapping[str, Any]) -> Any:
         """The result of this request, with a cache unless `DynamicCache` is better."""
         reuse = self.done.reuse
-        if reuse is None or not reuse.serves(request):
+        identified = None if reuse is None else reuse.identified(request, model, kwargs)
+        if reuse is None or identified is None:
             return self._with_cache(model, request, self._made(model, request), run)
+        request = identified
         opened = self._opened(model, request, reuse)
         replay = Replay(model, kwargs)
         try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,8 +22,11 @@ from ..contexts.save import empty_twin, fork
 from ..core.cache import OffloadCache
 from ..core.filling import Filling, Opened, Source
 from ..errors import BudgetError, ContextError, StoreError
+from ..model.conversation import beyond_positions
 from ..model.fingerprint import full_fingerprint
-from ..model.own_generate import Request
+from ..model.media import Media, Medium, media_of, of_row, whole
+from ..model.own_generate import Request, beside_text
+from ..model.place import inner_model
 
 Result = TypeVar("Result")
 
@@ -58,9 +62,24 @@ class Reuse:
         self._lock = threading.Lock()
         """For `_saving` and `_open`, and while an open one is forked."""
 
-    def serves(self, request: Request) -> bool:
-        """Whether the request's ids identify its content, and it may use the library."""
-        return request.ids is not None and not getattr(self._private, "now", False)
+    def identified(self, request: Request, model: Any, call: Mapping[str, Any]) -> Request | None:
+        """The request with its pictures and sounds told apart, of which the keyword arguments `call` have the content.
+        None: it may not use the library, or ids and media do not identify its content, which `trouble` then says."""
+        if request.ids is None or getattr(self._private, "now", False):
+            return None
+        if not request.has_others:
+            return request
+        inner = inner_model(model)
+        media: Media | str = media_of(inner, request.ids, beside_text(call))
+        if isinstance(media, Media) and media.marks and request.rows != len(request.ids):
+            media = "its sequences are several to a prompt (beams, or several answers)"
+        configs = (call, vars(call.get("generation_config") or inner.generation_config))
+        if isinstance(media, Media) and media.marks and any(one.get("prefill_chunk_size") for one in configs):
+            media = "prefill_chunk_size divides its prompt"
+        if isinstance(media, str):
+            self.note(f"a prompt of {type(inner).__name__} neither used the library nor was stored: {media}")
+            return None
+        return request._replace(media=media)
 
     @contextlib.contextmanager
     def private(self) -> Iterator[None]:
@@ -83,17 +102,26 @@ class Reuse:
         beginnings of a batch's rows are copied, each from a context of its own; None: they are not.
         """
         self.settle()
-        ids = request.ids
-        assert ids is not None
         rows = None if make is None else self._rows(request, model, cls, fields)
-        copied = None if rows is None or make is None else self._copied(request, rows, model, cls, make, fields)
-        if copied is not None:
-            return copied
+        found = None if rows is None or make is None else self._copied(request, rows, model, cls, make, fields)
+        found = found or self._whole(request, model, cls, limits, fields)
+        if found is not None and request.media.marks:
+            found[0].media = request.media
+            found[0].contents.conversation.forget_positions()
+        return found
+
+    def _whole(
+        self, request: Request, model: Any, cls: type[OffloadCache], limits: Sequence[int | str | None],
+        fields: dict[str, Any],
+    ) -> tuple[OffloadCache, int] | None:  # fmt: skip
+        """As `take`, from one context with all rows."""
+        ids, media = request.ids, request.media.marks
+        assert ids is not None
         size = {"max_context": request.tokens, "max_batch": request.rows}
 
         def within(memory: int | str | None) -> tuple[OffloadCache, int] | None:
             return self._forked(request, model, cls, memory, fields) or _opened(
-                memory, self.library, ids, model, cls, attention_mask=request.mask, **size, **fields
+                memory, self.library, ids, model, cls, attention_mask=request.mask, media=media, **size, **fields
             )
 
         try:
@@ -113,20 +141,24 @@ class Reuse:
         if request.ids is None or len(request.ids) < 2 or (pads := _left_padding(request.mask)) is None:
             return None
         pads = pads or [0] * len(request.ids)
-        found, ends = dict[bytes, Match | None](), list[int]()
-        matches = list[Match | None]()
-        for ids, pad in zip(request.ids.cpu(), pads, strict=True):
-            name = ids[pad:].numpy().tobytes()
+        found, ends = dict[tuple[bytes, tuple[Medium, ...]], Match | None](), list[int]()
+        matches, marks = list[Match | None](), request.media.marks
+        for row, (ids, pad) in enumerate(zip(request.ids.cpu(), pads, strict=True)):
+            media = of_row(marks, row, pad)
+            name = ids[pad:].numpy().tobytes(), media
             if name not in found:
-                found[name] = self.library.find(ids[pad:], model, cls, like=fields) if pad < len(ids) else None
+                find = functools.partial(self.library.find, ids[pad:], model, cls, like=fields, media=media)
+                found[name] = find() if pad < len(ids) else None
             match = found[name]
             matches.append(match)
             ends.append(pad + (0 if match is None else match.matched))
-        width = min(ends)
+        width = whole(marks, min(ends))
         read = {match.path for match, pad in zip(matches, pads, strict=True) if match is not None and pad < width}
         if not read or sum(max(0, width - pad) for pad in pads) < LEAST_COPIED * len(read):
             return None
-        batch = self.library.find(request.ids, model, cls, attention_mask=request.mask, least=LEAST, like=fields)
+        batch = self.library.find(
+            request.ids, model, cls, attention_mask=request.mask, least=LEAST, like=fields, media=marks
+        )
         return (matches, width) if batch is None or batch.matched < width else None
 
     def _copied(
@@ -155,6 +187,7 @@ class Reuse:
                     given = [None if row or match is None else (sources[match.path], 0)
                              for match, row in zip(matches, hidden, strict=True)]  # fmt: skip
                     Filling(cache).copy(ids[:, :width], padding, given, ids.shape[1] - width)
+                    _mark(cache, request.media.marks)
                     return _repeated(cache, request), int((~padding).sum()) * (request.rows // len(ids))
         except (BudgetError, ContextError, StoreError) as error:
             self.note(f"rows of a batch were computed from the start: {error}")
@@ -170,7 +203,7 @@ class Reuse:
             if cache is not None and _is_on(cache, model):
                 self._open[match.path] = self._open.pop(match.path)  # used last
                 twin = closing.enter_context(fork(cache))
-                return None if twin.contents.conversation.capture() else Opened(twin)
+                return None if beyond_positions(twin.contents.conversation.capture()) else Opened(twin)
         fields = {**fields, "block_tokens": _BLOCK}
         context = closing.enter_context(contextlib.closing(self.library.open_match(match, model, cls, **fields)))
         return None if context.has_model_state else context
@@ -182,7 +215,9 @@ class Reuse:
         if not self._open or request.ids is None:
             return None
         least = _least(request.ids)
-        match = self.library.find(request.ids, model, cls, attention_mask=request.mask, least=least, like=fields)
+        match = self.library.find(
+            request.ids, model, cls, attention_mask=request.mask, least=least, like=fields, media=request.media.marks
+        )
         with self._lock:
             cache = None if match is None else self._open.get(match.path)
             if cache is None or match is None or not _is_on(cache, model):
@@ -199,6 +234,8 @@ class Reuse:
         """Save the content of `cache` and close it, in another thread. Raises nothing."""
         if cache.adapters != {"adapters": "none"}:
             cache.identity = full_fingerprint(cache.given_model)  # the next request may switch them
+        if request.media.marks:
+            _mark(cache, request.media.marks)
         saved = self._saver.submit(self._save, cache, request, cache.given_model)
         with self._lock:
             self._saving = [one for one in self._saving if not one.done()] + [saved]
@@ -315,6 +352,11 @@ def _left_padding(mask: torch.Tensor | None) -> list[int] | None:
     return None if any(bool((row[pad:] == 0).any()) for row, pad in zip(mask, pads, strict=True)) else pads
 
 
+def _mark(cache: OffloadCache, marks: Sequence[Medium]) -> None:
+    """Note the pictures and sounds of a prompt that the cache has stored completely."""
+    cache.contents.tokens.media = tuple(mark for mark in marks if mark.stop <= cache.contents.tokens.length)
+
+
 def _alone(cache: OffloadCache, row: int, pad: int) -> OffloadCache:
     """One sequence of `cache` without the `pad` tokens at its beginning; the caller closes both."""
     twin = fork(cache)
@@ -327,6 +369,8 @@ def _alone(cache: OffloadCache, row: int, pad: int) -> OffloadCache:
         with closed_on_error(single):
             ids = twin.input_ids[:, pad:]
             Filling(single).copy(ids, torch.zeros_like(ids, dtype=torch.bool), [(Opened(twin), pad)], 0)
+            single.contents.conversation.restore(twin.contents.conversation.capture(), 1)
+            _mark(single, of_row(twin.contents.tokens.media, 0, pad))
         return single
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .masks import mask_at as mask_at
     from .masks import seen_before as seen_before
     from .masks import shown as shown
+    from .media import media_of as media_of
     from .place import TESTED as TESTED
     from .place import decoder_blocks as decoder_blocks
     from .place import no_place as no_place
@@ -51,6 +52,7 @@ _HOME = {
     "full_fingerprint": "fingerprint",
     "mask_at": "masks",
     "may_crop": "plain_caches",
+    "media_of": "media",
     "no_place": "place",
     "reason_against_pieces": "look_ahead",
     "release": "attach",

@@ -66,7 +66,11 @@ class PreparePositions(MethodOnModel):
             self.turn_to_others()
             return self.method()(inputs_tensor, model_kwargs)
         with cache.conversing(begins=True):
-            return self.method()(inputs_tensor, model_kwargs)
+            positions = self.method()(inputs_tensor, model_kwargs)
+        if cache.media is not None:  # positions are those of all media, and only the new ones are encoded
+            cache.media.keep_behind(cache.held(), model_kwargs)
+            cache.media = None
+        return positions
 
 
 class Prefill(MethodOnModel):

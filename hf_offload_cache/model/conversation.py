@@ -35,6 +35,8 @@ _DEPTH, _MOST = 3, 10_000
 _WATCHED = 2
 """Forwards of a new conversation after which the model is searched for what cannot be followed: its prompt, and one
 step over a history."""
+_POSITIONS = "rope_deltas"
+"""Name of the attribute with the offset of positions behind pictures."""
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
@@ -228,6 +230,12 @@ class Conversation:
         """Reset the state, because the cache is empty again."""
         self.values, self._settled, self._prepared, self.running, self._watched = None, None, False, 0, 0
 
+    def forget_positions(self) -> None:
+        """Forget the offset of later positions, because other pictures precede them now. The model's code computes it
+        again from a complete prompt."""
+        if self._settled is not None:
+            self._settled = {key: value for key, value in self._settled.items() if not key.endswith(_POSITIONS)}
+
     def _continue(self, held: int) -> None:
         if not held:
             self._settled, self._watched = None, 0
@@ -321,6 +329,12 @@ class Conversation:
             key: value.to(slots[key].device, copy=True) if isinstance(value, torch.Tensor) else value
             for key, value in tree.items()
         }
+
+
+def beyond_positions(tree: dict[str, Any]) -> bool:
+    """Whether a captured state has more than the offset of later positions, which is each sequence's own, and which the
+    model's code computes again from a complete prompt."""
+    return any(not key.endswith(_POSITIONS) for key in tree)
 
 
 def _is_followed(value: Any) -> bool:

@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..errors import CacheUnusedError, PromptError
 from .geometry import rows_of_ids
+from .media import Media, has_tensor
 from .method_on_model import MethodOnModel, replaced_method
 from .peft_adapters import prompt_adapter
 from .seam import Attachable, is_attachable, unwrapped
@@ -34,9 +35,13 @@ class Request(NamedTuple):
     candidates: bool = False
     """It verifies candidates."""
     ids: torch.Tensor | None = None
-    """The prompt's token ids (B, T), if they identify all of its content; `rows` is a multiple of B."""
+    """The prompt's token ids (B, T), if they identify all of its content but its media; `rows` is a multiple of B."""
     mask: torch.Tensor | None = None
     """Its attention mask (B, T), 0 at padding."""
+    has_others: bool = False
+    """The call has other tensors besides, such as pictures."""
+    media: Media = Media()
+    """The prompt's pictures and sounds, once `Reuse` has told them apart."""
 
 
 USE_CACHE_IS_FALSE = (
@@ -230,20 +235,26 @@ def _request(
     virtual = 0 if adapter is None else adapter.num_virtual_tokens
     most = int(end + ahead + 1 + virtual + _picture_tokens(model, kwargs))
     ids, mask = (None, None) if virtual else _text_of(model, args, kwargs, rows)
-    return Request(rows, most, ahead > 0, ids, mask)
+    return Request(rows, most, ahead > 0, ids, mask, any(has_tensor(one) for one in beside_text(kwargs).values()))
+
+
+TEXT = ("inputs", "input_ids", "attention_mask")
+"""Arguments of `generate` with a prompt's ids and their mask."""
+
+
+def beside_text(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a `generate` call besides the ids and their mask."""
+    return {name: value for name, value in kwargs.items() if name not in TEXT}
 
 
 def _text_of(
     model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Ids and attention mask of a prompt of nothing but text; else None. Other tensors, such as pictures, embeddings or
-    positions, change keys that have the same ids."""
+    """Ids and attention mask of a prompt of one sequence of ids for each row; else None."""
     given = [*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")]
     prompts = [one for one in given if isinstance(one, torch.Tensor)]
-    texts = ("inputs", "input_ids", "attention_mask")
-    others = [one for name, one in kwargs.items() if name not in texts and _has_tensor(one)]
     mask = kwargs.get("attention_mask")
-    if len(prompts) != 1 or others or prompts[0].ndim != 2 or prompts[0].is_floating_point():
+    if len(prompts) != 1 or prompts[0].ndim != 2 or prompts[0].is_floating_point():
         return None, None
     ids = prompts[0]
     if not ids.numel() or rows % len(ids) or rows_of_ids(model) > 1:
@@ -251,12 +262,6 @@ def _text_of(
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != ids.shape):
         return None, None
     return ids, mask
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, dict | list | tuple):
-        return any(map(_has_tensor, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, torch.Tensor)
 
 
 def _picture_tokens(model: PreTrainedModel, kwargs: dict[str, Any]) -> int:

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..report.trace import NO_TIMELINE, Timeline
 from .attention_call import untraced
+from .media import Media
 from .place import decoder_blocks
 
 # The methods that hooks call on a forward's cache
@@ -30,6 +31,10 @@ class Attachable(Protocol):
     watches_blocks: bool = True
     """Whether events of blocks and their attention are wanted. An attached cache calls `attach.watch_blocks` after a
     change."""
+
+    media: Media | None = None
+    """The pictures and sounds of the coming prompt, of which the cache has stored the first ones; None: it stored
+    none."""
 
     def begin_step(self, model: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         """Before the complete model's forward, with all its arguments by name.

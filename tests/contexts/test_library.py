@@ -442,7 +442,7 @@ def test_a_context_that_vanishes_is_passed_over(
         case "listed":
             first_remove(prefixes, "entries")
         case "manifest read":
-            first_remove(prefixes, "read_ids")
+            first_remove(prefixes, "read_text")
         case "matched":
             first_remove(DiskSwapCache, "open")
     opened = library.open(ids, model, **OPEN)
@@ -472,9 +472,9 @@ def test_ids_are_read_once(library: ContextLibrary, model: Any, monkeypatch: pyt
     ids = prompt(model, 1, 40)
     path, gone = keep(library, model, ids[:, :30]), keep(library, model, ids[:, :20])
     assert library.find(ids, model).path == path  # type: ignore[union-attr]
-    reading = prefixes.read_ids
+    reading = prefixes.read_text
     read: list[Path] = []
-    monkeypatch.setattr(prefixes, "read_ids", lambda path, *rest: (read.append(path), reading(path, *rest))[1])
+    monkeypatch.setattr(prefixes, "read_text", lambda path, *rest: (read.append(path), reading(path, *rest))[1])
     assert library.find(ids, model).path == path  # type: ignore[union-attr]
     assert read == []
     library.remove(gone.name)

@@ -350,6 +350,10 @@ def test_states_of_transformers_layers_that_do_not_fit(context: Path, change: Ch
             lambda ids: ids.repeat(1, 2), lambda ids: ids[:, :0],
         ],
         "padded": [DROP, [1]],
+        "media": [
+            None, {}, [1], [()], [(0, 1, 2)], [(5, 1, 2, "0" * 32)], [(0, 2, 2, "0" * 32)], [(0, 1, 2**40, "0" * 32)],
+            [(0, 1, 2, "0" * 31)], [(0, True, 2, "0" * 32)], [(0, 1, 2, 7)],
+        ],
     },
     nothing=lambda tree: {},
 )  # fmt: skip
