@@ -227,7 +227,8 @@ class Reuse:
             twin = fork(cache, memory, **limits, **{name: fields[name] for name in ("candidates",) if name in fields})
         with closed_on_error(twin):
             self.library.watch(twin, match)
-            twin.crop(match.matched - match.tokens)
+            if match.matched < match.tokens:  # a sliding window cannot even be cropped by nothing
+                twin.crop(match.matched - match.tokens)
         return twin, match.matched
 
     def leave(self, cache: OffloadCache, request: Request) -> None:

@@ -158,7 +158,8 @@ def test_a_conversation_with_a_further_picture(name: str, tmp_path: Path) -> Non
     ][: kind.later]
     expected = [answer(own, ids, kind.inputs(ids, given) if len(given) else {}) for ids, given, *_ in later]
 
-    with offload(own, exact=True, library=tmp_path) as done:
+    open_contexts = "64MiB" if name in ("gemma3", "smolvlm") else 0
+    with offload(own, exact=True, library=tmp_path, library_memory=open_contexts) as done:
         for turn, (ids, given, plain) in enumerate(turns):
             with counted(own, kind) as (computed, encoded):
                 assert torch.equal(answer(own, ids, kind.inputs(ids, given)), plain)
@@ -229,6 +230,25 @@ def test_a_context_keeps_its_pictures(tmp_path: Path) -> None:
     assert text is not None
     with text[0] as cache:
         assert "media" not in cache.capture()
+
+
+def test_equal_ids_with_other_pictures_are_another_context(tmp_path: Path) -> None:
+    """Both stay, and each is found by its own picture. Without a digest, none is accepted."""
+    kind, library = KINDS["llava"], ContextLibrary(tmp_path)
+    own, ids, paths = kind.build(), shown(kind, 1), list[Path]()
+    for seed in (1, 2):
+        inputs = kind.inputs(ids, contents(kind, seed))
+        media = media_of(own, ids, inputs)
+        assert not isinstance(media, str)
+        with torch.no_grad(), DiskSwapCache(own, exact=True) as cache:
+            own(input_ids=ids, **inputs, past_key_values=cache)
+            with pytest.raises(ValueError, match="stand for images"):
+                library.save(cache)
+            cache.contents.tokens.media = media.marks
+            paths.append(library.save(cache, instead=True))
+        found = library.find(ids, own, media=media.marks)
+        assert found is not None and (found.path, found.matched) == (paths[-1], ids.shape[1] - 1)
+    assert {entry.path for entry in library.entries()} == {*paths} and len({*paths}) == 2
 
 
 def test_a_model_that_may_not_continue_behind_a_picture(tmp_path: Path) -> None:
