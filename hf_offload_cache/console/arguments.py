@@ -88,6 +88,16 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     add("--strict", action="store_true", help="raise an error for such a request instead")
 
 
+def add_library_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--library` and `--library-bytes`, of all requests, and `--path`."""
+    add = parser.add_argument
+    add("--path", metavar="DIR", help="folder on the disk to use (default: the library's, or the temporary folder)")
+    add("--library", metavar="DIR",
+        help="folder of stored contexts: a request begins with the longest prefix that an earlier one has left there")
+    add("--library-bytes", metavar="SIZE",
+        help="most disk space of the library; the least recently used contexts are removed first (default: 200GB)")
+
+
 def assignment(text: str) -> tuple[str, Any]:
     """Name and value of FIELD=VALUE; see `field_value`."""
     name, equals, value = text.partition("=")

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OURS, ConfigError
-from .arguments import add_cache_arguments, add_request_arguments, add_verb, complain
+from .arguments import add_cache_arguments, add_library_arguments, add_request_arguments, add_verb, complain
 
 _INSTALL = "pip install 'hf-offload-cache[eval]'"
 _PLAIN_NAMES = ("hf", "hf-auto", "huggingface")
 """lm-eval's names of its Hugging Face model."""
 _NAME = "hf-offload"
 """lm-eval's name of `OffloadLM`, once that is imported."""
-_OPTIONS = ("cache", "memory", "goal", "floor", "strict", "path")
+_OPTIONS = ("cache", "memory", "goal", "floor", "strict", "path", "library", "library_bytes")
 """Options of this verb that are arguments of `OffloadLM`."""
 
 
@@ -29,15 +29,13 @@ def add(verbs: Any) -> None:
         "Run lm-eval. All its options and commands may follow, unchanged: hf-offload-cache lm-eval --memory 1/13 "
         "--model hf --model_args pretrained=MODEL --tasks TASKS. Its model hf gets one cache of this library per "
         "request. lm_eval --help lists its options.",
-        max_context="", max_batch="",
+        max_context="", max_batch="", max_bytes="--library-bytes", folder="--library",
     )  # fmt: skip
     parser.allow_abbrev = False  # an abbreviation is lm-eval's
     add_cache_arguments(parser, "dynamic")
-    add = parser.add_argument
     add_request_arguments(parser)
-    parser.set_defaults(strict=None)
-    add("--path", metavar="DIR", help="folder on the disk to use (default: the temporary folder)")
-    parser.set_defaults(rest=[])
+    add_library_arguments(parser)
+    parser.set_defaults(strict=None, rest=[])
     parse = parser.parse_known_args
 
     def parse_own(
@@ -89,13 +87,17 @@ def _with_cache(evaluate: Callable[..., Any], given: dict[str, Any]) -> Callable
         twice = sorted(given.keys() & (model_args or {}).keys())
         if twice:
             raise ConfigError(f"{twice[0]} is both an option and in --model_args: leave one of them out")
-        return evaluate(model=_NAME, model_args={**(model_args or {}), **given}, **others)
+        together = {**(model_args or {}), **given}
+        if "library_bytes" in together and together.get("library") is None:
+            raise ConfigError("--library-bytes is for a library: give --library DIR too")
+        return evaluate(model=_NAME, model_args=together, **others)
 
     return evaluate_with_cache
 
 
 def _with_requests(table: Callable[..., str]) -> Callable[..., str]:
-    """lm-eval's `make_table`, with the cache and the requests that did not use it above the table."""
+    """lm-eval's `make_table`, with the cache, the requests that did not use it and the tokens that a library had above
+    the table."""
 
     def make_table(results: Any, *others: Any, **more: Any) -> str:
         config = results.get("config", {})
@@ -105,6 +107,8 @@ def _with_requests(table: Callable[..., str]) -> Callable[..., str]:
             f"requests: {config['cache_requests']}, left plain: {config['cache_plain_requests']}, "
             f"at floor: {config['cache_floor_requests']}"
         )
+        if "cache_reused_tokens" in config:
+            counts += f"\ntokens from the library: {config['cache_reused_tokens']:,}"
         return f"cache: {config['cache']}\n{counts}\n{table(results, *others, **more)}"
 
     return make_table

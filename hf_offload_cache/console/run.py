@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .arguments import add_cache_arguments, add_request_arguments, add_verb
+from .arguments import add_cache_arguments, add_library_arguments, add_request_arguments, add_verb
 
 if TYPE_CHECKING:
     from ..contexts.library import ContextLibrary
@@ -37,11 +37,7 @@ def add(verbs: Any) -> None:
     add_cache_arguments(parser)
     add = parser.add_argument
     add_request_arguments(parser)
-    add("--path", metavar="DIR", help="folder on the disk to use (default: the library's, or the temporary folder)")
-    add("--library", metavar="DIR",
-        help="folder of stored contexts: a request begins with the longest prefix that an earlier one has left there")
-    add("--library-bytes", metavar="SIZE",
-        help="most disk space of the library; the least recently used contexts are removed first (default: 200GB)")
+    add_library_arguments(parser)
     add("--library-memory", metavar="SIZE", help="memory for contexts of the library that stay open (default: none)")
     add("--key", metavar="FILE", type=Path, help="encryption key of the library: 32 bytes or 64 hex digits")
     add("-m", dest="module", action="store_true", help="PROGRAM is a module")

@@ -414,11 +414,16 @@ def test_the_table_says_which_cache_it_was(monkeypatch: pytest.MonkeyPatch, caps
         counts = {"cache_requests": 5, "cache_plain_requests": 3, "cache_floor_requests": 2}
         used = "disk-swap, but dynamic for 3 of 5 requests"
         print(lm_eval.utils.make_table({"results": "a task", "config": {"cache": used, **counts}}))
+        counts["cache_reused_tokens"] = 1234
+        print(lm_eval.utils.make_table({"results": "another", "config": {"cache": used, **counts}}))
         print(lm_eval.utils.make_table({"results": "hf's", "config": {}}, "groups"))
 
     assert command(run) == 0
     said = ["cache: disk-swap, but dynamic for 3 of 5 requests", "requests: 5, left plain: 3, at floor: 2"]
-    assert capsys.readouterr().out.splitlines() == [*said, "table of a task", "table of hf's"]
+    read = "tokens from the library: 1,234"
+    assert capsys.readouterr().out.splitlines() == [
+        *said, "table of a task", *said, read, "table of another", "table of hf's"
+    ]  # fmt: skip
     assert lm_eval.utils.make_table is before
 
 
@@ -441,9 +446,11 @@ def test_an_error_of_an_evaluation_keeps_its_traceback(kind: type[Exception]) ->
         command(made["evaluate"])
 
 
-OWN = ["--memory", "1/13", "--set", "num_selected=40", "--cache", "cluster", "--strict"]
+OWN = ["--memory", "1/13", "--set", "num_selected=40", "--cache", "cluster", "--strict", "--library", "a folder",
+       "--library-bytes", "20GB"]  # fmt: skip
 THEIRS = ["--model", "hf", "--model_args", "pretrained=a/b,dtype=bfloat16", "--tasks", "one", "two", "-b", "4"]
-GIVEN = {"cache": "cluster", "memory": "1/13", "strict": True, "num_selected": 40}
+GIVEN = {"cache": "cluster", "memory": "1/13", "strict": True, "num_selected": 40, "library": "a folder",
+         "library_bytes": "20GB"}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [[*OWN, *THEIRS], [*THEIRS, *OWN], [*OWN[:2], *THEIRS[:6], *OWN[2:], *THEIRS[6:]],
@@ -474,6 +481,10 @@ def test_arguments_of_a_file_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("words", "told"), [
     (["--model", "vllm", "--memory", "1/3"], "--model must be hf or hf-offload, got 'vllm'"),
     (["--model_args", "memory=1/2", "--memory", "1/3"], "memory is both an option and in --model_args"),
+    (["--model_args", "library=a", "--library", "b"], "library is both an option and in --model_args"),
+    (["--library-bytes", "1GB"], "--library-bytes is for a library: give --library DIR too"),
+    (["--library", "a", "--set", "exact=bitwise"], "--library: with --set exact=bitwise each text is computed in one"),
+    (["--library", "a", "--library-bytes", "a lot"], "--library-bytes must be"),
 ])  # fmt: skip
 def test_what_this_library_cannot_do_is_one_line(
     words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
