@@ -77,7 +77,8 @@ def test_a_plain_cache_copies_nothing() -> None:
 def test_windows_next_to_offloaded_layers_are_the_models_own() -> None:
     """Their keys and values are cut from longer tensors, and copied: each from its own memory on the device."""
     wanted = steps(fresh("gemma3"), DynamicCache(config=fresh("gemma3").config), lambda ids: ids, Counts())
-    with on_the_device(fresh("gemma3"), 0) as (model, counts), cache_class("disk-swap")(model, engine="memory") as cache:
+    on_device = on_the_device(fresh("gemma3"), 0)
+    with on_device as (model, counts), cache_class("disk-swap")(model, engine="memory") as cache:
         found = steps(model, cache, Fake, counts)
         assert cache.layers[0].is_sliding and cache.layers[0].keys.shape[2] < 20
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
