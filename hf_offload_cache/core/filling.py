@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -122,7 +122,7 @@ class _Reader:
 
     def __init__(self, layer: OffloadLayer, stop: int, account: MemoryAccount) -> None:
         self.layer, self._account = layer, account
-        self._blocks = _in_order(layer, stop)
+        self._blocks = in_order(layer, stop)
         self._kept: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._read = 0
 
@@ -153,13 +153,33 @@ class _Reader:
         self.forget(self._read)
 
 
-def _in_order(layer: OffloadLayer, stop: int) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
+def in_order(layer: OffloadLayer, stop: int) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values (B, H, t, D) before token `stop`, in blocks, each valid until the next."""
     for keys, values, places in layer.blocks(stop):
         if places is not None:  # a history in another order is put in order as a whole
             yield layer.whole(stop)
             return
         yield keys, values
+
+
+def extend(
+    cache: OffloadCache, ids: torch.Tensor, parts: Callable[[int], Iterable[tuple[torch.Tensor, torch.Tensor]]]
+) -> None:
+    """Add ids (1, t), whose keys and values were computed elsewhere, behind the tokens of an exact cache.
+
+    `parts`: for a layer's index its keys (1, Hk, ·, Dk) and values (1, Hv, ·, Dv) in order, of t tokens together, on
+    any device; each is copied before the next is asked for. After an exception the cache has to be reset or closed.
+    """
+    account, device, known = cache.storage.account, cache.model.device, cache.held()
+    for layer in cache.offloaded:
+        for keys, values in parts(layer.layer_idx):
+            with account.holding(_COPIED, keys.nbytes + values.nbytes):
+                layer.take(keys.to(device), values.to(device))
+        layer.end_step()
+    if not known:
+        cache.begin_context()
+    cache.contents.tokens.append(ids.to("cpu"), known)
+    cache.contents.account_live()
 
 
 PromptAttention = Callable[[OffloadLayer, AttentionCall], Output]

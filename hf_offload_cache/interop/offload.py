@@ -29,9 +29,10 @@ from ..model.place import (
     no_place,
     nothing_to_offload,
 )
-from ..model.plain_caches import plain_caches
+from ..model.plain_caches import CONTINUOUS, plain_caches
 from ..registry import cache_class
 from ..report.report import CacheReport, html_table
+from .pages import PagedReuse
 from .reuse import Reuse
 
 FLOOR = "64MiB"
@@ -161,8 +162,8 @@ class Offloading:
     requests_left_plain: int = 0
     """Requests with transformers' own cache, because an offloading one was of no use or not used: short ones (see
     `request_cache`), those of models with nothing to offload (in `offload_all`), and generations that made their own
-    cache (continuous batching, a model's own loop, a forward with `use_cache=True`); with a library, also requests
-    whose disk was full."""
+    cache (a manager of continuous batching, a model's own loop, a forward with `use_cache=True`); with a library, also
+    requests whose disk was full."""
     plain_reasons: dict[str, int] = field(default_factory=dict)
     """Number of `requests_left_plain` for each reason."""
     requests_repeated: int = 0
@@ -186,6 +187,10 @@ class Offloading:
             self.requests_at_floor += at_floor
             self.tokens_reused += reused
 
+    def _note_reused(self, tokens: int) -> None:
+        with self._lock:
+            self.tokens_reused += tokens
+
     def _note_repeated(self) -> None:
         with self._lock:
             self.requests_repeated += 1
@@ -204,6 +209,9 @@ class Offloading:
             counts.append(f"{self.requests_left_plain} were left plain")
         if self.reuse is not None:
             counts.append(f"{self.tokens_reused:,} tokens of their prompts came from the library")
+            if self.reuse.without_pages:
+                computed = "computed a stored beginning, because too few pages were free"
+                counts.append(f"{self.reuse.without_pages} {computed}")
         if self.requests_repeated:
             counts.append(
                 f"{self.requests_repeated} were computed again without it, because a context could not be read or did "
@@ -223,6 +231,7 @@ class Offloading:
         if self.reuse is not None:
             rows.append(("tokens from the library", f"{self.tokens_reused:,}"))
             rows.append(("computed again without it", str(self.requests_repeated)))
+            rows += [("without free pages", str(self.reuse.without_pages))] if self.reuse.without_pages else []
         if not self.requests and not self.requests_left_plain:
             rows.append(("note", _NO_REQUEST))
         return html_table("requests", rows) + ("" if self.report is None else self.report._repr_html_())
@@ -289,7 +298,11 @@ def offload(
             if part in parts:
                 way.note_unseen(part, why)
 
-        with plain_caches(note, way.within):
+        def serve_pages(part: Any, manager: Any) -> None:
+            if part in parts:
+                way.serve_pages(part, manager)
+
+        with plain_caches(note, way.within, serve_pages):
             if has_own_generate(inner) and not has_own_loop(inner):
                 # it may call the class's or a part's `generate`, not the model's attribute
                 def serve_part(part: Any, request: Request, run: Run, kwargs: Mapping[str, Any]) -> Any:
@@ -339,7 +352,7 @@ def offload_all(
         def note(model: Any, why: str) -> None:
             way.note_unseen(model, f"{why}; offload(model) gives that loop another" if has_own_loop(model) else why)
 
-        with plain_caches(note, way.within), every_generate(serve, way.within):
+        with plain_caches(note, way.within, way.serve_pages), every_generate(serve, way.within):
             yield way.done
 
 
@@ -367,7 +380,12 @@ def _way(
         if reuse is not None:
             fields = {**fields, **reuse.library.key_fields}
             path = reuse.library.folder if path is None else path  # where records can be linked into it
-        yield _Way(cls, memory, goal, floor, strict, path, fields, Offloading(reuse=reuse))
+        way = _Way(cls, memory, goal, floor, strict, path, fields, Offloading(reuse=reuse))
+        try:
+            yield way
+        finally:
+            for pages in list(way.pages):
+                pages.close()
 
 
 @dataclass(frozen=True)
@@ -384,6 +402,8 @@ class _Way:
     done: Offloading
     within: InRequest = field(default_factory=InRequest)
     warned: weakref.WeakKeyDictionary[Any, set[str]] = field(default_factory=weakref.WeakKeyDictionary)
+    pages: weakref.WeakSet[PagedReuse] = field(default_factory=weakref.WeakSet)
+    """Each lives as long as its manager."""
 
     def serve(self, model: Any, request: Request, run: Run, kwargs: Mapping[str, Any]) -> Any:
         """The result of this request, with a cache unless `DynamicCache` is better."""
@@ -485,6 +505,12 @@ class _Way:
         self.warn_plain(model, why)
         self.done._note_plain(f"{type(model).__name__}: {why}")
 
+    def serve_pages(self, model: Any, manager: Any) -> None:
+        """Let the library serve the requests of `manager`, the model's `ContinuousBatchingManager`."""
+        if self.done.reuse is not None and not any(pages.manager is manager for pages in self.pages):
+            told = self.done._note_reused
+            self.pages.add(PagedReuse(self.done.reuse, model, manager, self.cls, self.fields, self.path, told))
+
     def _note_unused(self, model: Any) -> None:
         """Note that a request of `model` has ended without using its cache."""
         if self.strict:
@@ -494,13 +520,15 @@ class _Way:
         self.done._note_plain(f"{type(model).__name__}: {why}")
 
     def warn_plain(self, model: Any, why: str) -> None:
-        """Warn once per model and reason that a model keeps its own cache, and so makes no use of a library."""
+        """Warn once per model and reason that a model keeps its own cache, and which use it makes of a library."""
         known = self.warned.setdefault(model, set())
         if why in known:
             return
         known.add(why)
         text = f"{type(model).__name__} keeps its own cache: {why}"
-        if self.done.reuse is not None:
+        if self.done.reuse is not None and why.startswith(CONTINUOUS):
+            text += "; such requests begin with contexts of the library if their pages allow it"
+        elif self.done.reuse is not None:
             text += "; such requests use no context of the library, and leave none"
             self.done.reuse.trouble += [text] if text not in self.done.reuse.trouble else []
         warnings.warn(text, stacklevel=4)

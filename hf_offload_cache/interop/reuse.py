@@ -51,6 +51,9 @@ class Reuse:
 
     def __init__(self, library: ContextLibrary | str | Path, memory: int | str = 0) -> None:
         self.library = library if isinstance(library, ContextLibrary) else ContextLibrary(library)
+        self.without_pages = 0
+        """Requests of continuous batching that computed a beginning which the library has, because no pages were free
+        for it."""
         self.trouble: list[str] = []
         """Why contexts were not used or not kept, a sentence each, each once."""
         self._private = threading.local()
@@ -65,7 +68,7 @@ class Reuse:
     def identified(self, request: Request, model: Any, call: Mapping[str, Any]) -> Request | None:
         """The request with its pictures and sounds told apart, of which the keyword arguments `call` have the content.
         None: it may not use the library, or ids and media do not identify its content, which `trouble` then says."""
-        if request.ids is None or getattr(self._private, "now", False):
+        if request.ids is None or self.is_private:
             return None
         if not request.has_others:
             return request
@@ -81,10 +84,15 @@ class Reuse:
             return None
         return request._replace(media=media)
 
+    @property
+    def is_private(self) -> bool:
+        """Whether this thread is within `private`."""
+        return bool(getattr(self._private, "now", False))
+
     @contextlib.contextmanager
     def private(self) -> Iterator[None]:
         """Within it, requests of this thread use no context and leave none."""
-        before, self._private.now = getattr(self._private, "now", False), True
+        before, self._private.now = self.is_private, True
         try:
             yield
         finally:
@@ -181,7 +189,7 @@ class Reuse:
             with closed_on_error(cache), contextlib.ExitStack() as closing:
                 found = dict[Path, Source | None]()
                 if Filling.reason_against_rows(cache, padded=bool(padding.any())) is None:
-                    found = {path: self._source(match, model, cls, fields, closing) for path, match in used.items()}
+                    found = {path: self.source(match, model, cls, fields, closing) for path, match in used.items()}
                 sources = {path: source for path, source in found.items() if source is not None}
                 if len(sources) == len(used):
                     given = [None if row or match is None else (sources[match.path], 0)
@@ -194,17 +202,19 @@ class Reuse:
         cache.close()
         return None
 
-    def _source(
-        self, match: Match, model: Any, cls: type[OffloadCache], fields: dict[str, Any], closing: contextlib.ExitStack
-    ) -> Source | None:
-        """A context to be read until the end of `closing`; None: the model's own code keeps a state for it."""
+    def source(
+        self, match: Match, model: Any, cls: type[OffloadCache], fields: dict[str, Any], closing: contextlib.ExitStack,
+        block_tokens: int = _BLOCK,
+    ) -> Source | None:  # fmt: skip
+        """A context to be read until the end of `closing`, in blocks of so many tokens; None: the model's own code
+        keeps a state for it."""
         with self._lock:
             cache = self._open.get(match.path)
             if cache is not None and _is_on(cache, model):
                 self._open[match.path] = self._open.pop(match.path)  # used last
                 twin = closing.enter_context(fork(cache))
                 return None if beyond_positions(twin.contents.conversation.capture()) else Opened(twin)
-        fields = {**fields, "block_tokens": _BLOCK}
+        fields = {**fields, "block_tokens": block_tokens}
         context = closing.enter_context(contextlib.closing(self.library.open_match(match, model, cls, **fields)))
         return None if context.has_model_state else context
 
@@ -214,7 +224,7 @@ class Reuse:
         """A fork of the open cache of the context that the library would open; None: that one is not open here."""
         if not self._open or request.ids is None:
             return None
-        least = _least(request.ids)
+        least = least_of(request.ids.shape[1])
         match = self.library.find(
             request.ids, model, cls, attention_mask=request.mask, least=least, like=fields, media=request.media.marks
         )
@@ -237,9 +247,14 @@ class Reuse:
             cache.identity = full_fingerprint(cache.given_model)  # the next request may switch them
         if request.media.marks:
             _mark(cache, request.media.marks)
-        saved = self._saver.submit(self._save, cache, request, cache.given_model)
+        self.later(self._save, cache, request, cache.given_model)
+
+    def later(self, function: Callable[..., None], *args: Any) -> Future[None]:
+        """Call `function`, which raises nothing, in the thread that saves contexts, after what that has to do."""
+        saved = self._saver.submit(function, *args)
         with self._lock:
             self._saving = [one for one in self._saving if not one.done()] + [saved]
+        return saved
 
     def _save(self, cache: OffloadCache, request: Request, model: Any) -> None:
         """`model` is kept alive until then: the cache does not do that."""
@@ -255,14 +270,14 @@ class Reuse:
                 if pads is not None and Filling.reason_against_rows(cache, padded=any(pads)) is None:
                     for row, pad in enumerate(pads):
                         if cache.tokens - pad >= LEAST:
-                            self._keep(_alone(cache, row, pad))
+                            self.keep(_alone(cache, row, pad))
                     return
                 closing.pop_all()
-                self._keep(cache)
+                self.keep(cache)
         except (OSError, ValueError, RuntimeError) as error:  # what `save` raises
             self.note(f"a context was not kept: {error}")
 
-    def _keep(self, cache: OffloadCache) -> None:
+    def keep(self, cache: OffloadCache) -> None:
         """Save a cache, and close it or keep it open."""
         with contextlib.ExitStack() as closing:
             closing.enter_context(cache)
@@ -334,7 +349,7 @@ def _opened(
     memory: int | str | None, library: ContextLibrary, ids: torch.Tensor, model: Any, cls: type[OffloadCache],
     **fields: Any,
 ) -> tuple[OffloadCache, int] | None:  # fmt: skip
-    return library.open(ids, model, cls, least=_least(ids), alike=True, memory=memory, **fields)
+    return library.open(ids, model, cls, least=least_of(ids.shape[1]), alike=True, memory=memory, **fields)
 
 
 def _first_enough(limits: Sequence[int | str | None], made: Callable[[int | str | None], Result]) -> Result:
@@ -384,10 +399,10 @@ def _repeated(cache: OffloadCache, request: Request) -> OffloadCache:
     return cache
 
 
-def _least(ids: torch.Tensor) -> int:
-    """Fewest tokens of a prompt (B, T) that are worth opening a context for: that takes as long as computing some 50
-    tokens of a small model, and what follows is then computed behind a history."""
-    return max(LEAST, ids.shape[1] // 32)
+def least_of(tokens: int) -> int:
+    """Fewest tokens of a prompt of `tokens` that are worth opening a context for: that takes as long as computing some
+    50 tokens of a small model, and what follows is then computed behind a history."""
+    return max(LEAST, tokens // 32)
 
 
 def _is_on(cache: OffloadCache, model: Any) -> bool:

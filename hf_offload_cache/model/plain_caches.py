@@ -58,12 +58,16 @@ CONTINUOUS = (
 
 
 @contextmanager
-def plain_caches(told: Callable[[PreTrainedModel, str], None], within: InRequest) -> Iterator[None]:
+def plain_caches(
+    told: Callable[[PreTrainedModel, str], None], within: InRequest,
+    managed: Callable[[PreTrainedModel, Any], None] | None = None,
+) -> Iterator[None]:  # fmt: skip
     """Within the `with`, `told` is called with a model and the reason when that model begins a generation with its own
     cache, in any thread that is not `within` a request. If `told` raises, the caller gets the exception before the
     model runs.
 
     Detects a loop in a model's own `generate`, a forward with `use_cache=True` and no cache, and continuous batching.
+    `managed` is called with a model and its `ContinuousBatchingManager`, before the manager's first request.
     """
     from transformers import Cache, GenerationMixin
 
@@ -93,7 +97,10 @@ def plain_caches(told: Callable[[PreTrainedModel, str], None], within: InRequest
     def wrap_continuous(plain: Callable[..., Any]) -> Callable[..., Any]:
         def init_continuous_batching(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             tell(model, CONTINUOUS)
-            return plain(model, *args, **kwargs)
+            manager = plain(model, *args, **kwargs)
+            if managed is not None:
+                managed(model, manager)
+            return manager
 
         return init_continuous_batching
 

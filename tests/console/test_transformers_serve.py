@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from words import words
 
 from eval.chat_server import LIBRARY, PLAIN, Server, ask, summary, talk
-from hf_offload_cache import ContextLibrary
+from hf_offload_cache import ContextLibrary, offload
 
 pytestmark = pytest.mark.slow
 
@@ -198,28 +198,41 @@ def test_every_way_to_ask_uses_the_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["warns", "refuses"])
-def test_continuous_batching_says_that_it_uses_no_library(strict: bool, tmp_path: Path) -> None:
+def test_continuous_batching_uses_the_library_in_its_pages(strict: bool, tmp_path: Path) -> None:
     model, folder = saved(tmp_path / "tiny")
     content, library = text(model, 40, seed=1), tmp_path / "library"
     options = [*EXACT, "--library", library, *(["--strict"] if strict else [])]
-    pages = ["--continuous-batching", "--cb-num-blocks", 8, "--cb-max-batch-tokens", 64]
+    pages = ["--continuous-batching", "--cb-num-blocks", 16, "--cb-block-size", 16, "--cb-max-batch-tokens", 64]
     why = "own cache: continuous batching has pages of its own: .* leave --continuous-batching out of transformers"
+    own, ids = LlamaForCausalLM.from_pretrained(folder), words()(content, return_tensors="pt").input_ids
+    with offload(own, exact=True, library=library):
+        own.generate(ids, max_new_tokens=NEW, do_sample=False)
+
+    def ask(given: str) -> str:
+        messages = [{"role": "user", "content": given}]
+        asked = {"model": folder, "messages": messages, "max_tokens": NEW, "temperature": 0}
+        return str(server.client.chat.completions.create(**asked).choices[0].message.content)
+
     with Server(tmp_path / "server", options, pages) as server:
-        asked = {"model": folder, "messages": [{"role": "user", "content": content}], "max_tokens": NEW}
+        server.forwards()
         if strict:
             with pytest.raises(openai.InternalServerError):
-                server.client.chat.completions.create(temperature=0, **asked)
+                ask(content)
             end = time.monotonic() + 60  # the traceback follows the answer
             while "or leave strict" not in server.stderr.read_text() and time.monotonic() < end:
                 time.sleep(0.1)
         else:
-            for _ in range(2):
-                answer = server.client.chat.completions.create(temperature=0, **asked)
-                assert answer.choices[0].message.content == alone(model, content)
-    said = server.stderr.read_text()
+            assert ask(content) == alone(model, content)
+            assert len(server.forwards()[0]["ids"]) == 40 - 32, "two complete pages were stored"
+            other = text(model, 50, seed=2)
+            assert ask(other) == alone(model, other)
+            end = time.monotonic() + 60  # it is killed, and saves until then
+            while len(ContextLibrary(library).entries()) < 2 and time.monotonic() < end:
+                time.sleep(0.1)
+    said, known = server.stderr.read_text(), [entry.manifest.tokens for entry in ContextLibrary(library).entries()]
     if strict:
         assert re.search(f"UnsupportedModelError: LlamaForCausalLM would keep its {why} serve; or leave strict", said)
+        assert known == [45]
     else:
-        warned = f"LlamaForCausalLM keeps its {why} serve; such requests use no context of the library, and leave none"
-        assert len(re.findall(warned, said)) == 1
-    assert not ContextLibrary(library).entries()
+        warned = f"LlamaForCausalLM keeps its {why} serve; such requests begin with contexts of the library if their"
+        assert len(re.findall(warned, said)) == 1 and known == [48, 45]

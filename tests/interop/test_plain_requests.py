@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import COMMON, build, fresh, prompt, tiny
+from harness import COMMON, build, fresh, prompt, since, tiny
 from nothing_left import no_threads_and_descriptors
 from transformers import (
     Cache,
@@ -28,11 +29,13 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_offload_cache import DiskSwapCache, offload, offload_all
+from hf_offload_cache import ContextLibrary, DiskSwapCache, offload, offload_all
 from hf_offload_cache.errors import CacheUnusedError, UnsupportedModelError
+from hf_offload_cache.interop.pages import _NAMES
 
 FIELDS: dict[str, Any] = {"exact": True, "engine": "memory"}
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+PAGES = since("5.23", "its paged cache has other names")
 CELL = '</th><td style="text-align: left">'
 """Between a row's name and its value, in HTML."""
 
@@ -145,15 +148,118 @@ def test_a_generation_without_us_is_told_counted_and_refused_by_strict(how: str)
         assert done.requests == 0
 
 
-def test_a_library_is_told_that_pages_do_not_use_it(tmp_path: Path) -> None:
-    model, ids = fresh("llama"), prompt(tiny("llama"), 1, 20)
-    for context in both(model, library=tmp_path):
-        with context as done, pytest.warns(UserWarning, match="keeps its own cache: continuous batching has pages"):
-            _batched(model, ids)
-            _batched(model, ids)
-        (why,) = done.reuse.trouble
-        assert why.endswith("; such requests use no context of the library, and leave none")
-        assert (done.requests_left_plain, done.tokens_reused, done.reuse.library.entries()) == (2, 0, [])
+# ---------------------------------------------------------------------------------------------- pages and a library
+
+PAGE = 16
+
+
+def _in_pages(model: Any, rows: list[torch.Tensor], **options: Any) -> tuple[list[list[int]], int]:
+    """The answers of continuous batching in a new manager, and the number of tokens that the model computed."""
+    settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    pages = ContinuousBatchingConfig(**{"page_size": PAGE, "num_blocks": 40, "max_batch_tokens": 64, **options})
+    computed: list[int] = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, given, __: computed.append(given[0].numel()))
+    ids = [row.flatten().tolist() for row in rows]
+    found = model.generate_batch(ids, generation_config=settings, continuous_batching_config=pages)
+    hook.remove()
+    return [one.generated_tokens for one in found.values()], sum(computed)
+
+
+def _manager(model: Any, num_blocks: int) -> Any:
+    settings = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    pages = ContinuousBatchingConfig(page_size=PAGE, num_blocks=num_blocks, max_batch_tokens=64)
+    return model.init_continuous_batching(settings, pages)
+
+
+def _with_library(model: Any, rows: list[torch.Tensor], folder: Path, cls: str = "disk-swap", **options: Any) -> Any:
+    """As `_in_pages`, with a library's record, as after a restart. `options`: of `offload_all`, and of the pages."""
+    pages = {name: options.pop(name) for name in ("num_blocks", "allow_block_sharing") if name in options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with offload_all(cls, library=options.pop("library", folder), **options) as done:
+            return *_in_pages(model, rows, **pages), done
+
+
+@PAGES
+@pytest.mark.parametrize(("cls", "dtype"), [("disk-swap", torch.float32), ("cluster", torch.bfloat16)])
+def test_pages_begin_with_contexts_of_the_library(cls: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """After a restart, with a key, in a text that goes on, in one that parts from it, and in `generate`."""
+    model = fresh("llama").to(dtype)
+    first, key = prompt(model, 1, 100), os.urandom(32)
+    (answer,), alone = _in_pages(model, [first])
+    longer = torch.cat([first, torch.tensor([answer]), prompt(model, 1, 40, seed=2)], 1)
+    parted = torch.cat([first[:, :70], prompt(model, 1, 30, seed=3)], 1)
+    texts = [longer, parted]
+    expected, _ = _in_pages(model, texts)
+    library, decoded = ContextLibrary(tmp_path / "library", key=lambda: key), 5 * len(texts)
+    given = {"memory": "1/2", "library": library, "num_blocks": 24}
+    found, computed, done = _with_library(model, [first], tmp_path, cls, **given)
+    assert (found, computed, done.tokens_reused) == ([answer], alone, 0)
+    found, computed, done = _with_library(model, texts, tmp_path, cls, **given)
+    assert found == expected and done.reuse.trouble == []
+    kept, shared = 96, 64  # complete pages of the first text, and of what the other one has in common with it
+    assert computed == decoded + (146 - kept) + (100 - shared) and done.tokens_reused == kept
+    found, computed, done = _with_library(model, texts, tmp_path, cls, **given)
+    assert found == expected and computed == decoded + (146 - 144) + (100 - 96)
+    (entry, other) = library.entries()
+    assert sorted([entry.manifest.tokens, other.manifest.tokens]) == [96, 144] and done.reuse.without_pages == 0
+    with offload(model, cls, exact=True, library=library) as done:
+        assert model.generate(longer, max_new_tokens=6, do_sample=False)[0, 146:].tolist() == expected[0]
+    assert done.tokens_reused == 144
+    without_key = ContextLibrary(tmp_path / "library")
+    assert _with_library(model, [longer], tmp_path, cls, library=without_key)[2].tokens_reused == 0
+
+
+@PAGES
+def test_what_pages_may_not_take_from_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Private requests, windows, sharing that is off, changed weights, a damaged context, and too few pages."""
+    model, sliding = fresh("llama"), fresh("mistral_sliding")
+    ids = prompt(model, 1, 100)
+    expected, plain = _in_pages(model, [ids])
+    with offload_all(library=tmp_path) as done, pytest.warns(UserWarning, match="library if their pages allow"):
+        with done.private():
+            assert _in_pages(model, [ids]) == (expected, plain)
+        with pytest.warns(UserWarning, match="leaves none: its model has layers with sliding windows"):
+            _in_pages(sliding, [ids])
+        with pytest.warns(UserWarning, match="leaves none: allow_block_sharing is off"):
+            assert _in_pages(model, [ids], allow_block_sharing=False) == (expected, plain)
+        with monkeypatch.context() as changed, pytest.warns(UserWarning, match="this version of transformers .* has"):
+            changed.setitem(_NAMES, "scheduler", ("finish",))
+            assert _in_pages(model, [ids]) == (expected, plain)
+        assert done.reuse.library.entries() == []
+        manager = _manager(model, num_blocks=40)
+        manager.start()
+        manager.add_request(ids[0].tolist(), request_id="first")
+        assert manager.get_result(timeout=60).generated_tokens == expected[0]
+        done.reuse.settle()
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+        with pytest.warns(UserWarning, match="weights changed after its manager"):
+            manager.add_request(prompt(model, 1, 80, seed=5)[0].tolist(), request_id="second")
+            assert manager.get_result(timeout=60).is_finished()
+            manager.stop()
+            manager.destroy()
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+        (entry,) = done.reuse.library.entries()
+        assert entry.manifest.tokens == 96
+    with offload_all(library=tmp_path) as done, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        manager = _manager(model, num_blocks=9)
+        manager.add_request(prompt(model, 1, 64, seed=6)[0].tolist(), request_id="first", max_new_tokens=2)
+        manager.add_request(ids[0].tolist(), request_id="second")  # needs six pages for a prefix, and four are free
+        manager.start()
+        found = [manager.get_result(timeout=60) for _ in range(2)]
+        manager.stop()
+        manager.destroy()
+    assert [one.request_id for one in found] == ["first", "second"] and found[1].generated_tokens == expected[0]
+    assert (done.tokens_reused, done.reuse.without_pages, done.reuse.trouble) == (0, 1, [])
+    assert "1 computed a stored beginning, because too few pages were free" in str(done)
+    with open(max((tmp_path / entry.name).glob("*.records")), "r+b") as file:  # of one layer
+        file.write(bytes(100))
+    found, computed, done = _with_library(model, [ids], tmp_path)
+    assert (found, computed, done.tokens_reused) == (expected, plain, 0)
+    assert "the library could not be read" in done.reuse.trouble[0]
 
 
 @pytest.mark.parametrize("makes", [True, False], ids=["made by the loop", "made by its forward"])
