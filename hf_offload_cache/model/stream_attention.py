@@ -58,17 +58,20 @@ def _fused(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
 ) -> Attended | None:
     """By the fastest kernel that takes these and returns its log-sum-exp; None: there is none. Each key head, and its
-    head of the bias if this has as many, is for as many query heads. Only a CPU gets copies of keys and values."""
+    head of the bias if this has as many, is for as many query heads. Keys and values are copied only on a CPU, for
+    queries that do not see the same keys."""
     same_width, groups = query.shape[-1] == values.shape[-1], query.shape[1] // keys.shape[1]
+    joins = groups > 1 and not causal and (bias is None or bias.shape[2] == 1)
+    as_queries = len(query), keys.shape[1], -1, query.shape[3]  # heads of a key head as further queries: read it once
     if query.device.type == "cpu" and same_width and hasattr(torch.ops.aten, _CPU_KERNEL):
-        if groups > 1:
+        if groups > 1 and not joins:
             keys, values = (part.repeat_interleave(groups, 1) for part in (keys, values))
-        if bias is not None:
-            bias = (bias if bias.shape[1] == 1 else bias.repeat_interleave(groups, 1)).to(query.dtype)
-        attended: Attended = getattr(torch.ops.aten, _CPU_KERNEL)(
-            query, keys, values, 0.0, causal, attn_mask=bias, scale=scale
+            bias = bias if bias is None or bias.shape[1] == 1 else bias.repeat_interleave(groups, 1)
+        bias = None if bias is None else bias.to(query.dtype)
+        output, log_sum = getattr(torch.ops.aten, _CPU_KERNEL)(
+            query.reshape(as_queries) if joins else query, keys, values, 0.0, causal, attn_mask=bias, scale=scale
         )
-        return attended
+        return (output.reshape(*query.shape[:3], -1), log_sum.reshape(query.shape[:3])) if joins else (output, log_sum)
     if query.device.type != "cuda" or torch.version.hip is not None:
         return None
     asked = SDPAParams(query, keys, values, None, 0.0, causal, groups > 1)
@@ -77,9 +80,8 @@ def _fused(
     alone = query[:, :: groups]  # one query head of each key head
     if not can_use_efficient_attention(SDPAParams(alone, keys, values, None, 0.0, causal, False)):
         return None
-    if groups == 1 or (not causal and (bias is None or bias.shape[2] == 1)):
-        joined = query.reshape(len(query), keys.shape[1], -1, query.shape[3])  # heads of a key head as further queries
-        output, log_sum = _efficient(joined, keys, values, bias, causal, scale)
+    if groups == 1 or joins:
+        output, log_sum = _efficient(query.reshape(as_queries), keys, values, bias, causal, scale)
         return output.reshape(*query.shape[:3], -1), log_sum.reshape(query.shape[:3])
     parts = [_efficient(query[:, head::groups], keys, values, bias, causal, scale) for head in range(groups)]
     outputs, log_sums = zip(*parts, strict=True)

@@ -10,6 +10,7 @@ import torch
 from attention_tolerances import BFLOAT16, FLOAT32
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_offload_cache.model import (
     additive_mask,
@@ -232,6 +233,24 @@ def test_the_fused_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     query, keys, values = tensors(1, 2, 1, 3, 9, 8, 8, 0)
     blocks, last = split(keys, values, [4], 3)
     assert stream_attention(query, blocks, last, None).shape == (1, 3, 2, 8)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_key_head_is_read_once_for_its_query_heads(queries: int) -> None:
+    """By the kernel of a CPU, without a copy of keys and values for each query head."""
+    query, keys, values = tensors(2, 6, 2, queries, 37, 16, 16, 3)
+    calls: list[list[int]] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            tensors_given = [one.data_ptr() for one in args if isinstance(one, torch.Tensor)]
+            calls.append(tensors_given if "flash_attention" in str(function) else [])
+            return function(*args, **(kwargs or {}))
+
+    with Calls():
+        output, _ = attend_block(query, keys, values, None, causal=False, scaling=0.25, softcap=None)
+    assert output.shape == (2, 6, queries, 16)
+    assert [call[1:] for call in calls if call] == [[keys.data_ptr(), values.data_ptr()]]
 
 
 def test_the_reference_works_through_many_queries_in_parts() -> None:
