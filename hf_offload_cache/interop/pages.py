@@ -293,7 +293,7 @@ class PagedReuse:
             )
             if not fits:
                 return 0
-            with self._in_order():
+            with self._on_stream():
                 rows = torch.tensor(allocator.get_write_indices(name, present, tokens - present), device=cache.device)
                 for layer_idx in allocator.layer_indices:
                     self._write(source, layer_idx, present, rows)
@@ -302,7 +302,7 @@ class PagedReuse:
         finally:
             cache.free_blocks(name)  # with hashes by now, or unused
 
-    def _in_order(self) -> contextlib.AbstractContextManager[Any]:
+    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Within it, work of a GPU follows the forwards that the manager has begun."""
         stream = self._processor.inputs_and_outputs.compute_stream
         return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -23,7 +23,7 @@ NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
 OF_OTHERS = {
     "ClientSession", "ContinuousBatchingConfig", "GenerationConfig", "HTTPS_PROXY", "HTTP_PROXY", "NAME.py", "NO_PROXY",
     "RAY_AUTH_TOKEN",
-    "__del__", "allow_block_sharing", "chmod", "clone", "cookies", "cpu_offload_space", "custom_generate",
+    "__del__", "chmod", "clone", "cookies", "cpu_offload_space", "custom_generate",
     "from_pretrained", "generate_batch", "tools",
     "kernel.io_uring_disabled", "load_in_4bit", "model.gradient_checkpointing_disable", "model.train",
     "repartition", "set_attn_implementation", "spawn",
