@@ -195,7 +195,6 @@ class Reuse:
                     given = [None if row or match is None else (sources[match.path], 0)
                              for match, row in zip(matches, hidden, strict=True)]  # fmt: skip
                     Filling(cache).copy(ids[:, :width], padding, given, ids.shape[1] - width)
-                    _mark(cache, request.media.marks)
                     return _repeated(cache, request), int((~padding).sum()) * (request.rows // len(ids))
         except (BudgetError, ContextError, StoreError) as error:
             self.note(f"rows of a batch were computed from the start: {error}")

@@ -177,8 +177,8 @@ def test_a_conversation_with_a_further_picture(name: str, tmp_path: Path) -> Non
 def test_rows_with_pictures_of_their_own(name: str, tmp_path: Path) -> None:
     """Two sequences, one padded: each begins with its own context, or both with that of both."""
     kind = KINDS[name]
-    own, pads, before = kind.build(), 7, 60 + WORDS
-    rows = [torch.cat([words(count, 9), shown(kind, seed)], 1) for count, seed in ((60, 1), (60 + pads, 2))]
+    own, pads, before = kind.build(), 7, 64
+    rows = [torch.cat([words(60, 9), shown(kind, 1)], 1), torch.cat([words(before, 9), shown(kind, 2), words(3, 8)], 1)]
     ids = torch.cat([torch.nn.functional.pad(rows[0], (pads, 0), value=harness.PAD), rows[1]])
     mask = (ids != harness.PAD).long()
 
@@ -188,7 +188,7 @@ def test_rows_with_pictures_of_their_own(name: str, tmp_path: Path) -> None:
     first = turn(ids, mask, 1, 2)
     more = torch.cat([shown(kind, 3), shown(kind, 4)])
     longer = torch.cat([first, more], 1), torch.nn.functional.pad(mask, (0, NEW + more.shape[1]), value=1)
-    second, other = turn(*longer, 1, 3, 2, 4), turn(*longer, 1, 3, 5, 4)
+    second, other = turn(*longer, 1, 3, 2, 4), turn(*longer, 5, 3, 2, 4)
     with offload(own, exact=True, library=tmp_path) as done, counted(own, kind) as (computed, encoded):
         assert torch.equal(turn(ids, mask, 1, 2), first)
         start = len(computed)
@@ -196,8 +196,12 @@ def test_rows_with_pictures_of_their_own(name: str, tmp_path: Path) -> None:
         assert computed[start] == 2 * (more.shape[1] + 1) and encoded == [2, 2]
         assert done.tokens_reused == int(longer[1].sum()) - computed[start]
         start = len(computed)
-        assert torch.equal(turn(*longer, 1, 3, 5, 4), other)  # of the second row's first picture only text is common
-        assert computed[start] == 2 * (longer[0].shape[1] - pads - before - 1) and encoded == [2, 2, 4]
+        assert torch.equal(turn(*longer, 5, 3, 2, 4), other)  # the first row ends within the other's first picture
+        assert computed[start] == 2 * (longer[0].shape[1] - before - WORDS - 1) and encoded == [2, 2, 4]
+    offsets = {"model.rope_deltas": [[-4]]} if name == "qwen2_5_vl" else {}  # two positions for four placeholders
+    for entry in ContextLibrary(tmp_path).entries():
+        with DiskSwapCache.open(entry.path, own) as cache:
+            assert {key: value.tolist() for key, value in cache.capture()["model"].items()} == offsets
 
 
 def test_a_context_keeps_its_pictures(tmp_path: Path) -> None:
