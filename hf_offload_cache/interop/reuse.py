@@ -115,6 +115,7 @@ class Reuse:
         found = found or self._whole(request, model, cls, limits, fields)
         if found is not None and request.media.marks:
             found[0].media = request.media
+            # before 5.23 transformers adds the stored offset even to positions behind further pictures
             found[0].contents.conversation.forget_positions()
         return found
 

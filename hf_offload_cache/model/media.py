@@ -53,10 +53,11 @@ _KNOWN: dict[str, tuple[_Kind, ...]] = {
     "smolvlm": _NESTED,
     "qwen2_audio": _FRAMES,
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"), (*_GRID, _VIDEO_GRID)),
-    **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr", "ernie4_5_vl_moe", "paddleocr_vl"), _GRID),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl"), _GRID),
 }
-"""The media of each model type whose forward may continue a prompt behind any of them."""
-_BY_TOKEN = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+"""The media of each model type whose forward may continue a prompt behind any of them, with every version of
+transformers. (Ernie 4.5 VL may not with 5.17, which passes its token types on unsliced.)"""
+_BY_TOKEN = ("token_type_ids", "mm_token_type_ids")
 """Inputs (B, T) that are 0 at text."""
 _OPTIONS = ("tokenizer", "assistant_tokenizer")
 """Arguments of `generate` that are named neither in its signature nor in its configuration."""
@@ -112,7 +113,7 @@ def media_of(model: Any, ids: torch.Tensor, call: Mapping[str, Any]) -> Media | 
     from transformers import GenerationConfig, GenerationMixin
 
     kinds = _KNOWN.get(model.config.model_type, ())
-    known = {*_BY_TOKEN, *(name for kind in kinds for name in kind.inputs)}
+    known = {*(_BY_TOKEN if kinds else ()), *(name for kind in kinds for name in kind.inputs)}
     given = {name: value for name, value in call.items() if value is not None}
     options = {*_OPTIONS, *inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig())}
     if unknown := sorted(name for name in given.keys() - known if name not in options or has_tensor(given[name])):

@@ -265,6 +265,8 @@ def test_a_model_that_may_not_continue_behind_a_picture(tmp_path: Path) -> None:
         assert torch.equal(answer(own, ids, inputs), expected)
     assert done.reuse is not None and done.requests == 1 and ContextLibrary(tmp_path).entries() == []
     assert "aspect_ratio_ids" in done.reuse.trouble[0] and "mllama" in done.reuse.trouble[0]
+    typed = media_of(own, ids, {"token_type_ids": torch.zeros_like(ids)})
+    assert isinstance(typed, str) and "token_type_ids" in typed, "some models attend in both directions where it is 0"
     kind = KINDS["llava"]
     own, ids = kind.build(), shown(kind, 1)
     expected = answer(own, ids, kind.inputs(ids, contents(kind, 1)), num_beams=2)
