@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,14 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import fake_device
 import numpy as np
 import pytest
 import torch
 from fake_device import CUDA, QUEUES, Counts, Fake, fake_cuda, on_the_device, values_of
 from harness import COMMON, build, prompt
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import DiskSwapCache, SpecCache
 from hf_offload_cache.core import SelectiveLayer, TokenLog, device_step
@@ -25,6 +28,7 @@ from hf_offload_cache.memory import MemoryAccount
 from hf_offload_cache.methods.disk_swap import CodedKeys, DiskSwapConfig, fit_coding, fitted_keys
 from hf_offload_cache.methods.spec import ChosenEntries, FusedAttention, chosen_entries
 from hf_offload_cache.model import Geometry
+from hf_offload_cache.registry import cache_class
 from hf_offload_cache.stores import MemoryStore
 
 TOKENS, PIECE, STEPS, LAYERS = 1280, 1280, 18, COMMON["num_hidden_layers"]
@@ -628,3 +632,47 @@ def test_a_budget_holds_on_a_device() -> None:
             decoded(model, cache, ids, Fake)
             assert isinstance(cache.selective[0], SelectiveLayer) and all(of_slots(cache))
             assert cache.storage.account.peak <= 16 * 2**20
+
+
+BY_KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "disk-swap": (560, {"num_selected": 48, "entry_bits": 8}),
+    "abstract-tree": (90, {"num_selected": 16, "chunk_size": 8, "early_steps": 0}),
+    "cluster": (90, {"num_selected": 16, "join_every": 8, "append_buffer": 8, "remainder": True}),
+    "spec": (100, {"num_selected": 8, "quant_group": 32}),
+}
+"""Tokens of a prompt, and fields with which a step after it selects."""
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", BY_KERNELS)
+def test_complete_steps_by_kernels_are_those_by_twins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, where a kernel gets what a step gives it: of two rows of a model that projects queries,
+    keys and values together, so that a query lies within a longer row."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (tokens, fields), twin, launched = BY_KERNELS[name], fake_device._kernel, set[str]()
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 600}
+    config = GPT2Config(vocab_size=199, bos_token_id=1, eos_token_id=2, pad_token_id=0, **sizes)
+
+    def kernel(marked: Callable[..., Any]) -> Callable[..., Any]:
+        module = importlib.import_module(f"{marked.__module__}_triton")
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            launched.add(marked.__name__)
+            inner, options = fake_device._inner((args, kwargs))
+            with _disable_current_modes():
+                return fake_device._there(getattr(module, marked.__name__)(*inner, **options))
+
+        return run
+
+    def steps(made: Any) -> torch.Tensor:
+        monkeypatch.setattr(fake_device, "_kernel", made)
+        model = build(GPT2LMHeadModel, config)
+        ids, given = prompt(model, 2, tokens + 2), {"engine": "memory", "num_recent": 32, **fields}
+        with on_the_device(model) as (there, _), cache_class(name)(there, **given) as cache:
+            found = [fed(there, cache, ids[:, :tokens], Fake, logits_to_keep=1)]
+            found += [fed(there, cache, part, Fake) for part in ids[:, tokens:].split(1, 1)]
+            assert cache.report().steps == "1 of 1 layers on the GPU alone"
+        return torch.cat(found, 1)
+
+    torch.testing.assert_close(steps(kernel), steps(twin), rtol=1e-3, atol=1e-3)
+    assert launched >= {"attend", "bring", "exchange"}
