@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,30 @@ def test_a_part_measures_every_contender(
     assert bench_gpu.main(words_of(target, "--parts", part, *few, *more), device) == 0
     assert rows_of(target) == rows
     assert all(path.stat().st_size > 1000 for path in plots.values())
+
+
+def test_one_command_measures_all_parts_in_pieces(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command, until nothing is missing: each call adds rows, and keeps those of earlier calls."""
+    monkeypatch.setattr(bench_gpu, "fields_of", lambda *_: {"engine": "memory", "num_selected": 64})
+    monkeypatch.setattr(bench_gpu, "CAPS", ((24, 640, bench_gpu.NAMES),))
+    monkeypatch.setattr(bench_gpu, "next_batch", lambda rows, limit: None if rows else 1)
+    few = {name: gpu_kernels.CASES[name] for name in (*gpu_kernels.OF_TORCH, "slots.attend")}
+    monkeypatch.setattr(gpu_kernels, "CASES", few)
+    monkeypatch.setattr(gpu_kernels, "every_name", lambda: list(few))
+    clock = itertools.count()  # each look at it is a second later
+    ticks = SimpleNamespace(monotonic=lambda: float(next(clock)), perf_counter=time.perf_counter)
+    monkeypatch.setattr(bench_gpu, "time", ticks)
+    target, known, calls, complete, of_all = tmp_path / "gpu.json", list[Any](), 0, False, gpu_summary.SCALED
+    parts = "kernels", "text", "shape", "quality", "capped", "complete"
+    command = words_of(target, "--parts", *parts, "--caches", "DynamicCache", "DiskSwapCache", "--seconds", "25")
+    while not complete:
+        assert bench_gpu.main(command, device) == 0
+        complete, before, known = json.loads(target.read_text())["summary"]["complete"], known, rows_of(target)
+        kept = [row for row in before if row["part"] != of_all]
+        assert len(known) > len(before) and known[: len(kept)] == kept
+        calls += 1
+    assert calls > 2 and not [row for row in known if "failed" in row]
+    assert {row["part"] for row in known} == {*parts, "needles", of_all}
 
 
 def _check_text(rows: list[dict[str, Any]]) -> None:
