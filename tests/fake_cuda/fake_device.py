@@ -106,12 +106,21 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and _is_composed(func):  # by autograd in other modes
+            with self:
+                return func.decompose(*args, **kwargs)
         device = kwargs.get("device")
         fakes = any(isinstance(value, Fake) for value in leaves((args, kwargs)))
         there = device is not None and torch.device(device).type in _ON_DEVICE and not _WITHOUT_DATA.now
         if fakes or kwargs.get("pin_memory") or there:
             return _run(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+@functools.cache
+def _is_composed(func: Any) -> bool:
+    """Whether `func` is made of others, which are what a device runs."""
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 class _WithoutData(threading.local):
@@ -172,6 +181,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return out
     if name.startswith("aten.empty"):
         _undefine(out)
+    if torch.is_inference_mode_enabled() and _is_view(func) and not args[0].is_inference():
+        with torch.inference_mode(False):  # it is no more of that mode than what it is a view of
+            return _there(out)
     return _there(out)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -201,16 +202,17 @@ def test_a_missing_wait_changes_values(what: str, tmp_path: Path) -> None:
 
 # Steps of each cache
 
-PROMPT, STEPS = 360, 6
+PROMPTS, STEPS = {"disk-swap": 560, "cluster": 360, "abstract-tree": 360, "spec": 360}, 6
+"""Tokens of prompts, with which each cache selects."""
 CHOOSES: dict[str, dict[str, Any]] = {
-    "disk-swap": {"num_selected": 64, "reuse_capacity": 0},
+    "disk-swap": {"num_selected": 496, "group_size": 4, "reuse_capacity": 0},
     "cluster": {"num_selected": 64, "reuse_capacity": 0},
     "abstract-tree": {
         "num_selected": 64, "reuse_capacity": 0, "chunk_size": 16, "dense_layers": 0, "early_steps": 0,
     },
     "spec": {"num_selected": 20, "num_recent": 32, "quant_group": 32},
 }  # fmt: skip
-"""Fields with which a step of so short a context reads records."""
+"""Fields with which a step of so short a context reads records; with `DiskSwapCache` also those that a step sealed."""
 
 
 def steps(
@@ -218,14 +220,18 @@ def steps(
 ) -> torch.Tensor:
     """Logits of a prompt in pieces and of steps after it, of a device without a wait."""
     model = build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "num_hidden_layers": 2}))
-    ids, sizes = prompt(model, 1, PROMPT + STEPS), {"max_context": PROMPT + 64, "max_batch": 1, "engine": "memory"}
+    first = PROMPTS[name]
+    ids, sizes = prompt(model, 1, first + STEPS), {"max_context": first + 64, "max_batch": 1, "engine": "memory"}
     with on_the_device(model, seed) as (there, _), broken(), torch.no_grad():
         with cache_class(name)(there, **sizes, **CHOOSES[name]) as cache:
             logits = [
                 there(Fake(part), past_key_values=cache, logits_to_keep=1).logits
-                for part in ids.split([*[PROMPT // pieces] * pieces, *[1] * STEPS], 1)
+                for part in ids.split([*[first // pieces] * pieces, *[1] * STEPS], 1)
             ]
             assert cache.report().bytes_read and all(layer.on_device or name == "spec" for layer in cache.selective)
+            sealed = [layer.history.units * layer.history.form.group_size for layer in cache.selective]
+            assert name != "disk-swap" or min(sealed) > first - cache.config.num_recent
+            assert name == "spec" or all(layer.device_slots is not None for layer in cache.selective)
         return torch.cat([values_of(one) for one in logits], 1)
 
 
@@ -262,11 +268,22 @@ def reading_at_once() -> Iterator[None]:
     READING.clear()
 
 
-FITS = {"disk-swap"}
-"""Caches that read a prompt's keys again at its end, which waits for all that was written."""
+@contextlib.contextmanager
+def without_joins_of_copies() -> Iterator[None]:
+    """What is streamed, to a piece of a prompt or to a fit, does not wait for records in place; a step does."""
+    original = Outgoing.join
+
+    def joined(self: Outgoing, stream: Any) -> None:
+        if is_default(stream):
+            original(self, stream)
+
+    with mock.patch.object(Outgoing, "join", joined), without(Event, "synchronize"):
+        yield
+
+
 OF_STEPS: dict[str, Callable[[], Any]] = {
-    **{f"{name}: a step waits for records that were written": without_catching_up for name in sorted({*CACHES} - FITS)},
-    **{f"{name}: a fit or a step waits for records that were written": without_joins for name in sorted(FITS)},
+    **{f"{name}: a step waits for records that were written": without_catching_up for name in CACHES},
+    "disk-swap: a second piece waits for records that were written": without_joins_of_copies,
     "spec: reads wait for what chooses them": reading_at_once,
     "spec: a step waits for entries that were read ahead": lambda: without(ChosenEntries, "join"),
     "spec: freed choices wait for their read": lambda: without(torch.Tensor, "record_stream"),
@@ -283,9 +300,34 @@ def test_steps_are_the_same_in_any_order(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("what", OF_STEPS)
 def test_a_wait_that_a_step_lacks_changes_logits(what: str) -> None:
-    name, pieces = what.partition(":")[0], 1 if "written" in what else 2  # a second piece waits for the records, too
+    name, pieces = what.partition(":")[0], 1 if "a step waits for records" in what else 2  # which waits for them, too
     found = (steps(name, seed, OF_STEPS[what], pieces) for seed in MANY_SEEDS)
     assert not all(torch.equal(one, in_order(name, pieces)) for one in found)
+
+
+def turns(name: str, modes: str) -> torch.Tensor:
+    """Logits of a prompt in two pieces, steps, and after a crop of a second turn and steps; each part in the mode of
+    the next letter of `modes`, again and again: inference mode or no_grad."""
+    model = build(LlamaForCausalLM, LlamaConfig(**{**COMMON, "num_hidden_layers": 2}))
+    first = PROMPTS[name]
+    ids, sizes = prompt(model, 1, first + 50), {"max_context": first + 64, "max_batch": 1, "engine": "memory"}
+    parts, end, logits = [first // 2] * 2 + [1] * STEPS + [-STEPS // 2] + [38, 1, 1, 1], 0, []
+    with on_the_device(model) as (there, _), cache_class(name)(there, **sizes, **CHOOSES[name]) as cache:
+        for part, mode in zip(parts, itertools.cycle(modes), strict=False):
+            with torch.inference_mode() if mode == "i" else torch.no_grad():
+                if part < 0:
+                    cache.crop(part)
+                else:
+                    given = Fake(ids[:, end : end + part])
+                    logits.append(values_of(there(given, past_key_values=cache, logits_to_keep=1).logits))
+                    end += part
+        return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_inference_mode_changes_nothing(name: str) -> None:
+    """Each kind of part runs in it, and some follow a part in the other mode."""
+    assert torch.equal(turns(name, "iini"), turns(name, "n"))
 
 
 def test_tensors_on_meta_have_no_data() -> None:
