@@ -322,6 +322,7 @@ class SelectiveConfig(OffloadConfig):
 
     sets_memory: ClassVar[tuple[str, ...]] = ("num_selected", "reuse_capacity", "host_slots", "memory")
     """Fields with which a user sets the memory for selecting: see `SelectiveCache.weigh`."""
+    of_a_run: ClassVar[tuple[str, ...]] = (*OffloadConfig.of_a_run, "graphs")
 
     num_selected: int = 400
     """Tokens attended to beyond sinks and latest ones, rounded up to complete units."""
@@ -335,6 +336,9 @@ class SelectiveConfig(OffloadConfig):
     host_slots: int | str | None = None
     """Bytes, or a size such as "300MiB", of slots in host memory for records that were read, in addition to the slots
     on the device: a cache of the disk. Layers share it equally. On a CPU it gives that many more slots. None: none."""
+    graphs: bool = False
+    """With a model on a GPU, reserve memory of a budget for the CUDA graph of `graphed_step`. False: a graph gets the
+    memory of slots that were lent; without them steps run without a graph."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -343,6 +347,7 @@ class SelectiveConfig(OffloadConfig):
         self._one_of("look_ahead", (None, True, False))
         if self.host_slots is not None:
             parse_size(self.host_slots, "host_slots")
+        self._one_of("graphs", (False, True))
 
     def _check_selection(self) -> None:
         self._at_least("num_selected", 1)

@@ -28,10 +28,8 @@ SLOTS = "slots are made"
 
 
 class GraphStep(NamedTuple):
-    """The results of a layer's step in a graph."""
+    """The results of a layer's step in a graph, besides its output."""
 
-    output: torch.Tensor
-    """(B, q, H, Dv)."""
     counts: torch.Tensor
     """(2, rows) int64: units that were read, and those that were in slots."""
     attended: int
@@ -103,6 +101,11 @@ class CapturedLayer(CacheLayerMixin):
         return [history.tail.memory, *layer.device_slots.memory, *fixed, *predictor.graph_parts()]
 
     @property
+    def own_bytes(self) -> int:
+        """Bytes of device memory that the layer has for graphs alone, besides those of `GraphStep.nbytes`."""
+        return 0
+
+    @property
     def latest_room(self) -> int:
         """Entries a row of `latest`."""
         return int(self.layer.history.tail.memory.shape[1])
@@ -122,6 +125,9 @@ class CapturedLayer(CacheLayerMixin):
     def abandon(self) -> None:
         """Forget what a capture has done on other streams, after it failed."""
 
+    def free(self) -> None:
+        """Free the memory of `own_bytes`."""
+
     def count_later(self, counts: torch.Tensor, told: Callable[[], object]) -> None:
         """Count units of replays when numbers leave the device: `counts` as in `GraphStep`. `told` is called then."""
         self.layer.device_slots.count_later(self.layer.history, counts, told)
@@ -138,12 +144,12 @@ class CapturedLayer(CacheLayerMixin):
 
     def attend(self, call: AttentionCall) -> tuple[torch.Tensor, None]:
         """As `OffloadLayer.attend`. The mask is not looked at: nothing is padded."""
-        self.step = self.attended(call)
-        return self.step.output, None
+        output, self.step = self.attended(call)
+        return output, None
 
-    def attended(self, call: AttentionCall) -> GraphStep:
-        """As `device_step.attend_on_device`: no tensor is replaced, nothing is counted on the host, and no mass is
-        estimated."""
+    def attended(self, call: AttentionCall) -> tuple[torch.Tensor, GraphStep]:
+        """As `device_step.attend_on_device`, with the output (B, q, H, Dv): no tensor is replaced, nothing is counted
+        on the host, and no mass is estimated."""
         layer, sizes = self.layer, self.sizes
         history, slots = layer.history, layer.device_slots
         form, tail = history.form, history.tail.memory
@@ -160,7 +166,7 @@ class CapturedLayer(CacheLayerMixin):
             made_of = query.states, slots.data, where, latest, form, call.scaling
             output, _ = attend(*made_of, choice.value, choice.weight, choice.keep, seen, count)
         attended = where.shape[1] * form.group_size if choice.attended is None else choice.attended
-        return GraphStep(output[:, None], counts, attended, nbytes + choice.nbytes)
+        return output[:, None], GraphStep(counts, attended, nbytes + choice.nbytes)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the layer has a history."""
@@ -222,6 +228,18 @@ class CapturedCache(Cache):
             raise RuntimeError("the model did not ask each layer for attention through this library")
         counts = torch.stack([step.counts for step in known])
         return counts, [step.attended for step in known], max(step.nbytes for step in known)
+
+
+def with_room(context: int, group: int) -> int:
+    """As many tokens as a captured step computes with, at most, for `context` tokens a row in units of at most `group`:
+    the room that its tensors have."""
+    return context + context // 8 + 64 * group
+
+
+def numbers_bytes(batch: int, tokens: int, layers: int, rows: int) -> int:
+    """Bytes of what a graph reads of a step, its ids among them, and counts: of `tokens` a sequence, and histories of
+    so many rows. The layers have counts of their own until these are joined and added."""
+    return 8 * (batch * tokens + layers * NUMBERS + tokens + 3 * layers * 2 * rows)
 
 
 def static(*shape: int, device: torch.device) -> torch.Tensor:

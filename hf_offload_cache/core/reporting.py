@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from typing import Any
 
+from ..memory.account import GRAPHS
 from ..model.place import untested
 from ..report.report import CacheReport, size_text
 
@@ -42,6 +43,8 @@ def _steps(cache: Any) -> str:
     found = Counter(layer.why_over_host() for layer in layers if layer.is_initialized)
     alone = found.pop(None, 0)
     parts = [f"{alone} of {len(layers)} layers on the GPU alone"] if alone else []
+    if cache.storage.account.by_owner[GRAPHS]:
+        parts.append("a CUDA graph also has the model's activations, which are not counted")
     return "; ".join([*parts, *(f"{count} of {len(layers)} over the host: {why}" for why, count in found.items())])
 
 

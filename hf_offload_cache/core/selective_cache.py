@@ -14,14 +14,15 @@ import torch
 
 from ..config import OffloadConfig, SelectiveConfig
 from ..errors import BudgetError, not_whole
-from ..memory.account import RECORDS, SLOTS
+from ..memory.account import GRAPHS, RECORDS, SLOTS
 from ..memory.fit import LOST_BY, Search, fit_selective
-from ..memory.plan import LayerPlan, Planned
+from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..model.geometry import Geometry
 from ..model.look_ahead import LookAhead
 from .cache import OffloadCache
+from .captured import numbers_bytes, with_room
 from .layer import OffloadLayer
-from .plan import LayerKind, decoding_queue
+from .plan import LayerKind, decoding_queue, layer_kinds
 from .selecting import Selecting
 from .selective_layer import SelectiveLayer
 from .step import Step
@@ -86,6 +87,8 @@ class SelectiveCache(OffloadCache):
     config_class: ClassVar[type[OffloadConfig]] = SelectiveConfig
     layer_class: ClassVar[type[OffloadLayer]] = SelectiveLayer
     selects: ClassVar[bool] = True
+    graph_tokens: ClassVar[int] = 1
+    """Tokens a sequence in a captured step."""
 
     config: Any
 
@@ -146,6 +149,23 @@ class SelectiveCache(OffloadCache):
             return super().plan_outside_layers(geometry, config, batch)
         held = LookAhead.planned(geometry.num_blocks, geometry.hidden_size, geometry.dtype.itemsize, batch)
         return super().plan_outside_layers(geometry, config, batch) + Planned.always(held)
+
+    @classmethod
+    def plan(cls, geometry: Geometry, config: OffloadConfig, max_context: int, max_batch: int) -> MemoryPlan:
+        plan = super().plan(geometry, config, max_context, max_batch)
+        if not isinstance(config, SelectiveConfig) or not config.graphs or config.exact:
+            return plan
+        if geometry.device != "cuda" or not geometry.layers:
+            return plan
+        kinds = [kind for kind, _ in layer_kinds(geometry, config, max_batch)]
+        group, rows = (max(each) for each in zip(*((kind.form.group_size, kind.rows) for kind in kinds), strict=True))
+        ids, tokens = max_batch * geometry.rows_of_ids, cls.graph_tokens
+        most = with_room(max_context, group)  # and slots for all, so that steps run on the device alone
+        step = super().plan(geometry, replace(config, reuse_capacity=most), most, max_batch).decode
+        held = plan.decode.get(GRAPHS, 0) + numbers_bytes(ids, tokens, len(kinds), rows)
+        held += 2 * (step.get("scores", 0) + step.get("fitting", 0))  # of the ranking, and of attention
+        held += ids * tokens * geometry.vocab_size * geometry.dtype.itemsize
+        return replace(plan, prefill={**plan.prefill, GRAPHS: held}, decode={**plan.decode, GRAPHS: held})
 
     @classmethod
     def choose_fields(cls, search: Search[Any], geometry: Geometry) -> OffloadConfig:
@@ -301,7 +321,9 @@ class SelectiveCache(OffloadCache):
         makes fewer. False, with nothing booked: the budget has no room."""
         account, selecting = self.storage.account, self.selecting
         if account.limit is not None and selecting is not None and self._lent_for[0]:
-            geometry, room = Geometry.of(self.model), account.limit - nbytes
+            geometry, held = Geometry.of(self.model), account.by_owner[owner]
+            planned = self.plan(geometry, self.config, self._lent_for[1], self._lent_for[0]).decode.get(owner, 0)
+            room = account.limit - max(held + nbytes, planned) + max(held, planned)
             if self._with_slots(geometry, selecting.lent) > room:
                 if not selecting.lent or self._with_slots(geometry, 0) > room:
                     return False

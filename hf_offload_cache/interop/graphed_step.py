@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..core.cache import OffloadCache
-from ..core.captured import NUMBERS, SLOTS, CapturedCache, CapturedLayer, static
+from ..core.captured import NUMBERS, SLOTS, CapturedCache, CapturedLayer, numbers_bytes, static
 from ..core.selective_cache import SelectiveCache
 from ..errors import BudgetError, UnsupportedModelError
 from ..kernels.on_a_device import fill
@@ -155,14 +155,17 @@ class GraphedStep:
         if not unchanged or not _same(self._parts, parts):
             self.close()
             self._make(parts, input_ids, device)
+            if any(layer.lost for layer in self._layers):  # for its memory
+                self.reason = SLOTS
+                return None
+        if self._refused:
+            self.reason = _NO_ROOM
+            return None
         self._tell(input_ids)
         for layer in self._layers:
             layer.join()
         try:
             with cache.storage.account.not_sparing():
-                if self._refused:
-                    self.reason = _NO_ROOM
-                    return None
                 if not self._prepared:
                     output = self._prepare(device)
                     self.reason = _NO_ROOM if self._refused else _PREPARES
@@ -177,14 +180,25 @@ class GraphedStep:
         return self._output
 
     def _make(self, parts: list[Any], ids: torch.Tensor, device: torch.device) -> None:
-        """Make what a graph of `ids` (B, t) reads besides the cache's tensors."""
+        """Make what a graph of `ids` (B, t) reads besides the cache's tensors, if there is room for it."""
         layers = self._layers
-        sizes = ids.shape, (len(layers) * NUMBERS + ids.shape[1],), (len(layers), 2, layers[0].layer.history.rows)
-        self._ids, self._numbers, self._counts = (static(*size, device=device) for size in sizes)
-        self._captured = CapturedCache(layers, self._numbers)
         self._parts = [weakref.ref(part) if isinstance(part, torch.Tensor) else part for part in parts]
         self._modules = list(self.model.modules())
         self._model_parts = _parts_of(self._modules)
+        (batch, tokens), rows = ids.shape, layers[0].layer.history.rows
+        own = numbers_bytes(batch, tokens, len(layers), rows) + sum(layer.own_bytes for layer in layers)
+        if not self._book(own):
+            return
+        sizes = ids.shape, (len(layers) * NUMBERS + tokens,), (len(layers), 2, rows)
+        self._ids, self._numbers, self._counts = (static(*size, device=device) for size in sizes)
+        self._captured = CapturedCache(layers, self._numbers)
+
+    def _book(self, nbytes: int) -> bool:
+        """Book `nbytes` more until `close`. False, with nothing booked: the budget has no room for a graph."""
+        cache: Any = self.cache
+        self._refused = not cache.room_for(GRAPHS, nbytes)
+        self._booked += 0 if self._refused else nbytes
+        return not self._refused
 
     def _tell(self, input_ids: torch.Tensor) -> None:
         """Give the device the step's token and sizes."""
@@ -222,7 +236,6 @@ class GraphedStep:
 
     def _prepare(self, device: torch.device) -> Any:
         """Run the step without a graph, which compiles kernels, on the stream that captures. Raises `BudgetError`."""
-        cache: Any = self.cache
         current = torch.cuda.current_stream(device)
         self._stream = torch.cuda.Stream(device) if self._stream is None else self._stream
         self._stream.wait_stream(current)
@@ -235,10 +248,9 @@ class GraphedStep:
             if isinstance(one, torch.Tensor):
                 one.record_stream(current)
                 nbytes += one.nbytes
-        own = nbytes + sum(one.nbytes for one in (self._ids, self._numbers, self._counts))
-        self._refused = not cache.room_for(GRAPHS, own)
-        if not self._refused:
-            self._booked, self._prepared = own, True
+        self._prepared = self._book(nbytes)
+        if self._refused:
+            self._free()
         return output
 
     def _capture(self, device: torch.device) -> None:
@@ -274,10 +286,17 @@ class GraphedStep:
             self._graph.reset()
         if self._counters is not None:
             self._counters.fold()
-        self._graph = self._output = self._captured = self._counters = None
+        self._graph = self._output = None
         self._prepared, self._refused, self._parts = False, False, []
         self._modules, self._model_parts = [], []
+        self._free()
+
+    def _free(self) -> None:
+        """Free what a graph reads besides the cache's tensors, and all that is booked."""
+        self._captured = self._counters = None
         self._ids = self._numbers = self._counts = torch.empty(0, dtype=torch.int64, device="cpu")
+        for layer in self._layers:
+            layer.free()
         self.cache.storage.account.release(GRAPHS, self._booked)
         self._booked = 0
 

@@ -65,6 +65,8 @@ class Geometry:
     """Type of attention's device; on "cuda", entries read are stored on both sides."""
     rows_of_ids: int = 1
     """Rows of ids per sequence: see `rows_of_ids`."""
+    vocab_size: int = 0
+    """Logits of a token; 0: unknown."""
 
     @classmethod
     def of(cls, model: Any) -> Self:
@@ -115,7 +117,7 @@ class Geometry:
             kept += [_linear_states(layer, item), _others_kept([layers[layer_idx] for layers in longer], item)]
         kept = [layer for layer in kept if layer != KeptLayer(most_tokens=layer.most_tokens)]
         weights = {id(tensor): tensor.nbytes for tensor in (*inner.parameters(), *inner.buffers())}
-        hidden = config_value(text, "hidden_size")
+        hidden, vocab = config_value(text, "hidden_size"), config_value(text, "vocab_size")
         return cls(
             layers=tuple(offloaded),
             dtype=inner.dtype,
@@ -125,6 +127,7 @@ class Geometry:
             hidden_size=hidden if isinstance(hidden, int) else 0,
             device=device_type(inner),
             rows_of_ids=rows_of_ids(inner),
+            vocab_size=vocab if isinstance(vocab, int) else 0,
         )
 
     @classmethod

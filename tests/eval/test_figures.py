@@ -86,7 +86,7 @@ def test_every_study_has_its_figure() -> None:
 
 LIMITS = {
     "memory", "host_memory", "max_context", "max_batch", "engine", "verify", "io_timeout", "encryption_key", "trace",
-    "progress",
+    "progress", "graphs",
 }  # fmt: skip
 """Fields of all caches that set a limit or a safeguard, or show something: they change neither quality nor reads."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -258,25 +259,45 @@ def test_memory_of_a_graph_is_booked_and_freed() -> None:
 
 @pytest.mark.parametrize("cls", FIELDS)
 def test_graphs_of_each_cache_keep_to_a_budget(cls: type[SelectiveCache]) -> None:
-    with a_device(None, cls, memory="16MiB", max_context=TOKENS + 64, reuse_capacity=0) as (model, cache, _):
+    """And to its plan. Its tensors, those of the layers among them, are booked before they are made."""
+    fields = {"memory": "16MiB", "max_context": TOKENS + 64, "reuse_capacity": 0, "graphs": True}
+    with a_device(None, cls, **fields) as (model, cache, _):
         first, step, account = prefilled(model, cache), graphed_step(model, cache), cache.storage.account
+        own, booked = cache.room_for, list[int]()
+        cache.room_for = lambda owner, nbytes: booked.append(nbytes) or own(owner, nbytes)
         decoded(step, first, 1)
         account.reset_peaks()
         decoded(step, first, 9)
+        masks = [one._seen for one in step._layers if hasattr(one, "_seen")]
+        tensors = [step._ids, step._numbers, *[step._counts] * 3, *masks]
+        assert booked[0] == sum(one.nbytes for one in tensors) and len(masks) == 3 * (cls is ClusterCache)
         assert step.replays and account.by_owner["graphs"] > model.config.vocab_size * 4
+        plan = cls.plan(Geometry.of(model), cache.config, TOKENS + 64, 1)
+        assert account.by_owner["graphs"] <= plan.decode["graphs"] == plan.prefill["graphs"]
         assert account.peak <= account.limit
         step.close()
-        assert not account.by_owner["graphs"]
+        assert not account.by_owner["graphs"] and all(getattr(one, "_seen", None) is None for one in step._layers)
     assert account.current == 0
 
 
-@pytest.mark.parametrize(("spare", "fits"), [(40, True), (12, False)])
-def test_within_a_budget_a_graph_takes_the_memory_of_lent_slots_or_there_is_none(spare: int, fits: bool) -> None:
-    """`spare`: KiB beyond what a step needs."""
-    with a_device(memory="16MiB", max_context=TOKENS + 64) as (model, cache, _):
+@pytest.mark.parametrize(
+    ("spare", "graphs", "fits"), [(40, False, True), (12, False, False), (0, True, True), (0, False, False)]
+)
+def test_within_a_budget_a_graph_takes_the_memory_of_lent_slots_or_what_is_reserved_or_there_is_none(
+    spare: int, graphs: bool, fits: bool
+) -> None:
+    """`spare`: KiB beyond what a step needs; without any, there are slots for all, and further ones take no memory."""
+    fields = {"memory": "16MiB", "max_context": TOKENS + 64, "graphs": graphs}
+    with a_device(**fields, reuse_capacity=400 if spare else TOKENS + 64) as (model, cache, _):
         first, step, account = prefilled(model, cache), graphed_step(model, cache), cache.storage.account
         decoded(step, first, 1)
-        account.limit = cache._with_slots(Geometry.of(model), 0) + spare * 1024
+        geometry = Geometry.of(model)
+        account.limit = cache._with_slots(geometry, 0) + spare * 1024
+        there, elsewhere = (
+            DiskSwapCache.plan(replace(geometry, device=device), cache.config, TOKENS + 64, 1).decode
+            for device in ("cuda", "cpu")
+        )
+        assert ("graphs" in there) == graphs and "graphs" not in elsewhere
         cache._lent_for = (0, 0)
         for layer in cache.selective:
             layer.drop_fetcher()
@@ -288,7 +309,8 @@ def test_within_a_budget_a_graph_takes_the_memory_of_lent_slots_or_there_is_none
         assert account.peak <= account.limit
         assert bool(step.replays) == bool(account.by_owner["graphs"]) == fits
         assert fits or step.reason in ("the budget has no room for a graph", SEALS)
-        assert cache.selecting.lent < lent if fits else cache.selecting.lent == lent
+        assert cache.selecting.lent < lent if fits and spare else cache.selecting.lent == lent
+        assert ("activations, which are not counted" in cache.report().steps) == fits
 
 
 def test_other_calls_are_the_models() -> None:

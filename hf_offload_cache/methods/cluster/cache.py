@@ -24,7 +24,7 @@ from ...fetch.policy import MostUsed, Policy
 from ...history.base import History
 from ...history.records import RecordFormat
 from ...kernels.on_a_device import to_device
-from ...memory.account import beside
+from ...memory.account import GRAPHS, beside
 from ...memory.dry_run import DryRun
 from ...memory.fit import LOST_BY, Search
 from ...model.attention_call import AttentionCall
@@ -160,6 +160,8 @@ class ClusterLayer(SelectiveLayer):
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         super().rehearse(run, kind, context)
+        if self.config.graphs and kind.device == "cuda":
+            run.keeps(GRAPHS, self.captured_class(self).own_bytes)
         if run.alone:  # pages that settle are read from the store
             clustered = self.history.clustered
             pages = max(clustered.pages.largest, clustered.most_settled)

@@ -279,7 +279,14 @@ class CapturedClusterLayer(CapturedLayer):
         return entries, self._mask(), self.sizes.recent + buffered.shape[1]
 
     def parts(self) -> list[Any]:
-        return [*super().parts(), self._mask(), self.layer.history.clustered.buffer.entries]
+        return [*super().parts(), self.latest_room, self.layer.history.clustered.buffer.entries]
+
+    @property
+    def own_bytes(self) -> int:
+        return int(self.layer.history.rows * self.latest_room)  # of `_mask`
+
+    def free(self) -> None:
+        self._seen, self._seen_at = None, -1
 
     def join(self) -> None:
         """Tell the device which buffered entries there are."""

@@ -247,7 +247,7 @@ class CapturedSpecLayer(CapturedLayer):
         counters.tell_later(were_read, counts[0])
         counters.tell_later(counters.count_ready, counts[1])
 
-    def attended(self, call: AttentionCall) -> GraphStep:
+    def attended(self, call: AttentionCall) -> tuple[torch.Tensor, GraphStep]:
         layer, (rows, heads, queries), count = self.layer, call.query.shape[:3], self.layer.config.chosen
         copy, chosen, memory = layer.predictor.copy, layer.chosen, layer.history.tail.memory
         form, tail = copy.form.entry, memory.shape[1] + queries - 1
@@ -266,4 +266,4 @@ class CapturedSpecLayer(CapturedLayer):
                 read = layer.pinned.exchange(layer.history, chosen, wanted, complete=True)
                 counts[0] = read.sum(1)
                 counts[1] = wanted[0].numel() - counts[0]
-        return GraphStep(output, counts, count, nbytes)
+        return output, GraphStep(counts, count, nbytes)

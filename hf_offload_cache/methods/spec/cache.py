@@ -175,6 +175,8 @@ class SpecCache(SelectiveCache):
         for place, layer in enumerate(layers):
             layer.collects = layers[(place - UNDER_WAY) % len(layers)]
 
+    graph_tokens = 2
+
     @property
     def reads_ahead(self) -> int:
         return UNDER_WAY if self.config.speculative else 0
