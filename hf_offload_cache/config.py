@@ -337,8 +337,8 @@ class SelectiveConfig(OffloadConfig):
     """Bytes, or a size such as "300MiB", of slots in host memory for records that were read, in addition to the slots
     on the device: a cache of the disk. Layers share it equally. On a CPU it gives that many more slots. None: none."""
     graphs: bool = False
-    """With a model on a GPU, reserve memory of a budget for the CUDA graph of `graphed_step`. False: a graph gets the
-    memory of slots that were lent; without them steps run without a graph."""
+    """With a model on a GPU and records in host memory, reserve memory of a budget for the CUDA graph of
+    `graphed_step`. False: a graph gets the memory of slots that were lent; without them steps run without a graph."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

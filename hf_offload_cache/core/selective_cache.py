@@ -155,7 +155,7 @@ class SelectiveCache(OffloadCache):
         plan = super().plan(geometry, config, max_context, max_batch)
         if not isinstance(config, SelectiveConfig) or not config.graphs or config.exact:
             return plan
-        if geometry.device != "cuda" or not geometry.layers:
+        if geometry.device != "cuda" or config.engine != "memory" or not geometry.layers:
             return plan
         kinds = [kind for kind, _ in layer_kinds(geometry, config, max_batch)]
         group, rows = (max(each) for each in zip(*((kind.form.group_size, kind.rows) for kind in kinds), strict=True))
