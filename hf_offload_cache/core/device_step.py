@@ -74,7 +74,7 @@ def rehearse(layer: Layer, run: DryRun, kind: LayerKind, context: int) -> bool:
     data = run.empty(SLOTS, kind.rows, count, form.payload_width, dtype=form.payload_dtype)
     if kind.rows > 1:
         run.passes("moving rows", decode=DeviceSlots.moving_bytes(data.nbytes))
-    run.keeps("tables", DeviceSlots.planned_tables(kind.rows, count, records))
+    run.keeps("tables", DeviceSlots.planned_tables(kind.rows, count, records, layer.by_use))
     latest, copied = recent, kind.rows * most * form.group_size if layer.most_kept(context) else 0
     if history.extra_entries is not None:
         latest += history.extra_entries[0].shape[1]
@@ -251,7 +251,7 @@ def device_slots(layer: Layer, most: int) -> DeviceSlots | None:
         if limited:
             selecting.rest()  # what steps over the host had
         try:
-            layer.device_slots = slots = DeviceSlots(storage, history, count)
+            layer.device_slots = slots = DeviceSlots(storage, history, count, layer.by_use)
         except BudgetError:
             return None
         layer.shared.books_changed = True

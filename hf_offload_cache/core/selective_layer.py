@@ -51,6 +51,8 @@ class SelectiveLayer(OffloadLayer):
     """Makes a predictor from (form, rows, configuration, account), as `SummaryPredictor` does."""
     needs_slots: ClassVar[bool] = True
     """Steps on a device alone need slots for all that they select."""
+    by_use: ClassVar[bool] = False
+    """These slots are filled by use, not first in, first out."""
     captured_class: ClassVar[type[CapturedLayer]] = CapturedLayer
     """This layer in a CUDA graph: see `GraphedStep`."""
 

@@ -84,13 +84,14 @@ class Addresses:
 
 
 class DeviceSlots:
-    """`count` slots a row for the records of one layer, filled first in, first out, and their tables.
+    """`count` slots a row for the records of one layer, filled first in, first out, or, `by_use`, those of the least
+    used records first (see `exchange`), and their tables.
 
     The account books them as "reuse slots". Everything is in the order of the current stream. For the thread that runs
     the model. Raises `BudgetError`, with nothing booked.
     """
 
-    def __init__(self, storage: Storage, history: Source, count: int) -> None:
+    def __init__(self, storage: Storage, history: Source, count: int, by_use: bool = False) -> None:
         form, device, self._account = history.form, history.device, storage.account
         self.count = count
         self.made_for = 0, 0
@@ -100,9 +101,16 @@ class DeviceSlots:
         shape = history.rows, count, form.payload_width
         self.data = self._account.empty(SLOTS, *shape, dtype=form.payload_dtype, device=device)
         """(rows, count, payload width): the payloads, valid until the next `bring`."""
-        self._unit_in, self._order = (self._table(history, count) for _ in range(2))
-        self._order.copy_(torch.arange(count, dtype=torch.int32, device=device))
-        self._slot_of = self._table(history, 0)
+        self._unit_in, self._slot_of = self._table(history, count), self._table(history, 0)
+        self._order: torch.Tensor | None = None
+        self._uses: torch.Tensor | None = None
+        self._weight: torch.Tensor | None = None
+        if by_use:
+            self._uses = lasting_empty(history.rows, 0, dtype=torch.float32, device=device)
+            self._weight = lasting_empty(history.rows, dtype=torch.float64, device=device).fill_(1)
+        else:
+            self._order = self._table(history, count)
+            self._order.copy_(torch.arange(count, dtype=torch.int32, device=device))
         self.addresses: torch.Tensor | None = None
         """(rows, units or more) int64: the records' addresses in the latest `bring`; None before the first."""
         self.closed = self.at_work = False
@@ -114,14 +122,20 @@ class DeviceSlots:
         return min(nbytes, max(_MOVED, -(-nbytes // _MOVES)))
 
     @staticmethod
-    def planned_tables(rows: int, count: int, units: int) -> int:
+    def planned_tables(rows: int, count: int, units: int, by_use: bool = False) -> int:
         """Upper bound of `tables_nbytes` for `count` slots and up to so many `units` a row."""
-        return rows * (4 * 2 * count + (4 + 8) * (units + max(64, units // 8)))
+        of_slots, of_units = (4, 4 + 8 + 4) if by_use else (4 + 4, 4 + 8)
+        return rows * (of_slots * count + of_units * (units + max(64, units // 8)) + (8 if by_use else 0))
 
     @property
     def tables_nbytes(self) -> int:
         """Bytes of the tables, which the account does not book."""
-        return self._addresses.nbytes + sum(one.nbytes for one in (self._unit_in, self._order, self._slot_of))
+        return self._addresses.nbytes + sum(one.nbytes for one in self._tables if one is not None)
+
+    @property
+    def _tables(self) -> tuple[torch.Tensor | None, ...]:
+        """The tables, of which some do not exist."""
+        return self._slot_of, self._unit_in, self._order, self._uses, self._weight
 
     def bring(self, history: Source, units: torch.Tensor) -> torch.Tensor | None:
         """Slots (rows, S) int32 of a step's `units` (rows, S) int32, distinct and ascending, at most `count` in a row,
@@ -135,6 +149,10 @@ class DeviceSlots:
             if self._slot_of.shape[1] < addresses.shape[1]:
                 before, self._slot_of = self._slot_of, self._table(history, addresses.shape[1])
                 self._slot_of[:, : before.shape[1]] = before
+                if (uses := self._uses) is not None:
+                    shape = history.rows, addresses.shape[1]
+                    self._uses = lasting_empty(*shape, dtype=torch.float32, device=history.device).zero_()
+                    self._uses[:, : uses.shape[1]] = uses
             if self._addresses.again is not None:
                 self._empty(*self._addresses.again)
         except BaseException:
@@ -149,7 +167,8 @@ class DeviceSlots:
         slots, (2, rows) int64, for `count_later`. If it raises, the slots are freed, as by `bring`."""
         assert self.addresses is not None
         try:
-            slots, absent, counts = exchange(units, self._slot_of, self._unit_in, self._order)
+            tables = self._slot_of, self._unit_in, self._order, self._uses, self._weight
+            slots, absent, counts = exchange(units, *tables)
             bring(self.addresses, absent, slots, self.data)
         except BaseException:
             self._free()
@@ -165,7 +184,7 @@ class DeviceSlots:
     def memory(self) -> list[torch.Tensor]:
         """The tensors that `exchanged` uses, after `bring`."""
         assert self.addresses is not None
-        return [self.data, self._unit_in, self._order, self._slot_of, self.addresses]
+        return [self.data, *(one for one in self._tables if one is not None), self.addresses]
 
     @property
     def room(self) -> int:
@@ -184,8 +203,8 @@ class DeviceSlots:
                 chosen = rows if rows.device == self.data.device else to_device(rows.numpy(), self.data.device)
                 for part in self.data.split(max(1, self.count * most // self.data.nbytes), 1):
                     part.copy_(part.index_select(0, chosen))
-                tables = self._unit_in, self._order, self._slot_of
-                self._unit_in, self._order, self._slot_of = (table.index_select(0, chosen) for table in tables)
+                tables = (None if one is None else one.index_select(0, chosen) for one in self._tables)
+                self._slot_of, self._unit_in, self._order, self._uses, self._weight = tables  # type: ignore[assignment]
                 self._addresses.select_rows(chosen)
         except BudgetError:
             self._free()
@@ -199,7 +218,7 @@ class DeviceSlots:
         return lasting_empty(history.rows, width, dtype=torch.int32, device=history.device).fill_(-1)
 
     def _empty(self, rows: torch.Tensor, units: torch.Tensor) -> None:
-        """Empty the slots of units (n,) of `rows` (n,), whose records have other contents now."""
+        """Empty the slots of units (n,) of `rows` (n,), whose records have other contents now. Their uses count on."""
         self._slot_of[rows, units] = -1
         place = torch.arange(self.count, dtype=torch.int32, device=rows.device)
         there = self._slot_of.gather(1, self._unit_in.clamp(min=0).long()) == place

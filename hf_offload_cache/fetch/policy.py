@@ -7,6 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from ..kernels.slots import EVERY_STEP, LATER, MOST_WEIGHT
+
 
 class Policy(Protocol):
     """Decides which of a tier's slots are filled again, and with what. Made for a number of slots; for one thread."""
@@ -90,7 +92,7 @@ class MostUsed:
     slots for a third and two thirds of a selection; .929 instead of .926, for a third and four thirds.)
     """
 
-    _KEEPS = 0.8
+    _KEEPS = 1 / LATER
     """Weight of a use after one more step. At 8K tokens of text, with slots for an eighth to one selection, .8 and .9
     have a fifth to a quarter more hits than first in, first out; .97 has as many up to half a selection, then fewer."""
 
@@ -118,8 +120,8 @@ class MostUsed:
             self._grow(last)
         self._uses[records] += self._one
         if wanted:
-            self._one /= self._KEEPS
-            if self._one > 1e20:
+            self._one *= LATER
+            if self._one > MOST_WEIGHT:
                 self._uses /= self._one
                 self._one = 1.0
         worth, size = self._worth(np.concatenate([self._record_in, records])), self._record_in.size
@@ -148,7 +150,7 @@ class MostUsed:
     def used(self, slots: np.ndarray) -> None:
         """Count a use, up to the limit of a record used in every step: without steps that read, counts do not decay.
         """
-        records, most = self._record_in[slots], self._one / (1 - self._KEEPS)
+        records, most = self._record_in[slots], self._one * EVERY_STEP
         self._uses[records] = np.minimum(self._uses[records] + self._one, most)
 
     def emptied(self, slots: np.ndarray) -> None:

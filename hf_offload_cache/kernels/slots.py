@@ -1,7 +1,8 @@
 """Slots on a device that hold records of host memory: which records are in which, their reads, and attention to them.
 
 The tables are tensors of the device, so that a step neither waits for the host nor tells it anything. Slots are filled
-first in, first out, as `SlotTable` fills them (KVSwap, section 3.4.3); those that a step attends to stay.
+as `SlotTable` fills them: first in, first out (KVSwap, section 3.4.3), or those of the least used units first (LeoAM,
+section 4.3). Those that a step attends to stay.
 
 Shapes: R rows (sequences, or their key heads if these choose apart) of U units and M slots each; a step selects at most
 S and at most M units of a row, and rows with fewer than others have -1 for the missing ones; a record holds the entries
@@ -18,6 +19,11 @@ import torch
 
 from .on_a_device import with_kernel
 from .ranking import PROGRAMS
+
+LATER, MOST_WEIGHT = 1.25, 2.0**66
+"""Weight of a use over that of a use one step before. Beyond the second, all weights are divided by the latest."""
+EVERY_STEP = LATER / (LATER - 1)
+"""Uses of a unit that is used in each step, in weights of the latest."""
 
 
 def slots_bytes(form: Any, batch: int, heads: int, rows: int, selected: int, count: int, recent: int) -> int:
@@ -42,15 +48,20 @@ def at_addresses(begins: torch.Tensor, nbytes: int) -> torch.Tensor:
 
 @with_kernel()
 def exchange(
-    units: torch.Tensor, slot_of: torch.Tensor, unit_in: torch.Tensor, order: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Give a slot to each of a step's `units` (R, S) int32: distinct and ascending, or -1. Changes the three tables.
+    units: torch.Tensor, slot_of: torch.Tensor, unit_in: torch.Tensor, order: torch.Tensor | None,
+    uses: torch.Tensor | None = None, weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Give a slot to each of a step's `units` (R, S) int32: distinct and ascending, or -1. Changes the tables. The
+    step's units that are in slots keep these.
 
     Args:
         slot_of: (R, U) int32, the slot of each unit, or -1.
         unit_in: (R, M) int32, the unit in each slot, or -1.
         order: (R, M) int32, the slots in the order in which they will be filled again. A slot that is filled becomes
-            the last; the step's other units keep their slots.
+            the last. None: empty slots are filled, and then those of the least used units, of equal ones the first.
+        uses, weight: without `order`, (R, U) float32, how often each unit was used, in a slot or not, and (R,) float64,
+            the weight of a use now. It grows in a step that reads a unit, so earlier uses count less: see `MostUsed`
+            in `fetch`, which differs only in that it leaves little used units without a slot.
 
     Returns the units' slots (R, S) int32, -1 for those of -1; `absent` (R, S) int32, each unit that was in no slot and
     has to be read into its new one, -1 for the others; and `counts` (2, R) int64, how many these are, and how many
@@ -63,21 +74,43 @@ def exchange(
     absent, counts = torch.where(new, units, -1), torch.stack([new.sum(1), (slots >= 0).sum(1)])
     used = torch.zeros(rows, held + 1, dtype=torch.bool, device=units.device)
     used.scatter_(1, torch.where(slots < 0, held, slots).long(), True)
-    free = ~used.gather(1, order.long())
-    rank = free.cumsum(1)
-    filled = free & (rank <= counts[0][:, None])
+    if order is None:
+        assert uses is not None and weight is not None
+        _count_uses(units, new, uses, weight)
+        worth = torch.where(unit_in < 0, -1, uses.gather(1, unit_in.clamp(min=0).long()))
+        worth.masked_fill_(used[:, :-1], torch.inf)
+        filled = worth.sort(dim=1, stable=True).indices.sort(dim=1).indices < counts[0][:, None]
+        queue, rank = torch.arange(held, dtype=torch.int32, device=units.device).expand(rows, -1), filled.cumsum(1)
+    else:
+        queue = order
+        free = ~used.gather(1, order.long())
+        rank = free.cumsum(1)
+        filled = free & (rank <= counts[0][:, None])
     given = torch.zeros(rows, count + 1, dtype=torch.int32, device=units.device)
-    given.scatter_(1, torch.where(filled, rank - 1, count), order)
+    given.scatter_(1, torch.where(filled, rank - 1, count), queue)
     slots = torch.where(new, given.gather(1, (new.cumsum(1) - 1).clamp_(min=0)), slots)
-    old = unit_in.gather(1, order.long())
+    old = unit_in.gather(1, queue.long())
     places, inside = torch.nn.functional.pad(slot_of, (0, 1)), torch.nn.functional.pad(unit_in, (0, 1))
     places.scatter_(1, torch.where(filled & (old >= 0), old, last).long(), -1)  # the last is nobody's
     places.scatter_(1, torch.where(asked, units, last).long(), slots)
     inside.scatter_(1, torch.where(asked, slots, held).long(), units)
     slot_of.copy_(places[:, :-1])
     unit_in.copy_(inside[:, :-1])
-    order.copy_(order.gather(1, filled.int().sort(dim=1, stable=True).indices))
+    if order is not None:
+        order.copy_(order.gather(1, filled.int().sort(dim=1, stable=True).indices))
     return slots, absent, counts
+
+
+def _count_uses(units: torch.Tensor, new: torch.Tensor, uses: torch.Tensor, weight: torch.Tensor) -> None:
+    """Count a use of each of `units`, of those that are not `new` up to `EVERY_STEP`: see `exchange`."""
+    count = uses.gather(1, units.clamp(min=0).long()) + weight.float()[:, None]
+    count = torch.where(new, count, torch.minimum(count, (weight * EVERY_STEP).float()[:, None]))
+    counted = torch.nn.functional.pad(uses, (0, 1))  # the last is nobody's
+    counted.scatter_(1, torch.where(units < 0, uses.shape[1], units).long(), count)
+    now = torch.where(new.any(1), weight * LATER, weight)
+    beyond = now > MOST_WEIGHT
+    uses.copy_(torch.where(beyond[:, None], counted / now.float()[:, None], counted)[:, :-1])
+    weight.copy_(torch.where(beyond, 1.0, now))
 
 
 @with_kernel()

@@ -15,7 +15,12 @@ import triton.language as tl
 
 from .low_bit_triton import _in_type, _rounded, _scale, wide
 from .ranking_triton import _LOWEST, _exist, _merged, _times, counters, split
+from .slots import EVERY_STEP, LATER, MOST_WEIGHT
 
+_LATER, _EVERY_STEP = tl.constexpr(LATER), tl.constexpr(EVERY_STEP)
+_MOST_WEIGHT = tl.constexpr(MOST_WEIGHT)
+_UNITS = 1024
+"""Units whose uses a program divides at a time."""
 _PROGRAMS = 64
 """Enough to keep a bus busy; more would keep the device from other work."""
 _COPIED = 16384
@@ -28,10 +33,44 @@ _TILE = 8192
 
 # Tables
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
+def _count_uses(  # type: ignore[no-untyped-def]
+    uses, weight, unit, asked, new, number, room, BLOCK: tl.constexpr
+):  # fmt: skip
+    """As `slots._count_uses`, of one row; `number` of its units are new."""
+    now = tl.load(weight)
+    count = tl.load(uses + unit, mask=asked, other=0.0) + now.to(tl.float32)
+    count = tl.where(new, count, tl.minimum(count, (now * _EVERY_STEP).to(tl.float32)))
+    tl.store(uses + unit, count, mask=asked)
+    if number > 0:
+        now = now * _LATER
+    if now > _MOST_WEIGHT:
+        tl.debug_barrier()
+        for first in range(0, room, BLOCK):
+            one = first + tl.arange(0, BLOCK)
+            count = tl.load(uses + one, mask=one < room, other=0.0)
+            tl.store(uses + one, tl.div_rn(count, now.to(tl.float32)), mask=one < room)
+        now = now / now
+    tl.debug_barrier()  # the weight is read, and uses are stored
+    tl.store(weight, now)
+
+
+@triton.jit
+def _least(worth, number):  # type: ignore[no-untyped-def]
+    """Mark the `number` least of `worth` (n,), uint32, of equal ones the first."""
+    least, bit = tl.cast(0, tl.uint32), tl.cast(0x80000000, tl.uint32)
+    for _ in range(32):  # bit by bit, the least number that is not above too few
+        below = tl.sum((worth < (least | bit)).to(tl.int32), 0)
+        least = tl.where(below < number, least | bit, least)
+        bit = bit >> 1
+    less, equal = worth < least, (worth == least).to(tl.int32)
+    return less | ((equal > 0) & (tl.cumsum(equal, 0) <= number - tl.sum(less.to(tl.int32), 0)))
+
+
+@triton.jit(do_not_specialize=["count", "room"])
 def _exchange(  # type: ignore[no-untyped-def]
-    units, slot_of, unit_in, order, slots, absent, counts, scratch, count, unit_row, of_row, in_row, order_row, held,
-    PLACES: tl.constexpr, SLOTS: tl.constexpr,
+    units, slot_of, unit_in, order, uses, weight, slots, absent, counts, scratch, count, room, unit_row, of_row, in_row,
+    order_row, uses_row, held, PLACES: tl.constexpr, SLOTS: tl.constexpr, BY_USE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place, slot = tl.arange(0, PLACES), tl.arange(0, SLOTS)
@@ -52,16 +91,27 @@ def _exchange(  # type: ignore[no-untyped-def]
     tl.debug_barrier()
     # the first of the others, in their order, get the new units
     number = tl.sum(new.to(tl.int32), 0)
-    turn = tl.load(order + slot, mask=there, other=0)
-    free = there & (tl.load(taken + turn, mask=there, other=1) == 0)
-    rank = tl.cumsum(free.to(tl.int32), 0)
-    filled = free & (rank <= number)
+    if BY_USE:
+        uses += row * uses_row
+        _count_uses(uses, weight + row, unit, asked, new, number, room, BLOCK)
+        turn = slot
+        holds = tl.load(unit_in + slot, mask=there, other=-1)
+        worth = tl.load(uses + holds, mask=there & (holds >= 0), other=0.0).to(tl.uint32, bitcast=True) + 1
+        free = there & (tl.load(taken + slot, mask=there, other=1) == 0)
+        filled = free & _least(tl.where(free, tl.where(holds < 0, 0, worth), 0xFFFFFFFF).to(tl.uint32), number)
+        rank = tl.cumsum(filled.to(tl.int32), 0)
+    else:
+        turn = tl.load(order + slot, mask=there, other=0)
+        free = there & (tl.load(taken + turn, mask=there, other=1) == 0)
+        rank = tl.cumsum(free.to(tl.int32), 0)
+        filled = free & (rank <= number)
     old = tl.load(unit_in + turn, mask=filled, other=-1)
     tl.store(given + rank - 1, turn, mask=filled)
-    stays = there & (filled == 0)
-    to = tl.where(stays, tl.cumsum(stays.to(tl.int32), 0) - 1, held - number + rank - 1)
     tl.debug_barrier()  # all of the tables is read
-    tl.store(order + to, turn, mask=there)
+    if not BY_USE:
+        stays = there & (filled == 0)
+        to = tl.where(stays, tl.cumsum(stays.to(tl.int32), 0) - 1, held - number + rank - 1)
+        tl.store(order + to, turn, mask=there)
     tl.store(slot_of + old, tl.full((SLOTS,), -1, dtype=tl.int32), mask=old >= 0)
     own = tl.where(new, tl.load(given + tl.cumsum(new.to(tl.int32), 0) - 1, mask=new, other=0), own)
     tl.store(slot_of + unit, own, mask=new)
@@ -73,18 +123,22 @@ def _exchange(  # type: ignore[no-untyped-def]
 
 
 def exchange(
-    units: torch.Tensor, slot_of: torch.Tensor, unit_in: torch.Tensor, order: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    units: torch.Tensor, slot_of: torch.Tensor, unit_in: torch.Tensor, order: torch.Tensor | None,
+    uses: torch.Tensor | None = None, weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `slots.exchange`, of tensors that are contiguous in the last dimension."""
-    (rows, count), held = units.shape, order.shape[1]
+    (rows, count), held = units.shape, unit_in.shape[1]
     options: dict[str, Any] = {"dtype": torch.int32, "device": units.device}
     slots, absent = torch.empty(rows, count, **options), torch.empty(rows, count, **options)
     counts = torch.empty(2, rows, dtype=torch.int64, device=units.device)
     scratch = torch.empty(rows, 2, held, **options)
     places, wide_held = wide(count), wide(held)
     _exchange[(rows,)](
-        units, slot_of, unit_in, order, slots, absent, counts, scratch, count, units.stride(0), slot_of.stride(0),
-        unit_in.stride(0), order.stride(0), held, places, wide_held, num_warps=4 if wide_held <= 1024 else 8,
+        units, slot_of, unit_in, slots if order is None else order, slots if uses is None else uses,
+        slots if weight is None else weight, slots, absent, counts, scratch, count, slot_of.shape[1], units.stride(0),
+        slot_of.stride(0), unit_in.stride(0), 0 if order is None else order.stride(0),
+        0 if uses is None else uses.stride(0), held, places, wide_held, order is None, _UNITS,
+        num_warps=4 if wide_held <= 1024 else 8,
     )  # fmt: skip
     return slots, absent, counts
 

@@ -88,7 +88,7 @@ def test_steps_on_a_device_choose_what_those_on_the_host_do(
         assert not counts.syncs and not counts.blocking
         monkeypatch.undo()
         assert any(layer.history.units > (TOKENS - 32) // CHUNK for layer in cache.selective)  # some were sealed
-        assert all(slots is not None for slots in of_slots(cache))
+        assert all(slots is not None and slots._uses.any() for slots in of_slots(cache))
         report = cache.report()
     on_device = torch.cat(steps, 1)
     torch.testing.assert_close(on_device, on_host, rtol=1e-4, atol=1e-4)  # of equal chunks both choose the first

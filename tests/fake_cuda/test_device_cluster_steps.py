@@ -104,7 +104,7 @@ def test_steps_on_a_device_compute_what_those_on_the_host_do(way: str, rows: int
             assert not counts.blocking or len(steps) == 1
             counts.clear()
         assert max(waits[1:]) <= (LAYERS if "one step" in way else 0)
-        assert all(slots is not None for slots in of_slots(cache))
+        assert all(slots is not None and slots._uses.any() for slots in of_slots(cache))
         for layer, (of_tokens, stored) in zip(cache.selective, labels, strict=True):
             layer.history.place()  # what the last step has left for the next one
             own = layer.history.clustered

@@ -89,22 +89,34 @@ def test_more_records_than_capacity(capacity: int) -> None:
     assert (table.locate(ids(5, 6, 7)) == ABSENT).all()
 
 
-def test_slots_whose_rows_were_selected_in_inference_mode_can_be_changed_in_any_mode() -> None:
+@pytest.mark.parametrize("by_use", [False, True])
+def test_slots_whose_rows_were_selected_in_inference_mode_can_be_changed_in_any_mode(by_use: bool) -> None:
     """So can the addresses: steps outside that mode write to both."""
     form = SimpleNamespace(payload_width=4, payload_dtype=torch.float32)
     storage: Any = SimpleNamespace(account=MemoryAccount())
     history: Any = SimpleNamespace(form=form, device=torch.device("cpu"), rows=2)
-    slots, addresses = DeviceSlots(storage, history, 3), Addresses(storage)
+    slots, addresses = DeviceSlots(storage, history, 3, by_use), Addresses(storage)
     slots.data.copy_(torch.arange(24.0).view(2, 3, 4))
     slots._unit_in.copy_(torch.tensor([[0, 1, -1], [2, -1, -1]]))
     slots._slot_of = torch.tensor([[0, 1, -1], [-1, -1, 0]], dtype=torch.int32)
     addresses._known = torch.tensor([[10, 11, 12], [20, 21, 22]])
+    if by_use:
+        assert slots._weight is not None and slots._order is None
+        slots._uses, slots._weight[1] = torch.tensor([[1.0, 2, 3], [4, 5, 6]]), 7
     with torch.inference_mode():
         rows = torch.tensor([1, 1])
         slots.select_rows(rows)
         addresses.select_rows(rows)
     slots._empty(torch.tensor([0]), torch.tensor([2]))
+    if by_use:
+        assert slots._uses is not None and slots._weight is not None
+        slots._uses[0, 0] = 9
+        assert slots._uses.tolist() == [[9, 5, 6], [4, 5, 6]] and slots._weight.tolist() == [7, 7]
     addresses._known[0, 0] = 30
     assert slots._unit_in.tolist() == [[-1, -1, -1], [2, -1, -1]]
     assert addresses._known.tolist() == [[30, 21, 22], [20, 21, 22]]
+    slots._addresses._known = torch.empty(2, 9000, dtype=torch.int64)  # with room for an eighth more
+    slots._slot_of = torch.empty(2, 9000, dtype=torch.int32)
+    slots._uses = torch.empty(2, 9000) if by_use else None
+    assert slots.tables_nbytes == DeviceSlots.planned_tables(2, 3, 8000, by_use)
     assert slots.data.tolist() == torch.arange(12.0, 24.0).view(3, 4).expand(2, 3, 4).tolist()

@@ -2,45 +2,73 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_offload_cache.fetch import SlotTable
+from hf_offload_cache.fetch import MostUsed, SlotTable
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.kernels.slots import attend, bring, exchange
 from hf_offload_cache.stores import MemoryStore
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_slots_are_exchanged_as_the_processors_table_does(data: st.DataObject) -> None:
-    """A row is a table, first in, first out: the same units are in the same slots after any sequence of steps. Rows
-    with fewer units than others end in -1, which are in no slot."""
+class AllGetSlots(MostUsed):
+    """`MostUsed` that gives a slot to each record that a step selects."""
+
+    def _worth(self, records: np.ndarray) -> np.ndarray:
+        worth = super()._worth(records)
+        worth[self._record_in.size :] = np.inf
+        return worth
+
+
+@pytest.mark.parametrize("by_use", [False, True])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_slots_are_exchanged_as_the_processors_table_does(by_use: bool, data: st.DataObject) -> None:
+    """A row is a table: the same units are in slots after any sequence of steps, and, first in, first out, in the same
+    ones. Uses and their weights are equal bit by bit, also after they were divided. Rows with fewer units than others
+    end in -1, which are in no slot."""
     units, rows = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3))
     most = data.draw(st.integers(1, units))
     count = data.draw(st.integers(most, units + 5))
     slot_of = torch.full((rows, units), -1, dtype=torch.int32)
     unit_in, order = torch.full((rows, count), -1, dtype=torch.int32), torch.arange(count).int().repeat(rows, 1)
-    tables = [SlotTable(count) for _ in range(rows)]
+    tables, given = [SlotTable(count) for _ in range(rows)], (order, None, None)
+    uses, weight = torch.zeros(rows, units), torch.full((rows,), data.draw(st.sampled_from([1.0, 6e19])))
+    if by_use:
+        weight = weight.double()
+        tables, given = [SlotTable(count, AllGetSlots) for _ in range(rows)], (None, uses, weight)
+        for table in tables:
+            table._policy._one = float(weight[0])  # type: ignore[attr-defined]
     for _ in range(data.draw(st.integers(1, 8))):
         width = data.draw(st.integers(1, most))
         chosen = [sorted(data.draw(st.sets(st.integers(0, units - 1), max_size=width))) for _ in tables]
         padded = torch.full((rows, width + data.draw(st.integers(0, 3))), -1, dtype=torch.int32)
         for row, one in zip(padded, chosen, strict=True):
             row[: len(one)] = torch.tensor(one)
-        slots, absent, counts = exchange(padded, slot_of, unit_in, order)
+        slots, absent, counts = exchange(padded, slot_of, unit_in, *given)
         for row, table in enumerate(tables):
             wanted = np.array(chosen[row], dtype=np.int64)
             before, end = table.locate(wanted), len(wanted)
+            table.used(before[before >= 0])
             table.insert(wanted[before < 0], before[before >= 0])
-            assert slots[row, :end].tolist() == table.locate(wanted).tolist()
+            now = table.locate(np.arange(units))
+            assert slots[row, :end].tolist() == slot_of[row, wanted].tolist()
             assert absent[row, :end].tolist() == np.where(before < 0, wanted, -1).tolist()
             assert (slots[row, end:] == -1).all() and (absent[row, end:] == -1).all()
             assert counts[:, row].tolist() == [(before < 0).sum(), (before >= 0).sum()]
-            assert slot_of[row].tolist() == table.locate(np.arange(units)).tolist()
+            if by_use:
+                assert np.array_equal(slot_of[row] >= 0, now >= 0)
+                policy: Any = table._policy
+                ours = np.zeros(units, dtype=np.float32)
+                ours[: min(64, units)] = policy._uses[:units]
+                assert np.array_equal(uses[row], ours) and float(weight[row]) == policy._one
+            else:
+                assert slot_of[row].tolist() == now.tolist()
             full = (unit_in[row] >= 0).nonzero()[:, 0]
             assert slot_of[row][unit_in[row][full].long()].tolist() == full.tolist()
             assert sorted(order[row].tolist()) == list(range(count))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from triton_kernels import DEVICES, Launches, fill_what_is_empty, kernels, move
@@ -14,21 +16,30 @@ EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 @EACH_DEVICE
 @pytest.mark.parametrize(
-    ("rows", "units", "selected", "count"),
-    [(3, 40, 7, 7), (2, 100, 20, 33), (2, 300, 1, 4), (1, 5000, 512, 600), (1, 6000, 300, 4096), (2, 9, 5, 16)],
-)
+    ("rows", "units", "selected", "count", "by_use"),
+    [
+        (3, 40, 7, 7, False), (2, 100, 20, 33, False), (2, 300, 1, 4, False), (1, 5000, 512, 600, False),
+        (1, 6000, 300, 4096, False), (2, 9, 5, 16, False),
+        (3, 40, 7, 9, True), (2, 300, 1, 4, True), (1, 1500, 200, 260, True), (2, 9, 5, 16, True),
+    ],
+)  # fmt: skip
 def test_slots_are_given_as_the_twin_gives_them(
-    device: str, rows: int, units: int, selected: int, count: int, monkeypatch: pytest.MonkeyPatch
+    device: str, rows: int, units: int, selected: int, count: int, by_use: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Uses are divided by their weight in the second or third step of some rows."""
     kernel, made = kernels("slots_triton", device, monkeypatch), torch.Generator().manual_seed(count)
     order = torch.arange(count, dtype=torch.int32).repeat(rows, 1)
-    tables = [torch.full((rows, units), -1, dtype=torch.int32), torch.full((rows, count), -1, dtype=torch.int32), order]
+    tables: list[Any] = [torch.full((rows, one), -1, dtype=torch.int32) for one in (units, count)]
+    tables.append(torch.zeros(rows, units) if by_use else order)
     # rows of wider tables
-    wider = [torch.cat([table, torch.full((rows, 3), -5, dtype=torch.int32)], 1).to(device) for table in tables]
+    wider = [torch.cat([table, torch.full_like(table[:, :1], -5).repeat(1, 3)], 1).to(device) for table in tables]
     on_device = [table[:, :-3] for table in wider]
+    if by_use:
+        weight = torch.tensor([1.0, 5e19, 7e19], dtype=torch.float64)[-rows:].clone()
+        tables[2:], on_device[2:] = [None, tables[2], weight], [None, on_device[2], weight.to(device).clone()]
     fill_what_is_empty(monkeypatch)
     drawn = min(units, 2 * selected + 1)
-    for step in range(30):
+    for step in range(12 if by_use else 30):
         first = int(torch.randint(0, units - drawn + 1, (), generator=made)) if step % 3 else 0
         wanted = torch.stack([torch.randperm(drawn, generator=made)[:selected].sort().values for _ in range(rows)])
         wanted = (wanted + first).int()
@@ -37,7 +48,7 @@ def test_slots_are_given_as_the_twin_gives_them(
         expected = slots.exchange(wanted, *tables)
         found = kernel.exchange(wanted.to(device), *on_device)
         for one, other in zip((*found, *on_device), (*expected, *tables), strict=True):
-            assert torch.equal(one.cpu(), other)
+            assert one is other is None or torch.equal(one.cpu(), other)
     assert all(bool((table[:, -3:] == -5).all()) for table in wider)
     assert int(expected[2][0].sum()) < rows * selected or units > 4 * count
 

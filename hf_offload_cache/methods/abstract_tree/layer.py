@@ -32,6 +32,8 @@ _FEW = 16
 class AbstractTreeLayer(SelectiveLayer):
     """A layer that selects chunks by their abstracts, and tokens within them; each KV head has its own chunks."""
 
+    by_use = True
+
     config: AbstractTreeConfig
 
     def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
@@ -86,7 +88,7 @@ class AbstractTreeLayer(SelectiveLayer):
 
     @property
     def policy(self) -> Callable[[int], Policy]:
-        """Frequently used records stay in host memory, and on a CPU in its slots (LeoAM, section 4.3)."""
+        """Frequently used records stay in host memory, and in slots (LeoAM, section 4.3)."""
         return MostUsed
 
     def keep_all(self) -> None:

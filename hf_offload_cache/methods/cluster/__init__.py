@@ -26,7 +26,8 @@ Where to find the paper:
 * section 5.2, dual-head layout: `ClusterPages`; the page-aligned buffer: `AppendBuffer`, `Settling`
 * section 6.1, centroids on disk: `ClusterConfig.centroids`, mapped for their use: `Partition.will_need`,
   `Partition.rest`; the next layer's clusters are prefetched: `SelectiveCache.leave_attention` in `core`
-* section 6.2, cluster-aligned replacement: `ClusterAligned`; updated clusters stay: `ClusterLayer.renewed`
+* section 6.2, cluster-aligned replacement: `ClusterAligned`; updated clusters stay: `ClusterLayer.renewed`. Slots on a
+  device are replaced by use: `SelectiveLayer.by_use`
 
 Differences from algorithm 1:
 

@@ -98,6 +98,7 @@ class ClusterLayer(SelectiveLayer):
 
     history_class: ClassVar[type[ClusterHistory]] = ClusterHistory
     captured_class = CapturedClusterLayer
+    by_use = True
     config: ClusterConfig
     history: ClusterHistory
     predictor: ClusterPredictor | None

@@ -44,7 +44,7 @@ class DeviceClusters:
         tables, too."""
         room = _room(clusters)
         run.keeps(_OWNER, rows * room * (2 * dim + 4 * 3))
-        run.keeps("tables", (8 + 4) * rows * _room(clusters * largest))
+        run.keeps("tables", (8 + 4 + 4) * rows * _room(clusters * largest))
 
     @property
     def latest(self) -> tuple[torch.Tensor, torch.Tensor]:
