@@ -572,10 +572,10 @@ def _other_clusters(sizes: Sizes, device: torch.device) -> Case:
 
 # A prompt: attention of a piece to one more block of the history
 
-@case("merging.merge")
+@case("mixed_attention.merge")
 def _merge(sizes: Sizes, device: torch.device) -> Case:
     shape = sizes.rows, sizes.heads, min(1024, sizes.tokens), sizes.dim
     total, part = torch.randn(shape, device=device), torch.randn(shape, device=device).to(torch.bfloat16)
     sums = [torch.zeros(shape[:3], device=device) for _ in range(2)]
     nbytes = 2 * total.nbytes + part.nbytes + 3 * sums[0].nbytes
-    return Case(functools.partial(kernel("merging.merge"), total, sums[0], part, sums[1]), nbytes)
+    return Case(functools.partial(kernel("mixed_attention.merge"), total, sums[0], part, sums[1]), nbytes)

@@ -1,5 +1,6 @@
 """A step of `SpecCache` without the host: attention over a low-bit copy, some entries of which are replaced by stored
 ones, and each token's share of it (SpeCache, section 3.3). Then stored entries are exchanged, and read out of records.
+And `merge`, for attention to a history in blocks.
 
 Shapes: B sequences, H query heads, K key heads, q queries a sequence, n = H / K q queries a key head, head by head; D
 channels of a key and Dv of a value; T tokens of the copy, m stored entries a key head, t latest tokens.
@@ -208,3 +209,22 @@ def bring(
     for into, at in parts:
         nbytes = into.shape[3] * item
         into.view(-1, into.shape[3]).view(torch.uint8)[places] = at_addresses(at.flatten()[places], nbytes)
+
+
+# Attention over parts of a history, merged by log-sum-exp
+
+@with_kernel()
+def merge(
+    total: torch.Tensor, log_sum: torch.Tensor, part: torch.Tensor, part_log_sum: torch.Tensor
+) -> None:
+    """Merge attention over a further part into that over all before it, in place: then it is that of one softmax.
+
+    Args:
+        total: (B, H, q, Dv) float32; changed. It and `part` are contiguous in the last dimension.
+        log_sum: (B, H, q) float32, the logarithm of each softmax's sum, -inf for a query that sees nothing; changed.
+        part: (B, H, q, Dv) of any type, finite.
+        part_log_sum: as `log_sum`, of the part.
+    """
+    share = torch.sigmoid(part_log_sum - log_sum).nan_to_num_(0.0)  # the part's weight; nan: neither sees anything
+    total.lerp_(part.float(), share.unsqueeze(-1))
+    log_sum.copy_(torch.logaddexp(log_sum, part_log_sum))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
-from ..kernels.merging import merge as merge_parts
+from ..kernels.mixed_attention import merge as merge_parts
 from .masks import additive_mask, mask_at
 
 # Attention over one block of keys and values

@@ -229,7 +229,7 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert by_name["centroids.choose"]["nbytes"] == scores + tables + 2 * tables // 3
     maps = 2 * 65 * 64
     assert by_name["centroids.rest"]["nbytes"] == scores + 2 * 21 * 64 * 2 + tables + tables // 3 + maps
-    assert by_name["merging.merge"]["nbytes"] == 4 * 256 * (64 * (4 + 4 + 2) + 3 * 4)
+    assert by_name["mixed_attention.merge"]["nbytes"] == 4 * 256 * (64 * (4 + 4 + 2) + 3 * 4)
     assert by_name[gpu_kernels.PRODUCTS]["nbytes"] == 2 * points + centroids + 2 * 256 * 21 * 4  # in float32
 
 

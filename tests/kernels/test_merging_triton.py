@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton_kernels import DEVICES, kernels
 
-from hf_offload_cache.kernels import merging
+from hf_offload_cache.kernels import mixed_attention
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -16,7 +16,7 @@ def test_parts_are_merged_as_the_twin_merges_them(
     device: str, rows: int, heads: int, queries: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of rows with any strides, some of which see nothing before, in the part, or in both."""
-    kernel, made = kernels("merging_triton", device, monkeypatch), torch.Generator().manual_seed(dim)
+    kernel, made = kernels("mixed_attention_triton", device, monkeypatch), torch.Generator().manual_seed(dim)
     total, part = (torch.randn(rows, queries, heads, dim, generator=made).transpose(1, 2) for _ in range(2))
     sums = [torch.randn(rows, heads, queries + 3, generator=made)[..., :queries] * 9 for _ in range(2)]
     for one, sees_nothing in zip(sums, (slice(0, None, 2), slice(0, None, 3)), strict=True):
@@ -27,7 +27,7 @@ def test_parts_are_merged_as_the_twin_merges_them(
     around = torch.full((rows, heads, queries + 3), 7.0, device=device)  # stays as it is
     around[..., :queries] = on_device[1]
     kernel.merge(on_device[0], around[..., :queries], *on_device[2:])
-    merging.merge(total, sums[0], part, sums[1])
+    mixed_attention.merge(total, sums[0], part, sums[1])
     torch.testing.assert_close(on_device[0].cpu(), total, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(around[..., :queries].cpu(), sums[0], rtol=1e-5, atol=1e-5)
     assert bool((around[..., queries:] == 7).all())
