@@ -404,7 +404,7 @@ _PIECE, _CLUSTER = 8192, 12
 
 
 def _points(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Points, centroids and labels, as functions of `kmeans` take them."""
+    """Points, centroids and labels, as functions of `clusters` take them."""
     rows, count = sizes.rows * sizes.kv_heads, min(sizes.tokens, _PIECE)
     clusters = count // _CLUSTER
     points = torch.randn(rows, count, sizes.dim, dtype=torch.bfloat16, device=device)
@@ -420,31 +420,31 @@ def _products(sizes: Sizes, device: torch.device) -> Case:
     return Case(lambda: torch.bmm(wide, across, out=out), wide.nbytes + centroids.nbytes + out.nbytes)
 
 
-@case("kmeans.assign")
+@case("clusters.assign")
 def _assign(sizes: Sizes, device: torch.device) -> Case:
     points, centroids, labels = _points(sizes, device)
     nbytes = points.nbytes + centroids.nbytes + labels.nbytes
-    return Case(functools.partial(kernel("kmeans.assign"), points, centroids), nbytes, over=PRODUCTS)
+    return Case(functools.partial(kernel("clusters.assign"), points, centroids), nbytes, over=PRODUCTS)
 
 
-@case("kmeans.means")
+@case("clusters.means")
 def _means(sizes: Sizes, device: torch.device) -> Case:
     points, before, labels = _points(sizes, device)
     nbytes = points.nbytes + labels.nbytes + 2 * before.nbytes + 4 * before[..., 0].numel()
-    return Case(functools.partial(kernel("kmeans.means"), points, labels, before), nbytes)
+    return Case(functools.partial(kernel("clusters.means"), points, labels, before), nbytes)
 
 
-@case("kmeans.apart")
+@case("clusters.apart")
 def _apart(sizes: Sizes, device: torch.device) -> Case:
     points, centroids, labels = _points(sizes, device)
     nbytes = points.nbytes + 2 * labels.nbytes + centroids.nbytes  # distances have four bytes, as labels
-    return Case(functools.partial(kernel("kmeans.apart"), points, labels, centroids), nbytes)
+    return Case(functools.partial(kernel("clusters.apart"), points, labels, centroids), nbytes)
 
 
-@case("kmeans.parted")
+@case("clusters.parted")
 def _parted(sizes: Sizes, device: torch.device) -> Case:
     _, centroids, labels = _points(sizes, device)
-    run = functools.partial(kernel("kmeans.parted"), labels, centroids.shape[1], 2 * _CLUSTER)
+    run = functools.partial(kernel("clusters.parted"), labels, centroids.shape[1], 2 * _CLUSTER)
     return Case(run, 2 * labels.nbytes)
 
 
@@ -452,21 +452,21 @@ _PAGE = 16
 """Entries of a page."""
 
 
-@case("kmeans.placed")
+@case("clusters.placed")
 def _placed(sizes: Sizes, device: torch.device) -> Case:
     _, centroids, labels = _points(sizes, device)
     pages = torch.ones(2, *centroids.shape[:2], dtype=torch.int32, device=device)
-    return Case(functools.partial(kernel("kmeans.placed"), labels, pages, _PAGE), 3 * labels.nbytes + pages.nbytes)
+    return Case(functools.partial(kernel("clusters.placed"), labels, pages, _PAGE), 3 * labels.nbytes + pages.nbytes)
 
 
-@case("kmeans.put")
+@case("clusters.put")
 def _put(sizes: Sizes, device: torch.device) -> Case:
     points, _, _ = _points(sizes, device)
     (rows, count, dim), new = points.shape, points[:, None]
     targets = torch.randperm(rows * count, device=device).view(rows, count)
     out = torch.empty(rows * count, 2 * dim, dtype=points.dtype, device=device)
     held = out.new_empty(rows, 0, 2 * dim)
-    run = functools.partial(kernel("kmeans.put"), held, new, new, targets, 0, out)
+    run = functools.partial(kernel("clusters.put"), held, new, new, targets, 0, out)
     return Case(run, 2 * points.nbytes + out.nbytes + targets.nbytes)
 
 
@@ -536,37 +536,37 @@ def _clusters(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.T
     return states, centroids, tables, torch.randn(rows, _RECENT, sizes.dim, device=device).to(torch.bfloat16)
 
 
-@case("centroids.score")
+@case("clusters.score")
 def _of_centroids(sizes: Sizes, device: torch.device) -> Case:
     given = _clusters(sizes, device)
     scores = 4 * given[1][..., 0].numel() * sizes.heads // sizes.kv_heads
-    run = functools.partial(kernel("centroids.score"), *given, 0.1)
+    run = functools.partial(kernel("clusters.score"), *given, 0.1)
     return Case(run, given[1].nbytes + given[2].nbytes + scores, least=0.6)
 
 
 def _choice(sizes: Sizes, device: torch.device) -> tuple[list[torch.Tensor], functools.partial[Any]]:
     """Tensors of `centroids.score`, and the call that chooses by them."""
     states, centroids, tables, recent = _clusters(sizes, device)
-    scored = kernel("centroids.score")(states, centroids, tables, recent, 0.1)
+    scored = kernel("clusters.score")(states, centroids, tables, recent, 0.1)
     pages = 2 * sizes.attended // _UNIT
     limits = sizes.attended, pages, pages, _PAGES, _UNIT
-    return [*scored, centroids, tables], functools.partial(kernel("centroids.choose"), *scored, tables, *limits)
+    return [*scored, centroids, tables], functools.partial(kernel("clusters.choose"), *scored, tables, *limits)
 
 
-@case("centroids.choose")
+@case("clusters.choose")
 def _choose(sizes: Sizes, device: torch.device) -> Case:
     (scores, _, _, _, tables), run = _choice(sizes, device)
     return Case(run, scores.nbytes + tables.nbytes + 2 * tables[0].nbytes)
 
 
-@case("centroids.rest")
+@case("clusters.rest")
 def _other_clusters(sizes: Sizes, device: torch.device) -> Case:
     (scores, _, _, centroids, tables), choose = _choice(sizes, device)
     kept, rows = choose()[2], len(centroids)
     maps = torch.randint(-127, 128, (rows, sizes.dim + 1, 1, sizes.dim), device=device).to(torch.int8)
     scale, ratio = torch.rand(rows, sizes.dim + 1, device=device), torch.zeros(rows, scores.shape[1], device=device)
     given = scores, centroids, tables, kept, maps, scale, ratio
-    run = functools.partial(kernel("centroids.rest"), *given, sizes.rows)
+    run = functools.partial(kernel("clusters.rest"), *given, sizes.rows)
     return Case(run, sum(one.nbytes for one in given[:5]))
 
 

@@ -219,16 +219,16 @@ def _check_kernels(rows: list[dict[str, Any]]) -> None:
     assert by_name["bounds.look"]["nbytes"] == examined * 64 * 2 + 2 * 32 * 64 * 2
     assert by_name["slots.attend"]["compared_with"] == gpu_kernels.GATHERED
     points, labels, centroids = 2 * 256 * 64 * 2, 2 * 256 * 4, 2 * (256 // 12) * 64 * 4
-    assert by_name["kmeans.assign"]["nbytes"] == points + centroids + labels
-    assert by_name["kmeans.assign"]["compared_with"] == gpu_kernels.PRODUCTS
-    assert by_name["kmeans.means"]["nbytes"] == points + labels + 2 * centroids + centroids // 64
-    assert by_name["kmeans.apart"]["nbytes"] == points + centroids + 2 * labels
-    assert by_name["kmeans.parted"]["nbytes"] == 2 * labels
+    assert by_name["clusters.assign"]["nbytes"] == points + centroids + labels
+    assert by_name["clusters.assign"]["compared_with"] == gpu_kernels.PRODUCTS
+    assert by_name["clusters.means"]["nbytes"] == points + labels + 2 * centroids + centroids // 64
+    assert by_name["clusters.apart"]["nbytes"] == points + centroids + 2 * labels
+    assert by_name["clusters.parted"]["nbytes"] == 2 * labels
     scores, tables = 2 * 21 * 2 * 4, 3 * 2 * 21 * 4  # of two query heads for each of two key heads
-    assert by_name["centroids.score"]["nbytes"] == 2 * 21 * 64 * 2 + tables + scores
-    assert by_name["centroids.choose"]["nbytes"] == scores + tables + 2 * tables // 3
+    assert by_name["clusters.score"]["nbytes"] == 2 * 21 * 64 * 2 + tables + scores
+    assert by_name["clusters.choose"]["nbytes"] == scores + tables + 2 * tables // 3
     maps = 2 * 65 * 64
-    assert by_name["centroids.rest"]["nbytes"] == scores + 2 * 21 * 64 * 2 + tables + tables // 3 + maps
+    assert by_name["clusters.rest"]["nbytes"] == scores + 2 * 21 * 64 * 2 + tables + tables // 3 + maps
     assert by_name["mixed_attention.merge"]["nbytes"] == 4 * 256 * (64 * (4 + 4 + 2) + 3 * 4)
     assert by_name[gpu_kernels.PRODUCTS]["nbytes"] == 2 * points + centroids + 2 * 256 * 21 * 4  # in float32
 
@@ -248,8 +248,7 @@ def test_cases_call_the_kernels_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
     ranking = ("ranking.project", "ranking.score", "ranking.share", "ranking.pick", "ranking.rest", "slots.attend")
     chunks = ("bounds.limits", "bounds.stand", "bounds.front", "bounds.look")
     copy = "mixed_attention.attend", "mixed_attention.share"
-    clusters = "centroids.score", "centroids.choose", "centroids.rest"
-    for name in (*copy, *ranking, *chunks, *clusters, *(name for name in gpu_kernels.CASES if "kmeans" in name)):
+    for name in (*copy, *ranking, *chunks, *(name for name in gpu_kernels.CASES if name.startswith("clusters."))):
         twin = gpu_kernels.CASES[name](sizes, device).run
         module, _, function = name.partition(".")
         kernel = getattr(importlib.import_module(f"hf_offload_cache.kernels.{module}_triton"), function)

@@ -12,7 +12,7 @@ import torch
 from harness import prompt
 from long_llama import long_model
 
-from hf_offload_cache.kernels.centroids import choose, rest, score
+from hf_offload_cache.kernels.clusters import choose, rest, score
 from hf_offload_cache.methods.cluster import ClusterCache, ClusterLayer
 from hf_offload_cache.predictors import Query
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton_kernels import DEVICES, Launches, fill_what_is_empty, kernels, move
 
-from hf_offload_cache.kernels import centroids
+from hf_offload_cache.kernels import clusters
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Inputs:
     def scored(self, latest: int = 70) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         states = self.normal(self.shape.batch, self.shape.each * self.shape.heads, self.shape.key)
         recent = self.normal(self.shape.rows, latest, self.shape.key)
-        return centroids.score(states, self.centroids, self.tables, recent, 0.3)
+        return clusters.score(states, self.centroids, self.tables, recent, 0.3)
 
 
 def on(device: str, *given: Any) -> list[Any]:
@@ -86,11 +86,11 @@ def on(device: str, *given: Any) -> list[Any]:
 def test_scores_and_their_softmax(
     device: str, shape: Shape, dtype: torch.dtype, latest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, kernel = Inputs(shape), kernels("centroids_triton", device, monkeypatch)
+    given, kernel = Inputs(shape), kernels("clusters_triton", device, monkeypatch)
     states = given.normal(shape.batch, 2, shape.each * shape.heads, shape.key).to(dtype)[:, 1]
     recent = given.normal(shape.rows, latest + 3, shape.key + 9).to(dtype)[:, 3:, : shape.key]
     args = states, given.centroids, given.tables, recent, shape.key**-0.5
-    expected = centroids.score(*args)
+    expected = clusters.score(*args)
     fill_what_is_empty(monkeypatch)
     for found, one in zip(kernel.score(*on(device, *args)), expected, strict=True):
         torch.testing.assert_close(found.cpu(), one, rtol=1e-5, atol=1e-5)
@@ -103,21 +103,21 @@ def test_keys_and_clusters_that_do_not_exist_do_not_count(
 ) -> None:
     """Of the latest keys there may be anything; the tables of clusters are zeros."""
     shape = SHAPES["smol"]
-    given, kernel = Inputs(shape), kernels("centroids_triton", device, monkeypatch)
+    given, kernel = Inputs(shape), kernels("clusters_triton", device, monkeypatch)
     states = given.normal(shape.batch, shape.each * shape.heads, shape.key)
     recent, more = given.normal(shape.rows, 70, shape.key), 5
     pad = torch.nn.functional.pad
     wider = [pad(given.centroids, (0, 0, 0, more)), pad(given.tables, (0, more))]
-    alone = centroids.score(states, given.centroids, given.tables, recent[:, :count], 0.3)
+    alone = clusters.score(states, given.centroids, given.tables, recent[:, :count], 0.3)
     recent[:, count:] = torch.nan
     number = torch.tensor(count)
-    twin = centroids.score(states, *wider, recent, 0.3, number)
+    twin = clusters.score(states, *wider, recent, 0.3, number)
     fill_what_is_empty(monkeypatch)
     found = kernel.score(*on(device, states, *wider, recent, 0.3, number))
     for one, other in zip(found, twin, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)
     limits = 60, 20, 20, shape.largest, shape.group
-    fewer, chosen = centroids.choose(*alone, given.tables, *limits), centroids.choose(*twin, wider[1], *limits)
+    fewer, chosen = clusters.choose(*alone, given.tables, *limits), clusters.choose(*twin, wider[1], *limits)
     assert torch.equal(chosen[0], fewer[0]) and torch.equal(chosen[1], fewer[1])
     assert torch.equal(chosen[2][:, :-more], fewer[2]) and not chosen[2][:, -more:].any()
     torch.testing.assert_close(chosen[3][:, :-more], fewer[3])
@@ -129,17 +129,17 @@ def test_keys_and_clusters_that_do_not_exist_do_not_count(
 def test_what_is_not_a_number_counts_for_nothing(
     device: str, shape: Shape, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, kernel = Inputs(shape, 3), kernels("centroids_triton", device, monkeypatch)
+    given, kernel = Inputs(shape, 3), kernels("clusters_triton", device, monkeypatch)
     states = given.normal(shape.batch, shape.each * shape.heads, shape.key)
     recent = given.normal(shape.rows, 9, shape.key)
     some = {"query": states[:1, 0], "centroid": given.centroids[:1, 0], "recent key": recent[:1, 3]}
     some[what][:, -1] = torch.nan
     args = states, given.centroids, given.tables, recent, 0.3
-    scored, limits = centroids.score(*args), (9, 99, shape.clusters, shape.largest, shape.group)
+    scored, limits = clusters.score(*args), (9, 99, shape.clusters, shape.largest, shape.group)
     fill_what_is_empty(monkeypatch)
     found = kernel.score(*on(device, *args))
     pairs = zip([*found, *kernel.choose(*on(device, *scored, given.tables), *limits)],
-                [*scored, *centroids.choose(*scored, given.tables, *limits)], strict=True)  # fmt: skip
+                [*scored, *clusters.choose(*scored, given.tables, *limits)], strict=True)  # fmt: skip
     for own, expected in pairs:
         torch.testing.assert_close(own.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert not scored[0].isnan().any()
@@ -151,7 +151,7 @@ def test_what_is_not_a_number_counts_for_nothing(
 def test_pages_are_chosen_as_the_twin_chooses_them(
     device: str, shape: Shape, ties: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, kernel = Inputs(shape, 1, ties), kernels("centroids_triton", device, monkeypatch)
+    given, kernel = Inputs(shape, 1, ties), kernels("clusters_triton", device, monkeypatch)
     scored = given.scored()
     of_first = int(((given.tables[1] + shape.group - 1) // shape.group * (given.tables[2] > 0)).sum(1).max())
     total, pages = int(given.tables[0].sum(1).max()), shape.clusters * shape.largest
@@ -161,7 +161,7 @@ def test_pages_are_chosen_as_the_twin_chooses_them(
     moved = on(device, *scored, given.tables)
     for wanted, most in limits:
         args = wanted, most, most, shape.largest, shape.group
-        expected = centroids.choose(*scored, given.tables, *args)
+        expected = clusters.choose(*scored, given.tables, *args)
         units, keep, kept, shares = (found.cpu() for found in kernel.choose(*moved, *args))
         assert units.tolist() == expected[0].tolist() and torch.equal(keep, expected[1])
         assert torch.equal(kept, expected[2])
@@ -176,7 +176,7 @@ def test_pages_are_chosen_as_the_twin_chooses_them(
 def test_the_estimate_of_the_others(
     device: str, shape: Shape, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, kernel = Inputs(shape, 2), kernels("centroids_triton", device, monkeypatch)
+    given, kernel = Inputs(shape, 2), kernels("clusters_triton", device, monkeypatch)
     monkeypatch.setattr(kernels("ranking_triton", device, monkeypatch), "PROGRAMS", programs)
     monkeypatch.setattr(kernel, "_TILE", 512)  # one part after the other is merged
     kept = (given.normal(shape.rows, shape.clusters) > 0.7).int()
@@ -185,7 +185,7 @@ def test_the_estimate_of_the_others(
     scale = given.normal(shape.rows, shape.key + 1).abs().mul(1e-3)
     ratio = given.normal(shape.rows, shape.heads)
     args = given.scored()[0], given.centroids, given.tables, kept, maps, scale, ratio, shape.batch
-    expected = centroids.rest(*args)
+    expected = clusters.rest(*args)
     fill_what_is_empty(monkeypatch)
     moved = on(device, *args)
     for _ in range(2):  # the second finds what the first has left in the counters
@@ -198,7 +198,7 @@ def test_the_estimate_of_the_others(
 @EACH_DEVICE
 def test_each_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = SHAPES["smol"]
-    given, kernel = Inputs(shape), kernels("centroids_triton", device, monkeypatch)
+    given, kernel = Inputs(shape), kernels("clusters_triton", device, monkeypatch)
     states, means, tables, recent = on(
         device, given.normal(shape.batch, shape.each * shape.heads, shape.key), given.centroids, given.tables,
         given.normal(shape.rows, 9, shape.key),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload_cache.kernels import kmeans, on_a_device
+from hf_offload_cache.kernels import clusters as kmeans
+from hf_offload_cache.kernels import on_a_device
 
 
 def some_points(rows: int, count: int, dim: int, seed: int = 0) -> torch.Tensor:
@@ -102,7 +103,7 @@ def test_a_device_without_triton_runs_the_twin(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(on_a_device, "_triton", lambda: False)
     on_a_device._kernel.cache_clear()
     try:
-        twin, launches = on_a_device.TWINS["kmeans.assign"]
+        twin, launches = on_a_device.TWINS["clusters.assign"]
         assert on_a_device._kernel(twin) is twin and launches == 1
     finally:
         on_a_device._kernel.cache_clear()

@@ -9,7 +9,7 @@ from torch_memory import most_held
 from triton_kernels import DEVICES, kernels
 
 from hf_offload_cache.history import RecordFormat
-from hf_offload_cache.kernels import kmeans
+from hf_offload_cache.kernels import clusters as kmeans
 from hf_offload_cache.methods.cluster import ClusterForm, clusters_of_rows
 from hf_offload_cache.methods.cluster.arrivals import Arrivals
 from hf_offload_cache.methods.cluster.plan import clustering_there
@@ -40,7 +40,7 @@ def filled_with_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernels_give_what_their_twins_give(
     device: str, dtype: torch.dtype, sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_device, (rows, count, clusters, dim) = kernels("kmeans_triton", device, monkeypatch), sizes
+    on_device, (rows, count, clusters, dim) = kernels("clusters_triton", device, monkeypatch), sizes
     wide = random(rows, count, dim + 3).to(dtype)
     points, centroids = wide[..., :dim], random(rows, clusters, dim, seed=1)
     closed = random(rows, clusters, seed=2) > 1
@@ -85,7 +85,7 @@ def test_entries_are_put_as_their_twin_puts_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Of tokens in the tail, new ones, or both, of adjacent rows of more; all places, or a part of them."""
-    on_device, tokens = kernels("kmeans_triton", device, monkeypatch), min(90, held + 80)
+    on_device, tokens = kernels("clusters_triton", device, monkeypatch), min(90, held + 80)
     widths = [count * dim for count, dim in zip(heads, dims, strict=True)]
     width = sum(widths)
     old = random(4, held, width + 3).to(dtype).to(device)[1:, :, :width]
@@ -104,7 +104,7 @@ def test_entries_are_put_as_their_twin_puts_them(
 @pytest.mark.parametrize("device", DEVICES)
 def test_of_equal_distances_the_first(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole numbers, whose products are exact; and no label for what is no number."""
-    on_device = kernels("kmeans_triton", device, monkeypatch)
+    on_device = kernels("clusters_triton", device, monkeypatch)
     points, centroids = (random(2, size, 16, seed=size).round() for size in (90, 75))
     centroids[:, 40:] = centroids[:, :35]
     expected = kmeans.assign(points, centroids)
@@ -116,7 +116,7 @@ def test_of_equal_distances_the_first(device: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_label_of_many_points(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_device = kernels("kmeans_triton", device, monkeypatch)
+    on_device = kernels("clusters_triton", device, monkeypatch)
     points, labels = random(1, 300, 8), torch.full((1, 300), 2, dtype=torch.int32)
     before = random(1, 4, 8, seed=1)
     found, counts = on_device.means(points.to(device), labels.to(device), before.to(device))
@@ -132,7 +132,7 @@ def test_a_label_of_many_points(device: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("rows", "capacity"), [(1, 32), (3, 16)])
 def test_clusters_take_no_more_than_booked(rows: int, capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what torch holds, with the keys, of bfloat16: the kernels hold nothing else."""
-    on_device = kernels("kmeans_triton", "cpu", monkeypatch)
+    on_device = kernels("clusters_triton", "cpu", monkeypatch)
     for name in ("assign", "means", "apart", "parted"):
         monkeypatch.setattr(kmeans, name, getattr(on_device, name))
     form, sizes = RecordFormat(1, 64, 1, 64, torch.bfloat16, 16), ClusterForm(size=12, capacity=capacity)

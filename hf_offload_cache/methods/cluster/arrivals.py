@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ...history.records import RecordFormat
-from ...kernels import kmeans
+from ...kernels import clusters as kernels
 from ...kernels.on_a_device import MOST_CHANNELS, to_device
 
 
@@ -63,7 +63,7 @@ class Arrivals:
         keys, values = self._keys[rows], self._values[rows]
         if keys.stride(-1) != 1 or values.stride(-1) != 1:  # which the kernel relies on
             keys, values = keys.contiguous(), values.contiguous()
-        kmeans.put(self._held[rows], keys, values, targets, first, out)
+        kernels.put(self._held[rows], keys, values, targets, first, out)
 
     def points_of(self, rows: np.ndarray, start: int, stop: int) -> torch.Tensor:
         """The vectors that are clustered, of several `rows` (r,), ascending: keys (r, stop - start, key width) of their

@@ -10,7 +10,7 @@ import torch
 
 from ...fetch.storage import Storage
 from ...history.records import RecordFormat, places_within
-from ...kernels import kmeans
+from ...kernels import clusters as kernels
 from ...kernels.on_a_device import to_device, to_host
 from ...stores.base import Store
 from .arrivals import Arrivals
@@ -113,12 +113,12 @@ def clusters_of_rows(points: torch.Tensor, wanted: np.ndarray, capacity: int) ->
     means = points.flatten(0, 1).index_select(0, to_device(first.reshape(-1), points.device))
     means = means.view(rows, most, dim).float()
     for _ in range(FROM_EVEN):
-        means, _ = kmeans.means(points, kmeans.assign(points, means, closed), means)
-    labels = kmeans.parted(kmeans.assign(points, means, closed), most, capacity)
+        means, _ = kernels.means(points, kernels.assign(points, means, closed), means)
+    labels = kernels.parted(kernels.assign(points, means, closed), most, capacity)
     nothing = means.new_zeros(rows, most_labels(most, count, capacity), dim)
-    means, counts = kmeans.means(points, labels, nothing)
-    distances = kmeans.apart(points, labels, means)[..., None]
-    variances, _ = kmeans.means(distances, labels, nothing.new_zeros(*nothing.shape[:2], 1))
+    means, counts = kernels.means(points, labels, nothing)
+    distances = kernels.apart(points, labels, means)[..., None]
+    variances, _ = kernels.means(distances, labels, nothing.new_zeros(*nothing.shape[:2], 1))
     largest = torch.finfo(torch.float16).max
     return labels, counts, means.clamp_(-largest, largest).half(), variances[..., 0]
 
@@ -269,7 +269,7 @@ class NewClusters:
         table[:, rows - some[0], new] = np.where(step < 0, begin + each - 1, begin), step
         own = (self._labels[some] - self._used[some][:, None]).astype(np.int32)
         labels, table_there = (to_device(array, self.coming.device) for array in (own, table))
-        targets, first_page = kmeans.placed(labels, table_there, group), 0
+        targets, first_page = kernels.placed(labels, table_there, group), 0
         for written in ids:
             records = self._records(form, slice(some[0], some[-1] + 1), targets, first_page, len(written))
             piece, first_page = max(1, piece_bytes(storage.write_queue) // form.record_bytes), first_page + len(written)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ...core.captured import CapturedLayer
-from ...kernels import kmeans
-from ...kernels.centroids import MOST_CLUSTERS
+from ...kernels import clusters as kernels
+from ...kernels.clusters import MOST_CLUSTERS
 from ...kernels.on_a_device import Arriving, fill, to_device
 from ...memory.account import MemoryAccount, beside, lasting_empty
 from ...memory.dry_run import DryRun
@@ -49,7 +49,7 @@ class DeviceClusters:
     @property
     def latest(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Centroids (rows, clusters, D) float16 and tables (3, rows, clusters) int32, which work of the current stream
-        may read: see `kernels.centroids.score`. Valid until clusters change. Raises `BudgetError`; they are renewed
+        may read: see `kernels.clusters.score`. Valid until clusters change. Raises `BudgetError`; they are renewed
         when they are needed again then."""
         if not self.is_latest or self._tables is None:
             self._renew()
@@ -109,11 +109,11 @@ class DeviceClusters:
             closed, means = tables[0, :, : partition.clusters] == 0, centroids[:, : partition.clusters]
             if partition.closed.any():
                 closed |= to_device(np.ascontiguousarray(partition.closed), keys.device)
-            at = kmeans.assign(keys, means, closed).long()
+            at = kernels.assign(keys, means, closed).long()
             # a key without a distance that is a number gets the row's first open cluster, as on the host
             at = torch.where(closed.gather(1, at), closed.byte().argmin(1, keepdim=True), at)
             of_label = (at[:, :, None] == at[:, None]).byte().argmax(2)  # the first key with the same label
-            sums, counts = kmeans.means(keys, of_label.int(), keys.new_zeros(keys.shape, dtype=torch.float32))
+            sums, counts = kernels.means(keys, of_label.int(), keys.new_zeros(keys.shape, dtype=torch.float32))
             channels = of_label[..., None].expand(keys.shape)
             joined, before = counts.gather(1, of_label), tables[0].gather(1, at)
             own = means.gather(1, at[..., None].expand(keys.shape)).float()

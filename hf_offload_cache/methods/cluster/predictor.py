@@ -14,7 +14,7 @@ from ...fetch.choice import Choice, DeviceChoice, Estimates, kept_entries
 from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...history.state import Number, State
-from ...kernels.centroids import MOST_CLUSTERS, centroids_bytes, choose, rest, score
+from ...kernels.clusters import MOST_CLUSTERS, centroids_bytes, choose, rest, score
 from ...kernels.on_a_device import to_host
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
