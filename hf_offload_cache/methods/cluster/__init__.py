@@ -46,7 +46,7 @@ Differences from algorithm 1:
 * Shared clusters are closed: no key joins them, and they are not split (`Partition.nearest`, `Partition.close`).
 """
 
-from .append_buffer import AppendBuffer as AppendBuffer
+from .arrivals import AppendBuffer as AppendBuffer
 from .cache import ClusterAligned as ClusterAligned
 from .cache import ClusterCache as ClusterCache
 from .cache import ClusterLayer as ClusterLayer

@@ -19,8 +19,7 @@ from ...history.records import RecordFormat, places_within
 from ...history.state import State, Table
 from ...kernels.on_a_device import to_device, to_host
 from ...stores.base import Store
-from .append_buffer import AppendBuffer
-from .arrivals import Arrivals
+from .arrivals import AppendBuffer, Arrivals
 from .config import ClusterForm
 from .new_clusters import NewClusters
 from .pages import Changes, ClusterPages, PageWriter, StoredCounts, pieces
