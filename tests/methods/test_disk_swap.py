@@ -19,7 +19,7 @@ from long_llama import LONG, dynamic, feed, long_model, run, same, sparse
 from hf_offload_cache import DiskSwapCache
 from hf_offload_cache.core import Step
 from hf_offload_cache.errors import StoreError
-from hf_offload_cache.methods.disk_swap import FittedKeys, integer_product
+from hf_offload_cache.methods.disk_swap import FittedKeys, compact_keys
 from hf_offload_cache.model import AttentionCall
 from hf_offload_cache.testing import open_descriptors
 
@@ -304,7 +304,7 @@ def test_integers_and_float32_choose_alike(monkeypatch: pytest.MonkeyPatch, fiel
     ids, mask = padded_prompt()
     results = []
     for fast in (True, False):
-        monkeypatch.setattr(integer_product, "multiplies_bytes", lambda fast=fast: fast)
+        monkeypatch.setattr(compact_keys, "multiplies_bytes", lambda fast=fast: fast)
         with sparse(**fields) as cache, selections() as seen:
             results.append(generate(long_model(), cache, ids, attention_mask=mask, max_new_tokens=8))
             assert len(seen) == 7 * 3

@@ -23,10 +23,10 @@ from hf_offload_cache.methods.disk_swap import (
     allocate,
     bytes_of,
     coding_bytes,
+    compact_keys,
     default_summary_bytes,
     fit_coding,
     fitting_bytes,
-    integer_product,
     most_bytes,
     most_components,
     rank_units,
@@ -226,14 +226,14 @@ def test_padding_is_below_everything(unit_size: int) -> None:
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_scores_stay_as_they_were_said(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integer_product, "multiplies_bytes", lambda: fast)
+    monkeypatch.setattr(compact_keys, "multiplies_bytes", lambda: fast)
     found, query = coded(keys_of(1, 64), coding_of(keys_of(1, 1000), 8)), query_of(1)
     low = found.low_rank_query(query)[0]
     first = scores_of(found, low, 0, np.array([1, 2]), 4, None)
     kept = first.copy()
     scores_of(found, low, 0, np.array([7, 9]), 4, None)
     assert (first == kept).all()
-    monkeypatch.setattr(integer_product, "multiplies_bytes", lambda: not fast)
+    monkeypatch.setattr(compact_keys, "multiplies_bytes", lambda: not fast)
     assert (scores_of(found, low, 0, np.array([1, 2]), 4, None) == kept).all()
 
 

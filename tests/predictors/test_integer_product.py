@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_offload_cache.methods.disk_swap import integer_product, multiplied, rounded
+from hf_offload_cache.methods.disk_swap import compact_keys, multiplied, rounded
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def bytes_of(rows: int, columns: int, seed: int) -> torch.Tensor:
 @pytest.fixture(params=[True, False], ids=["integers", "float32"])
 def bytes_are_fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     fast: bool = request.param
-    monkeypatch.setattr(integer_product, "multiplies_bytes", lambda: fast)
+    monkeypatch.setattr(compact_keys, "multiplies_bytes", lambda: fast)
     return fast
 
 
@@ -48,7 +48,7 @@ def test_the_largest_sums_are_exact(bytes_are_fast: bool) -> None:
 
 def test_sums_beyond_what_float32_has_are_of_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     """An odd one above 2 ** 24, which float32 does not have."""
-    monkeypatch.setattr(integer_product, "multiplies_bytes", lambda: False)
+    monkeypatch.setattr(compact_keys, "multiplies_bytes", lambda: False)
     queries, components = torch.full((1, 1043), 127, dtype=torch.int8), torch.full((1043, 1), 127, dtype=torch.int8)
     queries[0, -1] = components[-1] = 1
     total = int(multiplied(queries, components, torch.zeros(4, dtype=torch.uint8)))
@@ -75,15 +75,15 @@ def test_the_faster_way_is_taken(faster: str, monkeypatch: pytest.MonkeyPatch) -
         clock[0] += 2.0
         return out
 
-    monkeypatch.setattr(integer_product.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(compact_keys.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(torch, "_int_mm", integers)
-    monkeypatch.setattr(integer_product, "_widened", widened)
-    integer_product.multiplies_bytes.cache_clear()
+    monkeypatch.setattr(compact_keys, "_widened", widened)
+    compact_keys.multiplies_bytes.cache_clear()
     try:
         with torch.device("meta"):
-            assert integer_product.multiplies_bytes() is (faster == "integers")
+            assert compact_keys.multiplies_bytes() is (faster == "integers")
         done = clock[0]
-        integer_product.multiplies_bytes()
+        compact_keys.multiplies_bytes()
         assert clock[0] == done
     finally:
-        integer_product.multiplies_bytes.cache_clear()
+        compact_keys.multiplies_bytes.cache_clear()

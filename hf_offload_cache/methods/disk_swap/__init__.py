@@ -1,7 +1,7 @@
 """`DiskSwapCache`: KVSwap. Compact keys in memory rank the groups on disk.
 
 A decoding step in reading order: `predictor.py` selects groups (`select`). `fitted_keys.py` ranks them by their
-compact keys (`compact_keys.py`, `ranking.py`, `integer_product.py`). `core` and `fetch` gather them for the attention,
+compact keys (`compact_keys.py`, `ranking.py`). `core` and `fetch` gather them for the attention,
 and guess the next layer's query. Keys that leave the latest tokens become compact keys (`learn`). `coding.py` fits the
 coding to the prompt, `cache.py` coordinates the layers, and `fit.py` fits a budget.
 
@@ -54,6 +54,8 @@ from .compact_keys import BLOCK as BLOCK
 from .compact_keys import HIDDEN as HIDDEN
 from .compact_keys import CodedKeys as CodedKeys
 from .compact_keys import CompactKeys as CompactKeys
+from .compact_keys import multiplied as multiplied
+from .compact_keys import rounded as rounded
 from .config import DiskSwapConfig as DiskSwapConfig
 from .fit import fit_disk_swap as fit_disk_swap
 from .fit import needles_lost as needles_lost
@@ -61,8 +63,6 @@ from .fit import worth as worth
 from .fitted_keys import FittedKeys as FittedKeys
 from .fitted_keys import LowRankShared as LowRankShared
 from .fitted_keys import Rules as Rules
-from .integer_product import multiplied as multiplied
-from .integer_product import rounded as rounded
 from .low_rank_keys import LowRankKeys as LowRankKeys
 from .predictor import LowRankPredictor as LowRankPredictor
 from .ranking import CANDIDATES as CANDIDATES

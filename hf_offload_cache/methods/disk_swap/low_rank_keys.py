@@ -12,8 +12,7 @@ from ...history.state import DTYPES, Array, State
 from ...memory.account import MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
 from .coding import PART, parts
-from .compact_keys import Asked, CompactKeys, scored_at_once
-from .integer_product import multiplied, multiplies_bfloat16, rounded
+from .compact_keys import Asked, CompactKeys, multiplied, multiplies_bfloat16, rounded, scored_at_once
 from .token_rows import TokenRows
 
 _CLIP = 5.0
