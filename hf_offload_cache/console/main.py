@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from .. import errors
-from . import chat, completion, generate, lm_eval, models, plan, run, saved, streaming, tune
+from . import chat, generate, lm_eval, models, plan, run, saved, streaming, tune
 from .arguments import (
     PROGRAM,
     NobodyReads,
@@ -22,6 +24,7 @@ from .arguments import (
     OutputFileError,
     PromptFileError,
     PromptTooLongError,
+    add_verb,
     complain,
     flush,
     nobody_reads,
@@ -32,6 +35,9 @@ _VERBS = (generate, chat, run, lm_eval, plan, models, tune, saved, streaming)
 """Modules with `add(verbs)`. Their imports are light, because every call of the console loads all of them."""
 
 _INTERRUPTED, _NOBODY_READS = 130, 141  # a shell's codes for processes that SIGINT or SIGPIPE ended
+
+_FILES, _FOLDERS = ("FILE",), ("DIR", "FOLDER", "ID_OR_PATH")
+"""Placeholders of arguments that are completed with paths."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = console.add_subparsers(metavar="VERB")
     for verb in _VERBS:
         verb.add(verbs)
-    completion.add(verbs, console)
+    _add_completion(verbs, console)
 
     def print_help(arguments: argparse.Namespace) -> int:
         console.print_help()
@@ -88,6 +94,33 @@ def parser() -> argparse.ArgumentParser:
 
     console.set_defaults(run=print_help, parser=console)
     return console
+
+
+def _add_completion(verbs: Any, console: argparse.ArgumentParser) -> None:
+    """Declare the verb `completion`: a script by which a shell completes verbs, options and paths of `console`."""
+    parser = add_verb(
+        verbs, "completion", functools.partial(_complete, console), "print a script that completes commands in a shell",
+        "Print a completion script. In bash: eval \"$(hf-offload-cache completion bash)\"",
+    )  # fmt: skip
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+
+
+def _complete(console: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    import shtab
+
+    _mark_paths(console, shtab)
+    print(shtab.complete(console, arguments.shell))
+    return 0
+
+
+def _mark_paths(parser: argparse.ArgumentParser, shtab: Any) -> None:
+    """Tell shtab which arguments of a parser and of its verbs are paths."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                _mark_paths(verb, shtab)
+        elif action.metavar in (*_FILES, *_FOLDERS):
+            action.complete = shtab.FILE if action.metavar in _FILES else shtab.DIRECTORY  # type: ignore[attr-defined]
 
 
 def _versions() -> str:
