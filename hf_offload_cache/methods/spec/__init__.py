@@ -3,7 +3,7 @@
 A decoding step in reading order: `cache.py` adds the guess to the call (`begin_step`). In `layer.py`, each layer runs
 `attend_sparsely` and `_attend_to_all`, which first collects the entries prefetched for this step. `_last` attends over
 the copy and these entries (`attention.py`, `copy.py`) and selects the next step's top-k, and `_fetch` prefetches it
-(`chosen_entries.py`). Last, `cache.py` keeps the next guess (`end_step`). `plan.py` fits a budget.
+(`chosen_entries.py`). Last, `cache.py` keeps the next guess (`end_step`); it also fits a budget.
 
 Where to find the paper:
 

@@ -14,6 +14,7 @@ from ...kernels.on_a_device import has_step, plans_step
 from ...model.attention_call import AttentionCall
 from ...predictors.base import DeviceSizes
 from .chosen_entries import Entries
+from .config import SpecConfig
 from .copy import LowBitCopy, Scores
 
 # `MixedAttention` in one GPU kernel
@@ -181,6 +182,58 @@ class MixedAttention:
             of_copy, stored = low[:, :, :, query].sum(2), high[:, :, :, query].sum(2)
             shares.append(of_copy.scatter_add_(2, places, stored[..., : places.shape[2]])[..., :-1])
         return output, shares
+
+
+# Sizes, and the bytes of a step's transient memory
+
+UNDER_WAY = 2
+"""Reads for the next step in flight at a time: layer i's read is collected when layer i + UNDER_WAY selects."""
+TOGETHER = 2
+"""Queries scored at a time: a token and its guess."""
+
+
+def scores_of(config: SpecConfig, queries: int) -> int:
+    """Scores of each head and token of the copy that are in memory at a time: twice `queries` if scores are kept."""
+    return 2 * queries if keeps_scores(config) else queries
+
+
+def keeps_scores(config: SpecConfig) -> bool:
+    """True if scores are kept for a second attention of the same step. Otherwise they are computed again."""
+    return bool(config.top_up) or not config.speculative
+
+
+def read_together(form: RecordFormat, config: SpecConfig) -> int:
+    """Records a row that are read at a time: a third of all key heads' entries, because most of them are resident."""
+    return -(-form.num_key_heads * config.chosen // 3)
+
+
+def picked_bytes(form: RecordFormat, rows: int, config: SpecConfig) -> int:
+    """Bytes of entries outside `ChosenEntries`: those on their way from records, those for this step only, and those
+    that were added to the copy in this step."""
+    return rows * (config.chosen + config.quant_group) * form.entry_bytes
+
+
+def stored_bytes(form: RecordFormat, rows: int, heads: int, queries: int, config: SpecConfig, latest: int) -> int:
+    """`MixedAttention.stored_bytes` for all full-precision entries of a step: the chosen ones, those fetched only for
+    this step, those that were added to the copy in it, and the `latest` ones."""
+    entries = config.chosen * (2 if config.top_up else 1) + config.quant_group + latest
+    return MixedAttention.stored_bytes(form, rows, heads, queries, entries)
+
+
+def fused_bytes(
+    form: RecordFormat, rows: int, heads: int, queries: int, config: SpecConfig, tokens: int, latest: int
+) -> int:
+    """Bytes in use on a device while `queries` queries of `heads` heads attend to `tokens` of the copy, to the entries
+    instead of some, and to the `latest` ones, and select."""
+    entries = config.chosen * (2 if config.top_up else 1) + config.quant_group
+    return attention_bytes(rows, heads, form.num_key_heads, queries, tokens, entries, latest, form.value_dim)
+
+
+def joined_bytes(form: RecordFormat, rows: int, config: SpecConfig) -> int:
+    """Bytes of all entries instead of the copy's in one tensor, with their tokens, in a step of a device that has some
+    besides the chosen ones."""
+    entries = config.chosen * (2 if config.top_up else 1) + config.quant_group
+    return rows * entries * (form.entry_bytes + 8 * form.num_key_heads)
 
 
 # A step in a CUDA graph

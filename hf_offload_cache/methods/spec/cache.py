@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,13 +15,13 @@ from ...core.layers import has_linear_state
 from ...core.selective_cache import SelectiveCache
 from ...core.step import Step
 from ...errors import not_whole, shown
-from ...memory.fit import Search
+from ...memory.fit import LEAST_RECENT, SHORT_TAIL, Search
 from ...model.foreign_hooks import ForeignHooks
 from ...model.geometry import Geometry
 from ...model.look_ahead import length_dependent, rotary_kinds
+from .attention import UNDER_WAY
 from .config import SpecConfig
 from .layer import SpecLayer, TopUp
-from .plan import UNDER_WAY, fit_spec
 
 # The speculative token: a guess of the next token, decoded with each token; the model's caller never sees it
 
@@ -128,6 +128,33 @@ def without_guess(output: Any) -> Any:
     if (states := getattr(output, "hidden_states", None)) is not None:
         output.hidden_states = tuple(hidden[..., :-1, :] for hidden in states)
     return output
+
+
+# The best fields of `SpecCache` for a budget
+
+_COPIES = ((4, 64), (2, 32), (2, 64), (1, 32), (1, 64))
+"""`bits` and `quant_group` of a copy, best first."""
+
+
+def fit_spec(search: Search[SpecConfig]) -> SpecConfig:
+    """The copy with most bits that fits, then as many full-precision entries as fit, up to 256 a key head.
+
+    If not even the smallest copy fits, `num_recent` shrinks, then `num_selected`. Raises `BudgetError` with the minimum
+    memory needed.
+    """
+    chosen = search.first_fit(_tried(search))
+    return search.config(search.wider_streams(search.most(chosen, "num_selected", 256)))
+
+
+def _tried(search: Search[SpecConfig]) -> Iterator[dict[str, Any]]:
+    copies = [{"bits": bits, "quant_group": group} for bits, group in _COPIES]
+    for copy in copies:
+        for streams in search.all_streams():
+            yield {"num_selected": 64, **copy, **streams}
+    for selected in (64, 32, 16, 8, 4):
+        for copy in copies[:-3:-1]:  # with few tokens, those that wait to be quantised weigh more
+            for streams in (search.least_streams(SHORT_TAIL), search.least_streams(LEAST_RECENT)):
+                yield {"num_selected": selected, **copy, **streams}
 
 
 class SpecCache(SelectiveCache):

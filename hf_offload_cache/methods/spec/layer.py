@@ -28,13 +28,12 @@ from ...memory.dry_run import DryRun
 from ...model.attention_call import AttentionCall
 from ...report.trace import NOTHING
 from ...stores.base import FreezableStore
-from .attention import CapturedSpecLayer, FusedAttention, MixedAttention
-from .chosen_entries import ChosenEntries, Entries, EntryReads, PinnedEntries
-from .config import SpecConfig
-from .copy import LowBitForm, LowBitPredictor, Scores
-from .plan import (
+from .attention import (
     TOGETHER,
     UNDER_WAY,
+    CapturedSpecLayer,
+    FusedAttention,
+    MixedAttention,
     fused_bytes,
     joined_bytes,
     keeps_scores,
@@ -43,6 +42,9 @@ from .plan import (
     scores_of,
     stored_bytes,
 )  # fmt: skip
+from .chosen_entries import ChosenEntries, Entries, EntryReads, PinnedEntries
+from .config import SpecConfig
+from .copy import LowBitForm, LowBitPredictor, Scores
 
 # Fetching within a step the entries that a guess missed; beyond the paper
 
