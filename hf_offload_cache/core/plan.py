@@ -51,17 +51,18 @@ class LayerKind:
 
 
 def layer_kinds(geometry: Geometry, config: OffloadConfig, batch: int) -> list[tuple[LayerKind, OffloadConfig]]:
-    """Each offloaded layer's kind and its part of `config`, in order; equal pairs are the same objects."""
+    """Each offloaded layer's kind and its part of `config`, in order; equal pairs are the same object."""
     config = config.for_layers(len(geometry.layers))
-    known: dict[LayerShape, list[tuple[LayerKind, OffloadConfig]]] = {}
+    known: dict[int, list[tuple[LayerKind, OffloadConfig]]] = {}
     kinds: list[tuple[LayerKind, OffloadConfig]] = []
-    for place, shape in enumerate(geometry.layers):
+    for place, shape in enumerate(geometry.shapes):
         layer_config = config.of_layer(place)
-        same = [(kind, other) for kind, other in known.get(shape, []) if other is layer_config or other == layer_config]
-        if not same:
-            same = [(LayerKind.of(shape, geometry, layer_config, batch), layer_config)]
-            known.setdefault(shape, []).extend(same)
-        kinds += same
+        same = known.setdefault(id(shape), [])
+        pair = next((pair for pair in same if pair[1] is layer_config or pair[1] == layer_config), None)
+        if pair is None:
+            pair = LayerKind.of(shape, geometry, layer_config, batch), layer_config
+            same.append(pair)
+        kinds.append(pair)
     return kinds
 
 
@@ -108,9 +109,10 @@ def plan_cache(
     `engine="auto"` counts as a file on disk that is read past the page cache.
     """
     layers = layer_kinds(geometry, config, batch)
-    counts = Counter((kind, id(part)) for kind, part in layers)
-    config_of = {id(part): part for _, part in layers}
-    units = [kind.rows * kind.form.record_bytes for kind, _ in layers]
+    distinct = {id(pair): pair for pair in layers}  # a search for a budget makes many plans, and hashing takes time
+    counts = Counter(map(id, layers))
+    unit_of = {known: kind.rows * kind.form.record_bytes for known, (kind, _) in distinct.items()}
+    units = [unit_of[id(pair)] for pair in layers]
     queue = parse_size(config.write_queue)
     narrow = decoding_queue(queue, units) if selects else queue
     largest = max(units, default=0)
@@ -126,7 +128,7 @@ def plan_cache(
     )
     held += Planned(*({"write queue": WriteQueue.planned(most, largest)} for most in (queue, narrow)))
     moving = Planned.always({"moving rows": ids} if batch > 1 else {})
-    plans = [(layer_plan(kind, config_of[part], context), count) for (kind, part), count in counts.items()]
+    plans = [(layer_plan(*distinct[known], context), count) for known, count in counts.items()]
     host = host_side(geometry.device, config.records_apart)
     planned, store_bytes = LayerPlan.of_layers(plans, moving)
     if any(plan.over_host for plan, _ in plans):

@@ -60,8 +60,8 @@ def offload_cache(
     full = geometry.full_kv_bytes(max_context, max_batch)
     limit = parse_memory(memory, full)
     fastest = "speed" if goal == "speed" else None
-    plans = compare_plans(geometry, limit, max_context, max_batch, fields, installed=True, goal=fastest, path=path)
     cells = measured_caches(measured, None if measured is None else identity_of(model), fields)
+    plans = compare_plans(geometry, limit, max_context, max_batch, fields, installed=True, goal=fastest, path=path)
     chosen = which_cache(plans, cells, limit / full, max_context, goal, hint)
     cache: OffloadCache = cache_class(chosen.name)(model, path=path, config=chosen.plan.config)
     cache.why = chosen.why

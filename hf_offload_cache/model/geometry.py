@@ -155,8 +155,18 @@ class Geometry:
 
     def full_kv_bytes(self, context: int, batch: int) -> int:
         """Memory of `DynamicCache` for `batch` sequences of `context` tokens."""
-        entries = sum(form.entry_bytes for form in self.forms(1))
-        return batch * context * entries + self.kept_bytes(context, batch)
+        return batch * context * self._entry_bytes + self.kept_bytes(context, batch)
+
+    @functools.cached_property
+    def shapes(self) -> tuple[LayerShape, ...]:
+        """`layers`, of which equal ones are the same object."""
+        known = dict(zip(self.layers, self.layers, strict=True))
+        return tuple([known[shape] for shape in self.layers])
+
+    @functools.cached_property
+    def _entry_bytes(self) -> int:
+        """Bytes of a token in all offloaded layers."""
+        return sum(form.entry_bytes for form in self.forms(1))
 
 
 @dataclass(frozen=True)
