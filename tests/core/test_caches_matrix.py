@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import subprocess
@@ -147,41 +146,42 @@ for method, folder in zip(sys.argv[1::2], sys.argv[2::2]):
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | None], str]:
-    """By method and bits, what one new process says that a context answers, or why it does not."""
-    folder, arguments = tmp_path_factory.mktemp("contexts"), []
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | None], dict[str, str]]:
+    """By method and bits, what a cache, its fork and, in one new process, its saved context answer, or why they do not;
+    and the context's folder."""
+    folder, found, arguments = tmp_path_factory.mktemp("contexts"), {}, []
     for number, (method, bits) in enumerate(FORMS):
         fields = {**some(method), **in_bits(bits), "engine": "auto"}
+        found[method, bits] = said = {"folder": str(folder / str(number)), "fork": "", "itself": ""}
         with cache_class(method)(long_model(), path=folder, **fields) as cache:
             generate(long_model(), cache, prompt(long_model(), 1, LENGTH), max_new_tokens=4)
-            with contextlib.suppress(Exception):  # its own test says so
-                cache.save(folder / str(number))
-        arguments += [method, str(folder / str(number))]
+            try:
+                cache.save(said["folder"])
+                with cache.fork() as twin:
+                    said["fork"] = answer(twin)
+                said["itself"] = answer(cache)
+            except Exception as error:  # each has a test of its own, which says so
+                said["itself"] = repr(error)
+        arguments += [method, said["folder"]]
     paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     command = f"import sys\nsys.path[:0] = {paths}\n{_OPEN}"
     done = subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    answers = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    return {form: answers[path] for form, path in zip(FORMS, arguments[1::2], strict=True)}
+    elsewhere = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    return {form: {**said, "elsewhere": elsewhere[said["folder"]]} for form, said in found.items()}
 
 
 @EACH_FORM
 def test_saved_opened_and_forked(
-    method: str, bits: int | None, elsewhere: dict[tuple[str, int | None], str], tmp_path: Path
+    method: str, bits: int | None, answers: dict[tuple[str, int | None], dict[str, str]], tmp_path: Path
 ) -> None:
     """A fork and the saved context, opened here and in a new process, answer to the bit as the cache does."""
-    cls, model = cache_class(method), long_model()
-    with cls(model, path=tmp_path, **{**some(method), **in_bits(bits), "engine": "auto"}) as cache:
-        generate(model, cache, prompt(model, 1, LENGTH), max_new_tokens=4)
-        cache.save(tmp_path / "context")
-        with cache.fork() as twin:
-            forked = answer(twin)
-        with cls.open(tmp_path / "context", model, path=tmp_path) as opened:
-            assert type(opened) is cls and opened.tokens == LENGTH + 3
-            assert answer(opened) == forked
-            assert opened.report().selected_fraction < 1
-        assert answer(cache) == forked
-    assert elsewhere[method, bits] == forked, elsewhere
+    cls, said = cache_class(method), answers[method, bits]
+    with cls.open(said["folder"], long_model(), path=tmp_path) as opened:
+        assert type(opened) is cls and opened.tokens == LENGTH + 3
+        here = answer(opened)
+        assert opened.report().selected_fraction < 1
+    assert {**said, "folder": ""} == {"folder": "", "fork": here, "itself": here, "elsewhere": here}
 
 
 @EACH
