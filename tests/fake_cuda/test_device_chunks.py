@@ -3,6 +3,7 @@ counts."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -53,6 +54,13 @@ def decoded(model: Any, cache: Any, ids: torch.Tensor, put: Put = Fake) -> torch
     return torch.cat([fed(model, cache, part, put) for part in ids[:, TOKENS:].split(1, 1)], 1)
 
 
+@functools.cache
+def exact_steps(rows: int) -> torch.Tensor:
+    """What `decoded` gives with full attention behind a prompt of so many rows: (B, STEPS, vocabulary)."""
+    model, host = llama(), DynamicCache(config=llama().config)
+    return decoded(model, host, prompt(model, rows, TOKENS + STEPS), lambda given: given)
+
+
 @contextmanager
 def a_device(rows: int = 1, seed: int | None = None, **fields: Any) -> Iterator[tuple[Any, Any, Counts]]:
     """A model, a cache with its records in pinned host memory, and the device's counts. `seed`: of its streams."""
@@ -72,7 +80,7 @@ def test_steps_on_a_device_choose_what_those_on_the_host_do(
 ) -> None:
     """And wait for nothing, the writer included."""
     ids, fields = prompt(llama(), rows, TOKENS + STEPS), WAYS[way]
-    exact = decoded(llama(), DynamicCache(config=llama().config), ids, lambda given: given)
+    exact = exact_steps(rows)
     plain = llama()
     with AbstractTreeCache(plain, **{**FIELDS, "max_batch": rows, **fields}) as cache:
         on_host = decoded(plain, cache, ids, lambda given: given)
