@@ -64,6 +64,38 @@ LAYERED: dict[str, Callable[[], Any]] = {
 """Name -> a model. Those of windows and states have full-attention layers, too."""
 
 
+def mistral_large4() -> Any:
+    """With keys that layers share, indexers that layers share, and layers without positions. Its first three layers own
+    an indexer."""
+    text = {
+        **COMMON, **_EXPERTS, **_LATENT, **_INDEXER, "num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 1, 0],
+        "kv_source_layers": [0, 1, 0, 0, 1], "indexer_types": ["full", "full", "full", "shared", "full"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
+    vision = {
+        "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "patch_size": 4, "image_size": 16, "head_dim": 16,
+    }  # fmt: skip
+    found = transformers.MistralLarge4Config(text_config=text, vision_config=vision)
+    return build(transformers.MistralLarge4ForConditionalGeneration, found)
+
+
+def glm5_next() -> Any:
+    """With an indexer of blocks that a second layer shares, between linear layers."""
+    text = {
+        **COMMON, **_EXPERTS, **_LATENT, **_INDEXER, "qk_rope_head_dim": 0, "num_hidden_layers": 4, "index_kpool": 4,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+        "indexer_types": ["full", "full", "shared", "full"], "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+        "linear_head_dim": 16, "linear_num_heads": 4, "hc_mult": 2,
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64, "patch_size": 4,
+        "image_size": 16, "projection_intermediate_size": 32,
+    }  # fmt: skip
+    found = transformers.Glm5NextConfig(text_config=text, vision_config=vision)
+    return build(transformers.Glm5NextForConditionalGeneration, found)
+
+
 @functools.cache
 def layered(name: str) -> Any:
     """The model of that name, shared by all tests: whoever attaches to it has to close."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..config import GOALS, OffloadConfig, SelectiveConfig, parse_memory, parse_size
 from ..errors import BudgetError, ConfigError, shown
-from ..memory.fit import fit_nothing, slow_blocks, with_host_slots
+from ..memory.fit import fit_nothing, fit_slots, slow_blocks, with_host_slots
 from ..memory.machine import free_memory
 from ..memory.plan import MemoryPlan
 from ..model.fingerprint import fingerprint
@@ -180,7 +180,8 @@ def _lost_note(cls: Any, config: OffloadConfig, geometry: Geometry, given: dict[
     """The share of needles that these fields were measured to lose, if it is large, with the memory and the cache that
     lose fewer."""
     memory, context, batch = config.memory, config.max_context, config.max_batch
-    lost = 0.0 if config.exact or not geometry.layers else cls.goals.lost(config, geometry)
+    chosen = config.exact or geometry.is_indexed or not geometry.layers
+    lost = 0.0 if chosen else cls.goals.lost(config, geometry)
     if not _MOST_LOST < lost < 1 or memory is None or context is None or batch is None:  # 1: it was not measured
         return None
     fewer, limit, full = [], parse_size(memory), geometry.full_kv_bytes(context, batch)
@@ -393,12 +394,12 @@ def fit_goal(
 ) -> OffloadConfig:
     """The fields of a cache class for `limits` (memory, context, batch) and a goal. Raises as `OffloadCache.fit`."""
     check_goal(cls, goal, fields)
-    goals: Goals = cls.goals if cls.selects and not fields.get("exact") else Goals()
+    goals: Goals = cls.goals if cls.selects and not fields.get("exact") and not geometry.is_indexed else Goals()
     *others, least = goals.quick
     refused: list[BudgetError] = []
 
     def lacks(config: OffloadConfig) -> set[str]:
-        return set(cls.shortfalls(config, geometry, fields))
+        return set() if geometry.is_indexed else set(cls.shortfalls(config, geometry, fields))
 
     def fitted(own: Mapping[str, Any], alone: bool = False) -> OffloadConfig | None:
         """With memory for candidates, or without if a step then lacks less."""
@@ -479,6 +480,8 @@ def steps_over_host(cls: Any, geometry: Geometry, config: OffloadConfig, context
     layer_class = cls.layer_class
     if geometry.device != "cuda" or config.engine != "memory" or config.exact or not cls.selects:
         return []
+    if geometry.is_indexed:
+        return []
     if not layer_class.needs_slots:
         return []
 
@@ -543,4 +546,6 @@ def _fit(
     if fields.get("exact"):
         exact: OffloadConfig = cls.choose_exact(options)
         return exact
+    if geometry.is_indexed and issubclass(cls.config_class, SelectiveConfig):
+        return fit_slots(options)
     return with_host_slots(options, cls.choose_fields(options, geometry))

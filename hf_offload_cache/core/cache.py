@@ -35,7 +35,7 @@ from ..report.report import CacheReport, StreamReport
 from .budget import Goals, choose_store, configured, fit_goal, missed_goal, notes_of
 from .contents import Contents
 from .layer import OffloadLayer
-from .layers import make_layers
+from .layers import make_layers, planner
 from .plan import plan_cache
 from .read_only import refuse_copy, refuse_layers, refuse_pickle
 from .reporting import report_of
@@ -241,6 +241,10 @@ class OffloadCache(Cache):
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
         """See `Attachable`."""
 
+    def leave_indexer(self, layer_idx: int, chosen: torch.Tensor) -> torch.Tensor | None:
+        """See `Attachable`."""
+        return self.shared.chose(chosen)
+
     def fail_step(self) -> None:
         """Undo at the next call what the forward has added; its guesses no longer count."""
         self.contents.fail()
@@ -419,7 +423,8 @@ class OffloadCache(Cache):
     ) -> list[str]:
         """Notes that `plan` prints below its table and `for_budget` warns of: the shortfalls, a slower prefill, and
         that no cache is needed. `given`: the fields that the user chose."""
-        return [*cls.shortfalls(config, geometry, given), *notes_of(cls, plan, config, geometry, given)]
+        short = () if geometry.is_indexed else cls.shortfalls(config, geometry, given)
+        return [*short, *notes_of(cls, plan, config, geometry, given)]
 
     @classmethod
     def plan(cls, geometry: Geometry, config: OffloadConfig, max_context: int, max_batch: int) -> MemoryPlan:
@@ -428,7 +433,7 @@ class OffloadCache(Cache):
         Raises `AdapterError` for an adapter file that cannot be read."""
         others = cls.plan_outside_layers(geometry, config, max_batch)
         selects = cls.selects and not config.exact
-        return plan_cache(geometry, config, max_context, max_batch, cls.layer_class.plan, others, selects)
+        return plan_cache(geometry, config, max_context, max_batch, planner(cls.layer_class), others, selects)
 
     @classmethod
     def plan_outside_layers(cls, geometry: Geometry, config: OffloadConfig, batch: int) -> Planned:

@@ -208,6 +208,8 @@ class Filling:
         others = [layer for layer in cache.layers if not isinstance(layer, OffloadLayer)]
         if others:
             return f"{len(others)} of {len(cache.layers)} layers keep a window or a state, which is not streamed"
+        if any(layer.keeps_more for layer in cache.offloaded):
+            return "its layers keep an indexer's keys, which are not streamed"
         if len(set((getattr(cache.model, "hf_device_map", None) or {}).values())) > 1:
             return "its layers are on several devices"
         if cache.has_linear_state:

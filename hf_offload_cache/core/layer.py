@@ -71,6 +71,8 @@ class OffloadLayer(CacheLayerMixin):
     is_croppable = True
     offloaded = True
     """Its history lies in a store: it is captured and restored, not copied."""
+    keeps_more = False
+    """It keeps more in memory than keys and values, which every token adds to: an indexer's keys."""
     num_stores = 1
     """Number of stores that it opens, each with its own file on a disk."""
 
@@ -310,7 +312,7 @@ class OffloadLayer(CacheLayerMixin):
         storage: Any = DryStorage(config, kind.device)
         layer = cls(Shared(config, storage), 0)
         layer.config = config
-        rehearse = OffloadLayer.rehearse if config.exact else cls.rehearse
+        rehearse = OffloadLayer.rehearse if config.exact and not cls.keeps_more else cls.rehearse
         rehearse(layer, storage.account, kind, context)
         plan: LayerPlan = storage.plan
         return plan

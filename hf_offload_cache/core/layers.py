@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,15 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ..config import OffloadConfig
 from ..contexts.open import capture_kept, restore_kept
 from ..memory.account import without_views
+from ..memory.plan import LayerPlan
+from ..model.place import has_indexer
 from ..stores.base import FreezableStore
+from .indexed_layer import IndexedLayer
 from .layer import OffloadLayer
+from .plan import LayerKind
 from .shared import Shared
 from .step import MOST_CANDIDATES
 
@@ -129,8 +134,14 @@ def hybrid(layer_class: type[OffloadLayer]) -> type[OffloadLayer]:
     return type(f"Hybrid{layer_class.__name__}", bases, names)
 
 
+def planner(layer_class: type[OffloadLayer]) -> Callable[[LayerKind, OffloadConfig, int], LayerPlan]:
+    """As `OffloadLayer.plan`, of the layer that a cache with this `layer_class` has for a kind."""
+    return lambda kind, *others: (IndexedLayer if kind.most_chosen else layer_class).plan(kind, *others)
+
+
 def make_layers(model: PreTrainedModel, layer_class: type[OffloadLayer], shared: Shared) -> list[Any]:
-    """transformers' own layers for this model, with every full-attention layer replaced by a `layer_class`."""
+    """transformers' own layers for this model, with every full-attention layer replaced by a `layer_class`, and every
+    one with an indexer by an `IndexedLayer`."""
     layers: list[Any] = list(DynamicCache(config=model.config).layers)
     place = 0
     for layer_idx, layer in enumerate(layers):
@@ -139,6 +150,8 @@ def make_layers(model: PreTrainedModel, layer_class: type[OffloadLayer], shared:
         elif type(layer) is LinearAttentionAndFullAttentionLayer:
             states = {name: getattr(layer, name) for name in ("number_of_states",) if hasattr(layer, name)}
             layers[layer_idx] = hybrid(layer_class)(shared, layer_idx, place, **states)
+        elif has_indexer(layer):
+            layers[layer_idx] = IndexedLayer(shared, layer_idx, place)
         else:
             continue
         place += 1

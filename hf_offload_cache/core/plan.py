@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..memory.fit import Search
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..model.geometry import Geometry, LayerShape
 from ..report.trace import Trace
+from ..stores.base import DEVICE_BLOCK
 from ..stores.engines import planned_ring
 from ..stores.uring.ring import IO_RING
 from .step import MOST_CANDIDATES
@@ -40,14 +41,33 @@ class LayerKind:
     """Number of offloaded layers, of this kind and others."""
     over_host: bool = False
     """Steps that could run on a device alone go over the host."""
+    indexer_bytes: int = 0
+    """As of `LayerShape`; and `most_chosen`."""
+    most_chosen: int = 0
 
     @classmethod
     def of(cls, shape: LayerShape, geometry: Geometry, config: OffloadConfig, batch: int) -> LayerKind:
         """`config`: the layer's."""
+        if shape.most_chosen:
+            sizes = shape.num_key_heads, shape.key_dim, shape.num_value_heads, shape.value_dim
+            own = geometry.device, len(geometry.layers), False, shape.indexer_bytes, shape.most_chosen
+            return cls(indexed_form(sizes, geometry.dtype, config), shape.num_heads, batch, batch, *own)
         heads = shape.num_key_heads if config.heads_apart else 1
         sizes = (shape.num_key_heads // heads, shape.key_dim, shape.num_value_heads // heads, shape.value_dim)
         form = RecordFormat.of_sizes(sizes, geometry.dtype, config.group_size, config.stored_bits)
         return cls(form, shape.num_heads, batch * heads, batch, geometry.device, len(geometry.layers))
+
+
+_MOST_TOGETHER = 16
+"""Most tokens that a record of an indexed layer has, unless `group_size` is given."""
+
+
+def indexed_form(sizes: tuple[int, int, int, int], dtype: torch.dtype, config: OffloadConfig) -> RecordFormat:
+    """The format of a layer whose model chooses by an indexer, for `sizes` (Hk, Dk, Hv, Dv). An indexer chooses single
+    tokens, so a record has as many as fit the smallest read. They are stored in their own type: such layers are exact.
+    """
+    form = RecordFormat.of_sizes(sizes, dtype, 1)
+    return replace(form, group_size=config.group_size or min(_MOST_TOGETHER, max(1, DEVICE_BLOCK // form.entry_bytes)))
 
 
 def layer_kinds(geometry: Geometry, config: OffloadConfig, batch: int) -> list[tuple[LayerKind, OffloadConfig]]:

@@ -31,6 +31,7 @@ def report_of(cache: Any) -> CacheReport:
         device="cuda" if storage.pinned else "cpu",
         steps=_steps(cache),
         layers=states,
+        chosen_by_model=sum(layer.keeps_more for layer in offloaded),
         warnings=[*cache.warnings, *_notes(cache)],
     )
 

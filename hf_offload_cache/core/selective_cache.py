@@ -122,7 +122,7 @@ class SelectiveCache(OffloadCache):
         if settings.exact:
             return
         self.selecting = Selecting(settings, self.shared.storage, self.reads_ahead, len(self.selective))
-        if settings.look_ahead is not False:
+        if settings.look_ahead is not False and self.selective:
             self.look_ahead = LookAhead(self.shared.storage.account)
         self._selective = {layer.layer_idx: layer for layer in self.selective}
         for layer in self.selective:
@@ -222,7 +222,7 @@ class SelectiveCache(OffloadCache):
 
         With the default fields a cache uses no more memory than `DynamicCache` would: it has fewer slots, and if no
         slot fits, steps attend to everything. Repeated when the context has grown by a sixteenth."""
-        if not self.weighs:
+        if not self.weighs or not self._selective:
             return
         tokens = step.history + step.tokens
         unit = max(128, 1 << max(0, tokens.bit_length() - 5))
@@ -243,7 +243,9 @@ class SelectiveCache(OffloadCache):
         the user has fixed stay."""
         limit, context = self.storage.account.limit, self.config.max_context
         sequences, tokens = step.sequences, step.history + step.tokens
-        if limit is None or context is None or (sequences == self._lent_for[0] and tokens <= self._lent_for[1]):
+        if limit is None or context is None or not self._selective:
+            return
+        if sequences == self._lent_for[0] and tokens <= self._lent_for[1]:
             return
         assert self.selecting is not None
         self._lent_for = sequences, min(context, tokens + tokens // 8)

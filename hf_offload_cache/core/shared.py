@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -37,6 +37,7 @@ class Shared:
         attend_prompt: replaces layers' attention in calls with several queries; set by `Filling`.
         visible: which stored tokens are not padding, bool (B, T), for layers that learn without queries; None: all are;
             set by `Filling`.
+        indexing: state that layers share whose model chooses by an indexer what it attends to; None: there are none.
         graphed: most steps are replays of a CUDA graph, which estimate no mass; set by `GraphedStep` for the others.
     """
 
@@ -50,6 +51,7 @@ class Shared:
         self.ends_after: Callable[[int], bool] | None = None
         self.attend_prompt: Callable[[Any, Any], Any] | None = None
         self.visible: torch.Tensor | None = None
+        self.indexing: Any = None
         self.graphed = False
 
     @property
@@ -100,6 +102,10 @@ class Shared:
                 take_back()
         except Exception as failed:
             error.add_note(f"the step's tokens are not removed yet: {failed}")
+
+    def chose(self, chosen: torch.Tensor) -> torch.Tensor | None:
+        """See `Attachable.leave_indexer`."""
+        return None if self.indexing is None else cast(torch.Tensor | None, self.indexing.chose(chosen, self.step))
 
     def differ(self) -> None:
         """Handle layers whose lengths differ before a forward: one was interrupted. Raises `RuntimeError`."""

@@ -192,7 +192,7 @@ def sparse_warning(layers: list[Any], warnings: list[str], own: OwnModel) -> str
     """A warning, once, about offloaded layers that cannot be sparse; None: no warning. `warnings`: earlier ones."""
     dense = []
     for layer in layers:
-        if layer.state != "tagged":
+        if layer.state != "tagged" and layer.is_filled:  # one that takes the keys of another stays empty
             dense.append(layer.layer_idx)
     if not dense or (model := own()) is None or any("cannot be sparse" in warning for warning in warnings):
         return None

@@ -40,6 +40,7 @@ from .tail import BlockTable, RollingTail
 def check_form(form: RecordFormat, name: str) -> None:
     """Raise `ContextError` unless a captured form describes keys and values."""
     sizes = [form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim, form.group_size]
+    sizes[3] += type(form.value_dim) is int and form.bits is None  # latents without positions have no second part
     known = form.dtype in DTYPES and form.bits in (None, 8)
     if not all(type(size) is int and 0 < size < 2**20 for size in sizes) or not known:
         raise not_whole(name, f"its entries have the form {shown(form, 200)}")

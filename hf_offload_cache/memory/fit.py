@@ -282,6 +282,14 @@ def fit_stream(search: Search[Config]) -> Config:
     return search.config(chosen if search.longest_block is None else search.wider_streams(chosen))
 
 
+def fit_slots(search: Search[Config]) -> Config:
+    """For a model that chooses by itself what steps attend to: the largest streams that fit, and slots in the rest.
+    Raises `BudgetError` with the minimum memory."""
+    none = {"reuse_capacity": 0}
+    chosen = search.first_fit({**streams, **none} for streams in (*search.all_streams(), *search.short_tails()))
+    return search.config(search.most({**chosen, **none, **search.fields}, "reuse_capacity", search.max_context))
+
+
 def fit_selective(search: Search[Config]) -> Config:
     """For a cache that selects and has no `fit` of its own.
 

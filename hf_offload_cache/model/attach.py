@@ -17,13 +17,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import CacheUnusedError, ConfigError
-from .attention_call import Place, all_led, put_tables, ready, replaceable, take_tables
+from .attention_call import TAG, Place, all_led, put_tables, ready, replaceable, take_tables
 from .conversation import Conversation, ModelState
 from .look_ahead import reason_against_pieces
 from .method_on_model import MethodOnModel
 from .own_generate import GivenCache
-from .place import feeds_pieces_anew, generating_parts, has_own_generate, inner_model, is_model, warn_if_untested
-from .seam import Attachable, Hooks, cache_among, hook_blocks, hook_model, strip_hooks, unhook, unwrapped
+from .place import (
+    feeds_pieces_anew,
+    generating_parts,
+    has_own_generate,
+    inner_model,
+    is_model,
+    warn_if_untested,
+    with_indexers,
+)
+from .seam import Attachable, Hooks, cache_among, hook_blocks, hook_indexers, hook_model, strip_hooks, unhook, unwrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -163,6 +171,22 @@ class PrepareInputs(MethodOnModel):
         return prepared
 
 
+class ExpandLatents(MethodOnModel):
+    """Replaces the method by which attention with an indexer makes keys and values of stored latents: hands the tag of
+    the latents on to them."""
+
+    name = "expand_kv"
+
+    def __call__(self, *latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        method = self.method()
+        expanded: tuple[torch.Tensor, torch.Tensor] = method(*latents)
+        if (tag := getattr(latents[0], TAG, None)) is not None:
+            for one in expanded:
+                one.__dict__[TAG] = tag
+            tag.expand = method
+        return expanded
+
+
 _METHODS: tuple[type[MethodOnModel], ...] = (PreparePositions, PrepareInputs, Prefill, GivenCache)
 
 
@@ -298,6 +322,9 @@ def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
         attachment.at_death = weakref.finalize(model, _take_tables, attachment)
         attachment.at_death.atexit = False
     assert attachment.state is not None
+    hook_indexers(model, attachment.hooks)
+    for attention in with_indexers(model):
+        ExpandLatents.put_on(attention)
     for one in _running(model):
         hook_model(one, attachment.hooks, attachment.state.turn_to_others)
         for method in _METHODS:
@@ -310,6 +337,8 @@ def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
     if attachment.at_death is not None:
         attachment.at_death.detach()
     _take_tables(attachment)
+    for attention in with_indexers(model):
+        ExpandLatents.take_off(attention)
     for one in _running(model):
         for method in _METHODS:
             method.take_off(one)
@@ -344,6 +373,8 @@ def _strip_copied(model: PreTrainedModel) -> None:
     """Remove hooks and methods that came with a copy or a pickle of an attached model: nobody counts them."""
     counted = {id(seam) for one in _ATTACHED.values() for seam, _ in (*one.hooks, *one.block_hooks)}
     strip_hooks(model, counted)
+    for attention in with_indexers(model):
+        ExpandLatents.take_off(attention)
     for one in _running(model):
         for method in _METHODS:
             method.take_off(one)

@@ -59,6 +59,11 @@ class Tag:
     """The layer whose `attend` is called."""
     whole: bool
     """The tensors are the layer's complete history, not only what the step added."""
+    own: tuple[torch.Tensor, torch.Tensor] | None = None
+    """What the step added, (B, heads, q, D) each, where the tensors stand for it with their first token; None: they are
+    it, or include it."""
+    expand: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """Makes keys and values of latents, which are stored; None: keys and values are stored."""
 
 
 _SPECIAL = frozenset(("softcap", "s_aux", "output_attentions"))

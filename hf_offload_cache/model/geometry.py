@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -13,7 +13,7 @@ from ..errors import UnsupportedModelError
 from ..history.records import RecordFormat
 from ..memory.account import tensors_in
 from .config_values import config_value
-from .place import device_type, inner_model, is_offloaded
+from .place import device_type, has_indexer, inner_model, is_offloaded
 
 _STATES = ("conv_states", "recurrent_states")
 """Attributes of transformers' layers with linear states."""
@@ -29,6 +29,10 @@ class LayerShape:
     key_dim: int
     num_value_heads: int
     value_dim: int
+    indexer_bytes: int = 0
+    """Bytes a token of the keys of an indexer, which stay in memory."""
+    most_chosen: int = 0
+    """The most tokens that the model's indexer chooses for a query; 0: it has none."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Geometry:
                     f"the shapes of {type(inner).__name__}'s keys cannot be known before it runs ({error}): "
                     "construct the cache without a budget"
                 ) from error
-        heads = config_value(text, "num_attention_heads")
+        heads, chosen = config_value(text, "num_attention_heads"), _most_chosen(text)
         offloaded: list[LayerShape] = []
         kept: list[KeptLayer] = []
         item = inner.dtype.itemsize
@@ -106,15 +110,19 @@ class Geometry:
             if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == 4:
                 sizes = (keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
                 shape = LayerShape(heads if isinstance(heads, int) else sizes[0], *sizes)
-            full = is_offloaded(layer)
+            full, others = is_offloaded(layer), _others_kept([layers[layer_idx] for layers in longer], item)
+            if has_indexer(layer):
+                others = KeptLayer(0, _bytes(_others(layer), item))  # of the one token
             if full and shape is not None:
+                if has_indexer(layer):
+                    shape, others = replace(shape, indexer_bytes=others.token_bytes, most_chosen=chosen), KeptLayer()
                 offloaded.append(shape)
             elif shape is not None and isinstance(layer, CacheLayerMixin):  # a dummy keeps nothing
                 window = getattr(layer, "sliding_window", None)
                 entry = shape.num_key_heads * shape.key_dim
                 entry += 0 if keys is not None and keys is values else shape.num_value_heads * shape.value_dim
                 kept.append(KeptLayer(0, entry * item, window and max(1, window - 1)))
-            kept += [_linear_states(layer, item), _others_kept([layers[layer_idx] for layers in longer], item)]
+            kept += [_linear_states(layer, item), others]
         kept = [layer for layer in kept if layer != KeptLayer(most_tokens=layer.most_tokens)]
         weights = {id(tensor): tensor.nbytes for tensor in (*inner.parameters(), *inner.buffers())}
         hidden, vocab = config_value(text, "hidden_size"), config_value(text, "vocab_size")
@@ -139,6 +147,11 @@ class Geometry:
         shape = LayerShape(num_heads, num_key_heads, head_dim, num_key_heads, head_dim)
         others = {"num_blocks": num_layers, "hidden_size": num_heads * head_dim, **others}
         return cls(layers=(shape,) * num_layers, dtype=dtype, **others)
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the model chooses by itself, in each offloaded layer, what a step attends to."""
+        return bool(self.layers) and all(layer.most_chosen for layer in self.layers)
 
     def forms(self, group_size: int | None) -> list[RecordFormat]:
         """Record format of each offloaded layer."""
@@ -166,7 +179,7 @@ class Geometry:
     @functools.cached_property
     def _entry_bytes(self) -> int:
         """Bytes of a token in all offloaded layers."""
-        return sum(form.entry_bytes for form in self.forms(1))
+        return sum(form.entry_bytes for form in self.forms(1)) + sum(layer.indexer_bytes for layer in self.layers)
 
 
 @dataclass(frozen=True)
@@ -195,11 +208,13 @@ their sizes is an upper bound."""
 @functools.lru_cache(maxsize=8)  # otherwise each request of a server takes half a second
 def _probe(kind: _Kind) -> tuple[Any, tuple[list[Any], ...]]:
     """The `DynamicCache` of one token in a twin on the meta device, not to be changed. If layers store more than keys,
-    values and linear states, also the layers after `_TOKENS` tokens."""
+    values, linear states and an indexer's keys, also the layers after `_TOKENS` tokens."""
+    from torch.fx.experimental import _config as fake_values
     from transformers.cache_utils import DynamicCache
 
     config = copy.deepcopy(kind.config)
-    with torch.device("meta"), torch.no_grad():
+    all_nonzero = fake_values.patch(meta_nonzero_assume_all_nonzero=True)  # an upper bound of what an indexer picks
+    with torch.device("meta"), torch.no_grad(), all_nonzero:
         twin = kind.model_class._from_config(config, attn_implementation="eager").to(_PROBED).eval()
 
         def filled(tokens: int) -> Any:
@@ -208,7 +223,7 @@ def _probe(kind: _Kind) -> tuple[Any, tuple[list[Any], ...]]:
             return cache
 
         short = filled(1)
-        others = tensors_in([_others(layer) for layer in short.layers])
+        others = tensors_in([_others(layer) for layer in short.layers if not has_indexer(layer)])
         longer = tuple(filled(tokens).layers for tokens in _TOKENS) if any(map(torch.numel, others)) else ()
     return short, longer
 
@@ -264,6 +279,18 @@ def stated_shape(config: Any) -> LayerShape | None:
     if not (isinstance(heads, int) and isinstance(key_heads, int) and isinstance(dim, int)):
         return None
     return LayerShape(heads, key_heads, dim, key_heads, dim)
+
+
+_UNLIMITED = 1 << 20
+
+
+def _most_chosen(config: Any) -> int:
+    """The most tokens that an indexer chooses for a query, from the fields of the configurations of models that have
+    one; a number above all contexts if none says it."""
+    topk, budget = config_value(config, "index_topk"), config_value(config, "indexer_budget")
+    if isinstance(topk, int):
+        return topk + (config_value(config, "index_kpool") or 1) - 1
+    return budget + (config_value(config, "indexer_compress_ratio") or 1) - 1 if isinstance(budget, int) else _UNLIMITED
 
 
 def _linear_states(layer: Any, item: int) -> KeptLayer:

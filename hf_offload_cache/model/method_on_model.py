@@ -52,7 +52,7 @@ def _nothing() -> None:
 
 
 class MethodOnModel:
-    """Replaces a model's method `name`, which it calls: the class's, or one that the user had put on this model. Holds
+    """Replaces a method `name` of a model, or of a module in it: the class's, or one that the user had put there. Holds
     the model weakly: a copy or a pickle of the model holds that copy."""
 
     name: ClassVar[str]
@@ -92,19 +92,19 @@ class MethodOnModel:
         return model
 
     @classmethod
-    def put_on(cls, model: PreTrainedModel, turn_to_others: Callable[[], None]) -> None:
+    def put_on(cls, model: Any, turn_to_others: Callable[[], None] = _nothing) -> None:
         """Replace the method of `model`, if it has one."""
         if hasattr(model, cls.name):
             ours = model.__dict__[cls.name] = cls(model, model.__dict__.get(cls.name))
             ours.turn_to_others = turn_to_others
 
     @classmethod
-    def take_off(cls, model: PreTrainedModel) -> None:
+    def take_off(cls, model: Any) -> None:
         """Restore the previous method; does nothing if ours is no longer there."""
         cls.unlink(model, lambda method: isinstance(method, cls))
 
     @classmethod
-    def unlink(cls, model: PreTrainedModel, wanted: Callable[[MethodOnModel], bool]) -> None:
+    def unlink(cls, model: Any, wanted: Callable[[MethodOnModel], bool]) -> None:
         """Remove the latest `wanted` replacement, also from under others of this library."""
         above: MethodOnModel | None = None
         method = model.__dict__.get(cls.name)

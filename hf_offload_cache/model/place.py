@@ -33,6 +33,15 @@ def decoder_blocks(model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Modul
                 yield layer_idx, block, attention
 
 
+def with_indexers(model: PreTrainedModel) -> list[Any]:
+    """The attention modules of a model some of whose layers choose by an indexer what they attend to; empty for other
+    models, and for one that keeps the indexers' keys elsewhere than in its cache."""
+    modules = [attention for _, _, attention in decoder_blocks(model)]
+    if not any(isinstance(getattr(module, "indexer", None), torch.nn.Module) for module in modules):
+        return []
+    return modules if any(map(has_indexer, _layers(model))) else []
+
+
 def attention_devices(model: PreTrainedModel) -> dict[int, torch.device]:
     """By layer index, the device on which each decoder block's attention makes its keys."""
     devices: dict[int, torch.device] = {}
@@ -285,7 +294,12 @@ def is_offloaded(layer: Any) -> bool:
     """Whether a cache of this library offloads the keys and values of such a transformers layer."""
     from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer
 
-    return type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+    return type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer) or has_indexer(layer)
+
+
+def has_indexer(layer: Any) -> bool:
+    """Whether the model of such a transformers layer chooses by an indexer what its attention sees."""
+    return type(layer).__name__ == "DynamicIndexedLayer"  # older versions of transformers have none
 
 
 def has_own_generate(model: PreTrainedModel) -> bool:

@@ -59,6 +59,11 @@ class Attachable(Protocol):
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
         """After its attention, with its addition to the stream (B, q, hidden)."""
 
+    def leave_indexer(self, layer_idx: int, chosen: torch.Tensor) -> torch.Tensor | None:
+        """After a layer's indexer, with the tokens that it chose: indices (B, q, K), or a mask (B, 1, q, T). Returns
+        what the model goes on with instead; None: with these."""
+        return None
+
     def check_prompt(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None) -> None:
         """`generate` is about to drop the first of ids (B, P), or of embeddings (B, P, hidden), which the cache should
         hold."""
@@ -150,6 +155,8 @@ class Seam:
             if cache.timeline.on:
                 cache.timeline.end_step()
             return changed
+        if self.verb == "leave_indexer":
+            return cache.leave_indexer(self.layer_idx, output)
         if not cache.watches_blocks:
             return None
         timeline, layer_idx = cache.timeline, self.layer_idx
@@ -190,6 +197,14 @@ def hook_model(model: torch.nn.Module, hooks: Hooks, turn_to_others: Callable[[]
     # other hooks see the caller's output; called for a forward that raised, too
     first = functools.partial(model.register_forward_hook, prepend=True, always_call=True)
     _hook("end_step", -1, first, hooks)
+
+
+def hook_indexers(model: torch.nn.Module, hooks: Hooks) -> None:
+    """Hook the indexers of `model`, by which layers choose what they attend to; otherwise like `hook_model`."""
+    for layer_idx, _, attention in decoder_blocks(model):
+        indexer = getattr(attention, "indexer", None)
+        if isinstance(indexer, torch.nn.Module):
+            _hook("leave_indexer", layer_idx, indexer.register_forward_hook, hooks)
 
 
 def hook_blocks(model: torch.nn.Module, hooks: Hooks) -> None:

@@ -201,6 +201,8 @@ class CacheReport:
     """The most of `host_bytes` at a time."""
     device: str = "cpu"
     """Type of the device that attention runs on: "cuda" or "cpu"."""
+    chosen_by_model: int = 0
+    """Offloaded layers whose model chooses by an indexer what it attends to: their steps are exact."""
     steps: str = ""
     """With a model on a GPU: how many layers' latest steps ran on it alone, and why others needed the host. Empty
     before the first step that selects."""
@@ -269,6 +271,7 @@ class CacheReport:
             "hit rate before prefetch": share_text(self.hit_rate),
             "hit rate": share_text(self.prefetch_hit_rate),
             "tokens attended to": share_text(self.selected_fraction),
+            **({"chosen by the model": f"exact, in {self.chosen_by_model} layers"} if self.chosen_by_model else {}),
             "attention mass estimated": share_text(self.estimated_mass),
             "attention mass lost": share_text(self.lost_mass),
             "read as 4-bit copies": share_text(self.compressed_fraction) + copies,

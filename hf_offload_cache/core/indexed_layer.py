@@ -1,0 +1,571 @@
+"""A layer whose model chooses by an indexer what it attends to: exact, and sparse at the same time.
+
+DeepSeek V3.2 and its successors. The indexer's keys stay in memory, all else lies in the store. The model's code runs
+as with `DynamicCache`, except that attention gets only the entries that the indexer chose.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from ..config import OffloadConfig, SelectiveConfig
+from ..errors import not_whole, shown
+from ..fetch.areas import Areas, records_soon
+from ..fetch.choice import Choice
+from ..fetch.fetcher import Fetcher
+from ..fetch.storage import Storage
+from ..fetch.tier import slot_tiers
+from ..history.records import stored_dtype
+from ..history.state import DTYPES, is_tensor
+from ..memory.account import MemoryAccount
+from ..memory.dry_run import DryRun
+from ..model.attention_call import TAG, AttentionCall
+from ..model.masks import shown as visible_in
+from ..model.place import no_backward
+from ..model.stream_attention import Block
+from ..report.trace import NOTHING
+from ..stores.base import FreezableStore
+from .layer import OffloadLayer, Output, Rows
+from .plan import LayerKind, indexed_form, place_bytes, stream_bytes
+from .selecting import most_slots
+from .shared import Shared
+from .step import MOST_CANDIDATES, Step
+
+OWNER = "indexer keys"
+"""Owner in the account of the memory of indexers' keys and positions."""
+_MORE_ROOM = 16
+"""Fewest tokens for which an indexer's keys get room at a time."""
+
+
+class IndexerKeys:
+    """An indexer's keys of all stored tokens, in the model's own type, on its device; with room for more.
+
+    `keys` (B, room, D), of which the first `length` tokens count; None before the first token. `positions` (p, B, T)
+    integers, which some models keep there; the holder's `length` says how many of them count.
+    """
+
+    def __init__(self, account: MemoryAccount, most: int | None) -> None:
+        """`most`: maximum tokens; None: no limit."""
+        self._account, self._most = account, most
+        self.keys: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
+        self.length = 0
+
+    def append(self, keys: torch.Tensor, held: int) -> torch.Tensor:
+        """All keys (B, T, D): the first `held`, followed by `keys` (B, t, D), which are copied. A view, valid until the
+        next change. Raises `BudgetError`, with nothing changed."""
+        stop = held + keys.shape[1]
+        if self.keys is None or stop > self.keys.shape[1]:
+            room = stop + max(_MORE_ROOM, stop // 8)
+            self._remake(keys, room if self._most is None else max(stop, min(room, self._most)), held)
+        assert self.keys is not None
+        self.keys[:, held:stop] = keys.detach()
+        self.length = stop
+        return self.keys[:, :stop]
+
+    def _remake(self, like: torch.Tensor, room: int, held: int) -> None:
+        """Keys with `room`, of the type, device and width of `like`, and the first `held` ones."""
+        old, shape = self.keys, (like.shape[0], room, like.shape[2])
+        new = self._account.empty(OWNER, *shape, dtype=like.dtype, device=like.device)
+        if old is not None:
+            new[:, :held] = old[:, :held]
+            self._account.free(OWNER, old)
+        self.keys = new
+
+    def keep_positions(self, positions: torch.Tensor | None) -> None:
+        """Keep these positions instead of the present ones."""
+        before, after = (0 if one is None else one.nbytes for one in (self.positions, positions))
+        self._account.hold(OWNER, after - before)
+        self.positions = positions
+
+    def truncate(self, length: int) -> None:
+        """Keep at most the first `length` tokens."""
+        self.length = min(self.length, length)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Replace row i by the present row `rows[i]`. Raises `BudgetError` with nothing changed."""
+        if (old := self.keys) is not None:
+            shape = (len(rows), *old.shape[1:])
+            self.keys = self._account.empty(OWNER, *shape, dtype=old.dtype, device=old.device)
+            self.keys[:, : self.length] = old[:, : self.length].index_select(0, rows.to(old.device))
+            self._account.free(OWNER, old)
+        if self.positions is not None:
+            self.keep_positions(self.positions.index_select(1, rows.to(self.positions.device)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the stored tokens take, without room for more."""
+        keys = 0 if self.keys is None else self.keys[:, : self.length].nbytes
+        return keys + (0 if self.positions is None else self.positions.nbytes)
+
+    def close(self) -> None:
+        """Free the memory."""
+        if self.keys is not None:
+            self._account.free(OWNER, self.keys)
+        self.keep_positions(None)
+        self.keys, self.length = None, 0
+
+    def capture(self) -> dict[str, Any]:
+        """Keys and positions as a tree, without copies."""
+        keys, positions = self.keys, self.positions
+        return {
+            "keys": None if keys is None else keys[:, : self.length],
+            "positions": None if positions is None else positions[..., : self.length],
+        }
+
+    def restore(self, tree: dict[str, Any], name: str, rows: int | None) -> None:
+        """Take over a captured tree of so many `rows` (None: unknown); copies. Raises `ContextError`, `BudgetError`."""
+        keys, positions = tree["keys"], tree["positions"]
+        if keys is not None:
+            if not is_tensor(keys, (rows, None, None), *DTYPES) or not keys.numel():
+                raise not_whole(name, f"its indexer's keys are {shown(keys, 200)}, for {rows} sequences")
+            self.append(keys, 0)
+        if positions is not None:
+            if not is_tensor(positions, (None, rows, None), torch.int32, torch.int64):
+                raise not_whole(name, f"its indexer's positions are {shown(positions, 200)}, for {rows} sequences")
+            self.keep_positions(positions.clone())
+
+
+class Indexing:
+    """State that a cache's indexed layers share. For the thread that runs the model.
+
+    Attributes:
+        layers: the layers, held weakly.
+        areas: memory that they read into.
+        chosen: indices (B, q, K) of the tokens that the step's latest indexer chose, -1 for none; None: no indexer has
+            told any. Layers without an indexer of their own attend to what the latest one chose.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.layers: list[weakref.ref[IndexedLayer]] = []
+        self.areas = Areas(storage.account, 0)
+        self.chosen: torch.Tensor | None = None
+        self._step: Step | None = None
+        self._sparse = False
+
+    def is_sparse(self, step: Step | None) -> bool:
+        """Whether layers give attention only what it attends to in this `step`: all of them or none, because layers may
+        share keys and indexers."""
+        if step is None or step is not self._step:
+            self._step, self.chosen = step, None
+            filled = [layer for layer in self._present() if layer.is_filled]
+            ready = all(layer.state == "tagged" for layer in filled)
+            self._sparse = step is not None and step.history > 0 and bool(filled) and ready
+        return self._sparse
+
+    def chose(self, chosen: torch.Tensor, step: Step | None) -> torch.Tensor | None:
+        """As `Attachable.leave_indexer`. In a sparse step the model goes on with one index, that of the one token whose
+        keys it gets, so that it hides nothing by itself. A mask needs no exchange."""
+        if chosen.dtype == torch.bool or not self.is_sparse(step):
+            return None
+        self.chosen = chosen
+        return chosen.new_zeros(*chosen.shape[:2], 1)
+
+    def rest(self) -> None:
+        """Free the memory that only sparse steps of few queries need."""
+        for layer in self._present():
+            layer.drop_fetcher()
+        self.areas.release()
+
+    def _present(self) -> list[IndexedLayer]:
+        return [layer for reference in self.layers if (layer := reference()) is not None]
+
+
+class IndexedLayer(OffloadLayer):
+    """The model's indexer chooses for every query, and attention sees nothing else: with `DynamicCache` the model hides
+    the other tokens by a mask. So steps read only what was chosen, and are exact in spite of that.
+
+    A step of one query, or of few, gathers the chosen entries. One of more queries streams the history in blocks, and
+    attends to what any of its queries chose.
+    """
+
+    keeps_more = True
+
+    config: OffloadConfig
+
+    def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
+        self.indexer = IndexerKeys(shared.storage.account, shared.config.max_context)
+        self.most_chosen = 0
+        """The most tokens that an indexer chose for a query."""
+        super().__init__(shared, layer_idx, place, **kwargs)
+        if self.config.stored_bits is not None:
+            self.config = replace(self.config, entry_bits=None)  # type: ignore[call-arg]  # these layers are exact
+        if shared.indexing is None:
+            shared.indexing = Indexing(shared.storage)
+        self.indexing: Indexing = shared.indexing
+        self.indexing.layers.append(weakref.ref(self))
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._fetcher: Fetcher | None = None
+        self._made_for = 0, 0  # rows, slots
+
+    # --- what the model's code uses ----------------------------------------------------------------------------
+
+    def _shown(self, part: int) -> torch.Tensor | None:
+        """As in `OffloadLayer`. Within a forward, where the code of models asks for sizes, a tensor without data."""
+        if not self.is_filled or self.shared.step is None:
+            return super()._shown(part)
+        form, rows = self.history.form, (self.batch, self.history.length)
+        heads, dim = ((form.num_key_heads, form.key_dim), (form.num_value_heads, form.value_dim))[part]
+        return torch.empty(rows[0], heads, rows[1], dim, dtype=form.dtype, device="meta")
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Add the indexer's keys (B, t, D) of a step; returns those of all tokens (B, T, D), a view that is valid until
+        the next call. Raises `BudgetError`, after which the step's tokens are removed."""
+        step = self.shared.step
+        if step is None:
+            self.shared.check_open()
+        held = self.indexer.length if step is None else min(self.indexer.length, step.history)
+        try:
+            return self.indexer.append(indexer_key_states, held)
+        except BaseException as error:
+            self.shared.step_failed(error, taken=True)
+            raise
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """Positions (p, B, T) of the stored tokens, which some models keep here; None: there are none."""
+        positions = self.indexer.positions
+        return None if positions is None or not self.length else positions[..., : self.length]
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: torch.Tensor | None) -> None:
+        self.indexer.keep_positions(positions)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """As in `OffloadLayer`; all heads attend to the same tokens, so they have the same rows."""
+        self.rows = Rows()
+        sizes = (key_states.shape[1], key_states.shape[3], value_states.shape[1], value_states.shape[3])
+        form = indexed_form(sizes, stored_dtype(key_states, value_states), self.config)
+        self._hold(self.make_history(form, key_states.shape[0], key_states.device))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in `OffloadLayer`. In a sparse step the tensors have one token, whose tag has what the step added: the
+        model's code makes keys and values of it, and hands these to attention."""
+        step = self.shared.step
+        if not self.indexing.is_sparse(step) and self.state == "tagged":
+            self.state = "unknown"  # attention says so again
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        tag = getattr(keys, TAG, None)
+        if tag is None or tag.whole:
+            return keys, values
+        tag.own = key_states, value_states
+        keys, values = (tensor[:, :, :1].view_as(tensor[:, :, :1]) for tensor in (keys, values))
+        keys.__dict__[TAG] = values.__dict__[TAG] = tag
+        return keys, values
+
+    # --- attention ---------------------------------------------------------------------------------------------
+
+    def _attend(self, call: AttentionCall) -> Output:
+        tag, step = call.tag, self.shared.step
+        assert tag is not None
+        self._sealed = None
+        if tag.whole:
+            if self.state != "full":
+                known = call.kwargs.get("indices") is None and call.replaceable(self.history.length)
+                self.state = "tagged" if known else "full"
+            if self._fetcher is not None:
+                self.indexing.rest()
+            return call.run(call.key, call.value, call.mask)
+        assert tag.own is not None and step is not None
+        with torch.no_grad():
+            output, weights = self._attend_sparsely(call, step)
+        return no_backward(output, call.query) if call.query.requires_grad else output, weights
+
+    def _attend_sparsely(self, call: AttentionCall, step: Step) -> Output:
+        """Attention to what the indexer chose."""
+        chosen, storage, queries = self.indexing.chosen, self.shared.storage, call.num_queries
+        if chosen is None:
+            assert call.mask is not None
+            self.most_chosen = max(self.most_chosen, int(visible_in(call.mask).sum(3).max()))
+        else:
+            self.most_chosen = max(self.most_chosen, chosen.shape[2])
+        if call.wants_weights or call.kwargs.get("dropout"):
+            mask = self._complete_mask(call, chosen)
+            return call.run(*self._expanded(call, *self.whole()), mask)
+        if not step.selects and self._fetcher is not None:
+            self.indexing.rest()
+        if step.selects and storage.stream_buffers:
+            storage.release_stream_buffers()
+        if queries == 1:
+            return self._attend_once(call, self._seen_once(call, chosen))
+        mask = self._complete_mask(call, chosen)
+        before = self.length - queries
+        seen: np.ndarray = visible_in(mask).any(2)[:, 0, :before].cpu().numpy()
+        if step.selects and self._units_of(seen).sum(1).max(initial=0) <= 2 * self.most_chosen:
+            return self._attend_several(call, seen, mask)
+        return self._attend_streamed(call, seen, mask)
+
+    def _seen_once(self, call: AttentionCall, chosen: torch.Tensor | None) -> np.ndarray:
+        """Tokens that the call's one query attends to, (B, T) bool."""
+        batch, length, mask = call.query.shape[0], self.length, call.mask
+        hides = mask is not None and mask.shape[-1] == length
+        if chosen is None:
+            assert mask is not None and hides
+            return visible_in(mask[:, 0, 0]).expand(batch, -1).cpu().numpy()
+        places = chosen[:, 0].long()
+        if hides:
+            assert mask is not None
+            seen = visible_in(mask[:, 0, 0]).expand(batch, -1).gather(1, places.clamp_min(0)) & (places >= 0)
+            places = places.masked_fill(~seen, -1)
+        which = np.zeros((batch, length + 1), dtype=bool)  # -1 is behind the tokens
+        which[np.arange(batch)[:, None], places.cpu().numpy()] = True
+        return which[:, :length]
+
+    def _complete_mask(self, call: AttentionCall, chosen: torch.Tensor | None) -> torch.Tensor:
+        """A mask (B, 1, q, T) of all stored tokens, of the kind of the call's own, that hides what was not chosen."""
+        mask, length, least = call.mask, self.length, torch.finfo(call.query.dtype).min
+        if chosen is None:
+            assert mask is not None and mask.shape[-1] == length
+            return mask.expand(call.query.shape[0], -1, -1, -1)
+        hidden = torch.ones(*chosen.shape[:2], length + 1, dtype=torch.bool, device=chosen.device)
+        places = chosen.long()
+        hidden.scatter_(2, places.masked_fill(places < 0, length), False)
+        hidden = hidden[..., :length].unsqueeze(1)
+        if mask is None or mask.dtype == torch.bool:
+            return ~hidden if mask is None or mask.shape[-1] != length else mask & ~hidden
+        if mask.shape[-1] != length:
+            mask = torch.zeros(1, dtype=mask.dtype, device=mask.device)
+        return mask.masked_fill(hidden, least)
+
+    def _units_of(self, seen: np.ndarray) -> np.ndarray:
+        """Units with any token that is `seen` (B, n): (B, units) bool."""
+        group, units = self.history.form.group_size, self.history.units
+        stored = np.zeros((len(seen), units * group), dtype=bool)
+        count = min(units * group, seen.shape[1])
+        stored[:, :count] = seen[:, :count]
+        return cast(np.ndarray, stored.reshape(len(seen), units, group).any(2))
+
+    def _gather(self, call: AttentionCall, seen: np.ndarray) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """The entries (B, N, width) of the tokens that are `seen` (B, n), the latest ones among the first n included;
+        their positions (B, N), and which of them are seen, (B, N) bool. Valid until the next gather."""
+        history, storage, layer_idx = self.history, self.shared.storage, self.layer_idx
+        group, (batch, stop), timeline = history.form.group_size, seen.shape, storage.timeline
+        units = self._units_of(seen)
+        width = int(units.sum(1).max(initial=0))
+        recent = history.recent
+        first = history.length - recent.shape[1]
+        latest = np.arange(first, max(first, stop))
+        at_end = np.broadcast_to(latest, (batch, latest.size)), seen[:, first:]
+        self.shared.storage.counters.attend(batch, history.length, int(seen.sum(1).max(initial=0)))
+        if not width:
+            return recent[:, : latest.size], *at_end
+        rows = np.arange(batch)[:, None]
+        several = np.argsort(~units, axis=1, kind="stable") if batch > 1 else units[0].nonzero()[0][None]
+        order = several[:, :width]  # those of each row first, ascending
+        there = units[rows, order]
+        keep = np.zeros((batch, history.units * group), dtype=bool)
+        keep[:, : min(stop, keep.shape[1])] = seen[:, : keep.shape[1]]
+        keep = keep.reshape(batch, -1, group)[rows, order]
+        choice = Choice(np.where(there, order, -1), None if keep.all() else keep)
+        with timeline.span("gather", layer_idx) if timeline.on else NOTHING:
+            fetched = self.fetcher().gather(history, choice)
+        places = fetched.of_chosen(history.positions(choice.units))
+        valid = np.ones(places.shape, dtype=bool) if fetched.valid is None else fetched.valid
+        entries = fetched.entries[:, : fetched.chosen + latest.size]
+        return entries, np.concatenate([places, at_end[0]], 1), np.concatenate([valid, at_end[1]], 1)
+
+    def _expanded(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
+        """Keys and values for attention, of stored ones or of stored latents."""
+        tag, dtype, device = call.tag, call.query.dtype, call.query.device
+        assert tag is not None
+        if keys.dtype != dtype:
+            keys, values = keys.to(dtype), values.to(dtype)
+        if tag.expand is None:
+            return keys, values
+        with torch.autocast(device.type, call.autocast) if call.autocast is not None else NOTHING:
+            return tag.expand(keys, values)
+
+    def _attend_once(self, call: AttentionCall, seen: np.ndarray) -> Output:
+        """Attention of one query to the tokens that are `seen` (B, T)."""
+        entries, _, valid = self._gather(call, seen)
+        keys, values = self._expanded(call, *self.history.form.split(entries))
+        mask = None
+        if not valid.all():
+            there = torch.from_numpy(valid).to(call.query.device)[:, None, None]
+            mask = there if call.mask is None or call.mask.dtype == torch.bool else _additive(there, call.query.dtype)
+        timeline = self.shared.storage.timeline
+        with timeline.span("attend", self.layer_idx) if timeline.on else NOTHING:
+            return call.run(keys, values, mask)
+
+    def _attend_several(self, call: AttentionCall, seen: np.ndarray, mask: torch.Tensor) -> Output:
+        """Attention of a few queries to the stored tokens that any of them has `seen` (B, n), and to their own."""
+        assert call.tag is not None and call.tag.own is not None
+        entries, places, valid = self._gather(call, seen)
+        device, own = call.query.device, call.tag.own
+        stored = self.history.form.split(entries)
+        keys, values = self._expanded(call, *(torch.cat([old, new], 2) for old, new in zip(stored, own, strict=True)))
+        columns = torch.from_numpy(np.where(valid, places, 0)).to(device)[:, None, None]
+        there = torch.from_numpy(valid).to(device)[:, None, None]
+        least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        before = mask.gather(3, columns.expand(-1, -1, mask.shape[2], -1)).masked_fill(~there, least)
+        return call.run(keys, values, torch.cat([before, mask[..., seen.shape[1] :]], 3))
+
+    def _attend_streamed(self, call: AttentionCall, seen: np.ndarray, mask: torch.Tensor) -> Output:
+        """As `_attend_several`, with the stored tokens streamed in blocks, of which those are used that are seen."""
+        assert call.tag is not None and call.tag.own is not None
+        wanted, device = cast(np.ndarray, seen.any(0)), call.query.device
+        own = self._expanded(call, *call.tag.own)
+        width = own[1].shape[3]
+        more = max(0, own[0].shape[3] - width)  # as wide as the keys, for which there is a faster kernel
+
+        def widened(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return keys, torch.nn.functional.pad(values, (0, more))
+
+        def blocks() -> Iterator[Block]:
+            begin = 0
+            for keys, values, _ in self.blocks(seen.shape[1], True):
+                stop = begin + keys.shape[2]
+                places = torch.from_numpy(wanted[begin:stop].nonzero()[0]).to(device)
+                if places.numel():
+                    used = self._expanded(call, keys.index_select(2, places), values.index_select(2, places))
+                    yield *widened(*used), places + begin
+                begin = stop
+
+        output, weights = call.stream(blocks(), widened(*own), mask, None)
+        return output[..., :width], weights
+
+    # --- slots -------------------------------------------------------------------------------------------------
+
+    def _slots(self) -> int:
+        """Slots for all rows."""
+        tokens = self.config.reuse_capacity if isinstance(self.config, SelectiveConfig) else 0
+        if not tokens:
+            return 0
+        group, units = self.history.form.group_size, self.history.records
+        most = most_slots(cast(SelectiveConfig, self.config), group, units)
+        return self.history.rows * min(-(-tokens // group), most)
+
+    def fetcher(self) -> Fetcher:
+        """This layer's fetcher, with the slots that its history allows now. Raises `BudgetError`."""
+        history, storage = self.history, self.shared.storage
+        if self._fetcher is not None and self._fetcher.closed:  # its memory was needed elsewhere
+            self.drop_fetcher()
+        rows, slots = made_for = history.rows, self._slots()
+        if self._fetcher is None or made_for != self._made_for:
+            self.drop_fetcher()
+            tiers = slot_tiers(history.form, history.device, storage.account, slots, slots)
+            self._fetcher = Fetcher(storage, self.indexing.areas, tiers, self.most_chosen, self.layer_idx)
+            self._made_for, self.shared.books_changed = made_for, True
+        self._fetcher.most_records = self._fetcher.read_at_once = self.most_chosen
+        return self._fetcher
+
+    def drop_fetcher(self) -> None:
+        """Free the slots."""
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
+
+    # --- memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def tables_nbytes(self) -> int:
+        return super().tables_nbytes + (0 if self._fetcher is None else self._fetcher.tables_nbytes)
+
+    @property
+    def full_bytes(self) -> int:
+        return super().full_bytes + self.indexer.nbytes
+
+    def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
+        """Rehearse the history, the indexer's keys, slots, and a step's gather."""
+        self.rehearse_history(run, kind, context)
+        if self.config.exact or self.config.candidates:  # more queries than a gather has room for
+            run.stages("stream buffers", decode=stream_bytes(kind, self.config, self._records(kind)))
+            run.passes("stream buffers", decode=place_bytes(kind, self.config, self._records(kind)), together=True)
+        held = kind.batch * context * kind.indexer_bytes
+        run.keeps(OWNER, held)
+        run.passes(OWNER, prefill=held, decode=held)  # while they get more room, or other rows
+        run.decoding()
+        history, form, rows = self.history, kind.form, kind.rows
+        self.most_chosen = chosen = min(kind.most_chosen, context)
+        for tier in slot_tiers(form, history.device, run, self._slots(), self._slots()):
+            tier.rehearse(cast(Any, history.store).records)
+            run.keeps("tables", tier.tables_nbytes)
+        records, latest = min(chosen, records_soon(history.records)), -(-history.recent.shape[1] // form.group_size)
+        record = rows * form.record_width * form.dtype.itemsize
+        several = min(2 * chosen, records_soon(history.records)) if self.config.candidates else records
+        view, widest = ((count + latest) * record for count in (records, several))
+        kept, most = (
+            rows * (count + latest * form.group_size) * form.entry_bytes
+            for count in (chosen, MOST_CANDIDATES * chosen if self.config.candidates else chosen)
+        )
+        most = min(most, rows * several * form.group_size * form.entry_bytes + kept)
+        self.indexing.areas.rehearse(run, rows * records * form.record_bytes, (view, widest), (kept, most))
+
+    # --- changes -----------------------------------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        count = int(tokens_to_remove)
+        super().crop(count)
+        if self.is_filled:
+            self.indexer.truncate(self.length)
+        elif count:  # of a layer that shares another's keys only the indexer's are stored
+            self.indexer.truncate(count if count > 0 else max(0, self.indexer.length + count))
+
+    def dropped(self, records: np.ndarray) -> None:
+        if self._fetcher is not None:
+            self._fetcher.forget(records)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        if self.is_filled:
+            super().reorder_cache(beam_idx)
+        else:
+            self.indexer.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_filled:
+            super().batch_repeat_interleave(repeats)
+        elif self.indexer.keys is not None:
+            self.indexer.select_rows(torch.arange(len(self.indexer.keys), device="cpu").repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        if self.is_filled:
+            super().batch_select_indices(indices)
+        else:
+            indices = torch.as_tensor(indices, device="cpu")
+            self.indexer.select_rows(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        super().select_rows(rows)
+        self.indexer.select_rows(rows)
+        if self._fetcher is not None:
+            self._fetcher.rows_changed()
+
+    def close(self) -> None:
+        self.drop_fetcher()
+        self.indexer.close()
+        super().close()
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        return {**super().capture(), "indexer": self.indexer.capture()}
+
+    def restore(self, tree: dict[str, Any], parts: Sequence[FreezableStore], device: torch.device) -> None:
+        indexer = tree["indexer"]
+        if not isinstance(indexer, dict) or indexer.keys() != {"keys", "positions"}:
+            raise not_whole(self.name, f"its indexer's state is {shown(indexer, 200)}")
+        self.indexer.restore(indexer, self.name, None if tree["history"] is None else len(tree["history"]["tail"]))
+        try:
+            super().restore(tree, parts, device)
+            if self.is_filled and indexer["keys"] is not None and self.indexer.length != self.length:
+                raise not_whole(self.name, f"its indexer has {self.indexer.length} of {self.length} tokens")
+        except BaseException:
+            self.indexer.close()
+            raise
+
+
+def _additive(there: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean mask as an additive one."""
+    return torch.zeros(there.shape, dtype=dtype, device=there.device).masked_fill(~there, torch.finfo(dtype).min)
+
+

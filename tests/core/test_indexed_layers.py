@@ -1,0 +1,177 @@
+"""Models that choose by an indexer what they attend to: sparse steps that equal `DynamicCache`'s."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+import torch
+import walk
+from harness import generate, prompt, since
+from layered_models import glm5_next, layered, mistral_large4
+from transformers import DynamicCache
+
+from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, SpecCache
+from hf_offload_cache.core import Filling
+from hf_offload_cache.errors import BudgetError, ContextError
+from hf_offload_cache.model import Geometry
+
+pytestmark = since("5.23", "models with indexers keep their keys elsewhere")
+
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
+    "mistral_large4": mistral_large4,
+    "glm5_next": glm5_next,
+    **{
+        name: lambda name=name: walk.tiny_model(walk.architectures()[name])  # type: ignore[misc]
+        for name in ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp_text")
+    },
+}
+"""All that call `update_indexer`."""
+UNLIKE = "deepseek_v32", "glm5_next", "mistral_large4", "qwen4_exp_text"
+"""Of these, the ones that the default run takes: the others differ by their rotary embeddings, gates and windows."""
+LENGTH, NEW, TOPK = 150, 6, 24
+SMALL: dict[str, Any] = {"group_size": 4, "num_recent": 8, "block_tokens": 16, "reuse_capacity": 12}
+CLOSE = 1e-4
+"""Largest difference of a logit, as a share of the largest."""
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (found - expected).abs().max() <= CLOSE * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("cache_class", "chunk"),
+    [(DiskSwapCache, None), *((one, 40) for one in (DiskSwapCache, AbstractTreeCache, ClusterCache, SpecCache))],
+)
+def test_steps_read_what_the_indexer_chose_and_no_more(cache_class: Any, chunk: int | None, tmp_path: Path) -> None:
+    """A record of two tokens takes 4 KiB of the disk. A step of another cache would read all records of a layer."""
+    model = layered("indexer")
+    ids, options = prompt(model, 1, LENGTH), {"prefill_chunk_size": chunk}
+    expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=NEW, **options)
+    fields = {"group_size": 2, "num_recent": 4, "reuse_capacity": 0, "engine": "direct"}
+    with cache_class(model, path=tmp_path, **fields) as cache:
+        generate(model, cache, ids, max_new_tokens=1, **options)
+        before, layers = cache.report().bytes_read, len(cache.layers)
+        cache.reset()
+        found = generate(model, cache, ids, max_new_tokens=NEW, **options)
+        report = cache.report()
+    assert torch.equal(found.tokens, expected.tokens)
+    assert_close(found.logits, expected.logits)
+    assert report.layers == {"unknown": 0, "tagged": layers, "full": 0, "kept": 0}
+    assert report.chosen_by_model == layers and f"exact, in {layers} layers" in str(report)
+    read, steps = report.bytes_read - before, (NEW - 1) * layers
+    assert 0 < read <= 4096 * steps * TOPK < 4096 * steps * LENGTH // 4
+    assert report.selected_fraction is not None and report.selected_fraction <= (TOPK + 1) / LENGTH
+
+
+@pytest.mark.parametrize("name", walk.usually(UNLIKE, ARCHITECTURES))
+def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, tmp_path: Path) -> None:
+    """A padded batch in pieces, steps, other rows; then in a fork and in an opened context candidates, of which some
+    are taken back, a turn, and steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = ARCHITECTURES[name]()
+    ids, mask = prompt(model, 2, 60), torch.ones(2, 60, dtype=torch.long)
+    mask[1, :11] = 0
+    ids[1, :11] = harness.PAD
+    mixed = any("linear" in kind for kind in model.config.get_text_config().layer_types)
+
+    def run(cache: Any, begin: int, *ends: int, rows: Any = slice(None)) -> list[torch.Tensor]:
+        found = []
+        for end in ends:
+            positions = (mask[rows, :end].cumsum(1) - 1).clamp_min(0)[:, begin:]
+            given = {"attention_mask": mask[rows, :end], "position_ids": positions, "past_key_values": cache}
+            found.append(model(ids[rows, begin:end], logits_to_keep=1, **given).logits)
+            begin = end
+        return found
+
+    def swap(cache: Any) -> None:
+        cache.reorder_cache(torch.tensor([1, 1]))
+
+    def go_on(cache: Any) -> list[torch.Tensor]:
+        found = run(cache, 43, 44, rows=[1, 1])
+        if not mixed:  # linear states cannot go back
+            cache.activate_past_recording()
+            found += run(cache, 44, 48, rows=[1, 1])
+            cache.crop(-3)
+            found += run(cache, 45, 46, rows=[1, 1])
+        return found + run(cache, 44 if mixed else 46, 58, 59, 60, rows=[1, 1])
+
+    plain = DynamicCache(config=model.config)
+    with torch.no_grad(), warnings.catch_warnings(), contextlib.ExitStack() as closing:
+        warnings.simplefilter("ignore")
+        expected = run(plain, 0, 20, 40, 41, 42, 43)
+        swap(plain)
+        later = go_on(plain)
+        with harness.unchanged(model), DiskSwapCache(model, path=tmp_path, **SMALL) as cache:
+            for own, other in zip(run(cache, 0, 20, 40, 41, 42, 43), expected, strict=True):
+                assert_close(own, other)
+            swap(cache)
+            cache.save(tmp_path / "context")
+            caches = cache.fork(), DiskSwapCache.open(tmp_path / "context", model, path=tmp_path)
+            for one in caches:
+                closing.enter_context(one)
+                for own, other in zip(go_on(one), later, strict=True):
+                    assert_close(own, other)
+                states = one.report().layers
+                assert states["tagged"] == sum(layer.is_initialized for layer in one.offloaded) > 0
+            assert not any("cannot be sparse" in one for one in cache.report().warnings)
+            assert "indexer" in str(Filling.reason_against(cache)) or mixed or states["kept"]
+            closing.close()
+
+
+def test_a_step_that_fails_leaves_the_indexers_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer's read fails, when both have added the step's keys, the indexer's too."""
+    model = layered("indexer")
+    ids, plain = prompt(model, 1, 60), DynamicCache(config=model.config)
+    with torch.no_grad(), DiskSwapCache(model, path=tmp_path, **SMALL) as cache:
+        for one in (plain, cache):
+            model(ids[:, :50], past_key_values=one)
+        layer = cache.layers[1]
+        for step in range(50, 54):
+            if step == 52:
+                with monkeypatch.context() as broken, pytest.raises(OSError, match="no such record"):
+                    broken.setattr(type(layer.history), "extents", _failing(layer.history, type(layer.history).extents))
+                    model(ids[:, step : step + 1], past_key_values=cache)
+                assert cache.tokens == step
+            expected, found = (model(ids[:, step : step + 1], past_key_values=one).logits for one in (plain, cache))
+            assert_close(found, expected)
+        keys = cache.layers[1].capture()["indexer"]["keys"]
+        torch.testing.assert_close(keys, plain.layers[1].indexer_keys)
+
+
+def _failing(history: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    def extents(one: Any, units: Any) -> Any:
+        if one is history:
+            raise OSError("no such record")
+        return method(one, units)
+
+    return extents
+
+
+def test_budgets_hold_and_contexts_are_checked(tmp_path: Path) -> None:
+    model = layered("indexer")
+    ids, geometry = prompt(model, 1, LENGTH), Geometry.of(model)
+    assert geometry.is_indexed and {layer.most_chosen for layer in geometry.layers} == {TOPK}
+    with pytest.raises(BudgetError, match="need at least"):
+        DiskSwapCache.for_budget(model, "64KiB", 400, path=tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no cache is needed
+        cache = DiskSwapCache.for_budget(model, "2MiB", 400, path=tmp_path)
+    with cache:
+        plan = cache.plan(geometry, cache.config, 400, 1)
+        generate(model, cache, ids, max_new_tokens=NEW, prompt_lookup_num_tokens=4)
+        report = cache.report()
+        assert report.peak_memory_bytes <= plan.peak_bytes <= 2 * 2**20
+        assert 0 < report.memory_by_owner["indexer keys"] <= plan.decode["indexer keys"]
+        assert plan.decode["reuse slots"] > 0
+        layer = cache.layers[0]
+        tree = layer.capture()
+        for wrong in ({"keys": None}, {"keys": torch.zeros(2, 3, 4), "positions": None}):
+            with DiskSwapCache(model) as other, pytest.raises(ContextError, match="indexer"):
+                other.layers[0].restore({**tree, "indexer": wrong}, [], torch.device("cpu"))
