@@ -77,8 +77,8 @@ def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, tmp_path:
         warnings.simplefilter("ignore")
         model = ARCHITECTURES[name]()
     ids, mask = prompt(model, 2, 60), torch.ones(2, 60, dtype=torch.long)
-    mask[1, :11] = 0
-    ids[1, :11] = harness.PAD
+    mask[1, :30] = 0  # at first fewer tokens are there than an indexer chooses
+    ids[1, :30] = harness.PAD
     mixed = any("linear" in kind for kind in model.config.get_text_config().layer_types)
 
     def run(cache: Any, begin: int, *ends: int, rows: Any = slice(None)) -> list[torch.Tensor]:
@@ -91,16 +91,16 @@ def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, tmp_path:
         return found
 
     def swap(cache: Any) -> None:
-        cache.reorder_cache(torch.tensor([1, 1]))
+        cache.reorder_cache(torch.tensor([1, 0]))
 
     def go_on(cache: Any) -> list[torch.Tensor]:
-        found = run(cache, 43, 44, rows=[1, 1])
+        found = run(cache, 43, 44, rows=[1, 0])
         if not mixed:  # linear states cannot go back
             cache.activate_past_recording()
-            found += run(cache, 44, 48, rows=[1, 1])
+            found += run(cache, 44, 48, rows=[1, 0])
             cache.crop(-3)
-            found += run(cache, 45, 46, rows=[1, 1])
-        return found + run(cache, 44 if mixed else 46, 58, 59, 60, rows=[1, 1])
+            found += run(cache, 45, 46, rows=[1, 0])
+        return found + run(cache, 44 if mixed else 46, 58, 59, 60, rows=[1, 0])
 
     plain = DynamicCache(config=model.config)
     with torch.no_grad(), warnings.catch_warnings(), contextlib.ExitStack() as closing:
@@ -125,30 +125,41 @@ def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, tmp_path:
             closing.close()
 
 
-def test_a_step_that_fails_leaves_the_indexers_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second layer's read fails, when both have added the step's keys, the indexer's too."""
-    model = layered("indexer")
+@pytest.mark.parametrize(("make", "calls"), [(lambda: layered("indexer"), 0), (mistral_large4, 1)])
+def test_a_step_that_fails_leaves_the_indexers_as_they_were(
+    make: Callable[[], Any], calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read of the second layer's entries fails, when layers have added the step's keys, and their indexers' too. Of
+    the second model the fifth layer reads them, and the third stores an indexer's keys alone."""
+    model = make()
     ids, plain = prompt(model, 1, 60), DynamicCache(config=model.config)
     with torch.no_grad(), DiskSwapCache(model, path=tmp_path, **SMALL) as cache:
         for one in (plain, cache):
             model(ids[:, :50], past_key_values=one)
-        layer = cache.layers[1]
+        history = cache.layers[1].history
         for step in range(50, 54):
             if step == 52:
                 with monkeypatch.context() as broken, pytest.raises(OSError, match="no such record"):
-                    broken.setattr(type(layer.history), "extents", _failing(layer.history, type(layer.history).extents))
+                    broken.setattr(type(history), "extents", _failing(history, type(history).extents, calls))
                     model(ids[:, step : step + 1], past_key_values=cache)
                 assert cache.tokens == step
             expected, found = (model(ids[:, step : step + 1], past_key_values=one).logits for one in (plain, cache))
             assert_close(found, expected)
-        keys = cache.layers[1].capture()["indexer"]["keys"]
-        torch.testing.assert_close(keys, plain.layers[1].indexer_keys)
+        for one in (plain, cache):
+            one.crop(-2)
+        for layer, other in zip(cache.layers[1:3], plain.layers[1:3], strict=True):
+            torch.testing.assert_close(layer.capture()["indexer"]["keys"], other.indexer_keys)
 
 
-def _failing(history: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+def _failing(history: Any, method: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """`method`, which raises for one history after so many calls."""
+    left = [calls]
+
     def extents(one: Any, units: Any) -> Any:
         if one is history:
-            raise OSError("no such record")
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError("no such record")
         return method(one, units)
 
     return extents
