@@ -38,6 +38,8 @@ class ComparedPlan:
     """Tokens whose own keys and values a step attends to, beyond sinks and latest ones; None: all, or unknown."""
     read_bytes: int | None
     """`step_bytes` of a cache that selects; None: all, or unknown."""
+    chosen_by_model: bool = False
+    """The model chooses by itself what steps attend to: see `Geometry.is_indexed`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values."""
@@ -91,15 +93,25 @@ def _planned(
     except BudgetError as error:
         return ComparedPlan(name, None, None, str(error), (), None, None)
     attended = read = None
-    if isinstance(config, SelectiveConfig) and not config.exact:
+    if geometry.is_indexed:
+        chosen = max(layer.most_chosen for layer in geometry.layers)
+        attended, read = min(context, chosen), step_bytes(geometry, config, context, batch)
+    elif isinstance(config, SelectiveConfig) and not config.exact:
         attended, read = min(context, config.attended(context)), step_bytes(geometry, config, context, batch)
-    notes = cls.notes(plan, config, geometry, fields)
-    return ComparedPlan(name, plan, config, None, tuple(notes), attended, read)
+    notes = tuple(cls.notes(plan, config, geometry, fields))
+    return ComparedPlan(name, plan, config, None, notes, attended, read, geometry.is_indexed)
 
 
 def step_bytes(geometry: Geometry, config: OffloadConfig, context: int, batch: int) -> int:
     """Estimate of the records that one step of all rows reads, if nothing it needs is in memory: all of an exact cache,
-    otherwise those of `tokens_fetched` in the bits they are stored in."""
+    otherwise those of `tokens_fetched` in the bits they are stored in. Tokens that a model's indexer chooses lie in a
+    record each at worst."""
+    if geometry.is_indexed:
+        from ..core.plan import layer_kinds
+
+        kinds = [kind for kind, _ in layer_kinds(geometry, config, batch)]
+        most = [min(kind.most_chosen, -(-context // kind.form.group_size)) for kind in kinds]
+        return sum(count * batch * kind.form.record_bytes for count, kind in zip(most, kinds, strict=True))
     tokens = context
     if isinstance(config, SelectiveConfig) and not config.exact:
         tokens = min(context, config.tokens_fetched(context))
@@ -279,13 +291,17 @@ def which_cache(
         refused = "; ".join(f"{plan.name}: {plan.refused}" for plan in plans)
         raise BudgetError(f"no cache fits this memory: {refused}")
     names = [plan.name for plan in fitting]
+    by_model = fitting[0].chosen_by_model
+    cells = [] if by_model else cells
     compared, note = _compared(cells, names, memory, context, goal, hint), ""
-    if not compared and (goal, hint) == ("fidelity", "long-output"):
+    if not compared and not by_model and (goal, hint) == ("fidelity", "long-output"):
         hint, note = "long-prompt", "; no measurement after a long output at this memory"
         compared = _compared(cells, names, memory, context, goal, hint)
     best = min(compared, key=lambda name: _rank(name, compared, goal, hint)) if compared else names[0]
     if compared:
         reason = _sentence(compared[best])
+    elif by_model:
+        reason = "the first that fits: the model chooses what steps attend to, so all caches give the same output"
     elif fitting[0].config is not None and fitting[0].config.exact:
         reason = "the first that fits: exact caches all give the same output"
     else:

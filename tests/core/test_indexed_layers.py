@@ -16,10 +16,11 @@ from harness import generate, prompt, since
 from layered_models import glm5_next, layered, mistral_large4
 from transformers import DynamicCache
 
-from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, SpecCache
+from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, DiskSwapConfig, SpecCache, offload_cache
 from hf_offload_cache.core import Filling
 from hf_offload_cache.errors import BudgetError, ContextError
 from hf_offload_cache.model import Geometry
+from hf_offload_cache.tuning.which_cache import step_bytes
 
 pytestmark = since("5.23", "models with indexers keep their keys elsewhere")
 
@@ -169,12 +170,16 @@ def test_budgets_hold_and_contexts_are_checked(tmp_path: Path) -> None:
     model = layered("indexer")
     ids, geometry = prompt(model, 1, LENGTH), Geometry.of(model)
     assert geometry.is_indexed and {layer.most_chosen for layer in geometry.layers} == {TOPK}
+    assert step_bytes(geometry, DiskSwapConfig(), 400, 2) == 2 * 4096 * sum(
+        min(TOPK, -(-400 // 16)) for _ in geometry.layers
+    )
     with pytest.raises(BudgetError, match="need at least"):
         DiskSwapCache.for_budget(model, "64KiB", 400, path=tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no cache is needed
-        cache = DiskSwapCache.for_budget(model, "2MiB", 400, path=tmp_path)
+        cache = offload_cache(model, "2MiB", 400, path=tmp_path)
     with cache:
+        assert isinstance(cache, DiskSwapCache) and "the model chooses what steps attend to" in cache.why
         plan = cache.plan(geometry, cache.config, 400, 1)
         generate(model, cache, ids, max_new_tokens=NEW, prompt_lookup_num_tokens=4)
         report = cache.report()
