@@ -64,6 +64,11 @@ LAYERED: dict[str, Callable[[], Any]] = {
 """Name -> a model. Those of windows and states have full-attention layers, too."""
 
 
+def dense_with_indexers() -> Any:
+    """Indexers without experts, which the counting device does not run."""
+    return _made("DeepseekV32", **_LATENT, **_INDEXER, **{**_EXPERTS, "first_k_dense_replace": 3})
+
+
 def mistral_large4() -> Any:
     """With keys that layers share, indexers that layers share, and layers without positions. Its first three layers own
     an indexer."""

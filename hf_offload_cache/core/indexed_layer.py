@@ -23,6 +23,7 @@ from ..fetch.storage import Storage
 from ..fetch.tier import slot_tiers
 from ..history.records import stored_dtype
 from ..history.state import DTYPES, is_tensor
+from ..kernels.on_a_device import to_device
 from ..memory.account import MemoryAccount
 from ..memory.dry_run import DryRun
 from ..model.attention_call import TAG, AttentionCall
@@ -391,7 +392,7 @@ class IndexedLayer(OffloadLayer):
         keys, values = self._expanded(call, *self.history.form.split(entries))
         mask = None
         if not valid.all():
-            there = torch.from_numpy(valid).to(call.query.device)[:, None, None]
+            there = to_device(valid, call.query.device)[:, None, None]
             mask = there if call.mask is None or call.mask.dtype == torch.bool else _additive(there, call.query.dtype)
         timeline = self.shared.storage.timeline
         with timeline.span("attend", self.layer_idx) if timeline.on else NOTHING:
@@ -404,8 +405,8 @@ class IndexedLayer(OffloadLayer):
         device, own = call.query.device, call.tag.own
         stored = self.history.form.split(entries)
         keys, values = self._expanded(call, *(torch.cat([old, new], 2) for old, new in zip(stored, own, strict=True)))
-        columns = torch.from_numpy(np.where(valid, places, 0)).to(device)[:, None, None]
-        there = torch.from_numpy(valid).to(device)[:, None, None]
+        columns = to_device(np.where(valid, places, 0), device)[:, None, None]
+        there = to_device(valid, device)[:, None, None]
         least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
         before = mask.gather(3, columns.expand(-1, -1, mask.shape[2], -1)).masked_fill(~there, least)
         return call.run(keys, values, torch.cat([before, mask[..., seen.shape[1] :]], 3))
@@ -425,7 +426,7 @@ class IndexedLayer(OffloadLayer):
             begin = 0
             for keys, values, _ in self.blocks(seen.shape[1], True):
                 stop = begin + keys.shape[2]
-                places = torch.from_numpy(wanted[begin:stop].nonzero()[0]).to(device)
+                places = to_device(wanted[begin:stop].nonzero()[0], device)
                 if places.numel():
                     used = self._expanded(call, keys.index_select(2, places), values.index_select(2, places))
                     yield *widened(*used), places + begin

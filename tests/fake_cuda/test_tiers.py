@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from fake_device import COUNTS, Fake, on_the_device, values_of
-from harness import COMMON, build, prompt
-from transformers import LlamaConfig, LlamaForCausalLM
+from harness import COMMON, build, prompt, since
+from layered_models import dense_with_indexers
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache import offload_cache
 from hf_offload_cache.core import budget, device_step
@@ -362,3 +363,21 @@ def test_a_budget_gives_host_memory_to_what_was_read(name: str) -> None:
     for more in ({"host_slots": None}, {"host_memory": 2**34, "engine": "memory"}, {"host_memory": None}):
         config = budget.fit_goal(cls, None, geometry, (memory, 8192, 1), {**fields, **more})
         assert config.host_slots is None
+
+
+@since("5.23", "models with indexers keep their keys elsewhere")
+def test_what_an_indexer_chose_is_read_for_a_device(tmp_path: Path) -> None:
+    """In pieces and in steps of two rows, with slots on the device, the indexer's keys there too."""
+    model, ends = dense_with_indexers(), (40, 80, 81, 82)
+    ids, begins = prompt(model, 2, ends[-1]), (0, *ends[:-1])
+    with torch.no_grad():
+        plain = DynamicCache(config=model.config)
+        expected = [model(ids[:, a:b], past_key_values=plain).logits for a, b in zip(begins, ends, strict=True)]
+        fields = {"path": tmp_path, "num_recent": 8, "group_size": 4, "reuse_capacity": 40}
+        with on_the_device(model) as (there, _), cache_class("disk-swap")(there, **fields) as cache:
+            for begin, end, logits in zip(begins, ends, expected, strict=True):
+                found = there(Fake(ids[:, begin:end]), past_key_values=cache).logits
+                assert (values_of(found) - logits).abs().max() <= 1e-4 * logits.abs().max()
+            report = cache.report()
+    assert report.chosen_by_model == 3 and report.hit_rate is not None and report.hit_rate > 0
+    assert report.memory_by_owner["indexer keys"] > 0 and "indexer keys" not in cache.storage.account.host
