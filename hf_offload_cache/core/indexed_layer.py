@@ -26,7 +26,7 @@ from ..history.state import DTYPES, is_tensor
 from ..kernels.on_a_device import to_device
 from ..memory.account import MemoryAccount
 from ..memory.dry_run import DryRun
-from ..model.attention_call import TAG, AttentionCall
+from ..model.attention_call import TAG, AttentionCall, untraced
 from ..model.masks import shown as visible_in
 from ..model.place import no_backward
 from ..model.stream_attention import Block
@@ -217,9 +217,12 @@ class IndexedLayer(OffloadLayer):
         heads, dim = ((form.num_key_heads, form.key_dim), (form.num_value_heads, form.value_dim))[part]
         return torch.empty(rows[0], heads, rows[1], dim, dtype=form.dtype, device="meta")
 
+    @untraced
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Add the indexer's keys (B, t, D) of a step; returns those of all tokens (B, T, D), a view that is valid until
         the next call. Raises `BudgetError`, after which the step's tokens are removed."""
+        if torch.compiler.is_dynamo_compiling():
+            return cast(torch.Tensor, IndexedLayer.update_indexer.outside(self, indexer_key_states))
         step = self.shared.step
         if step is None:
             self.shared.check_open()

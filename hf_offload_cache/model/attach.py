@@ -12,12 +12,12 @@ import threading
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from ..errors import CacheUnusedError, ConfigError
-from .attention_call import TAG, Place, all_led, put_tables, ready, replaceable, take_tables
+from .attention_call import TAG, Place, all_led, put_tables, ready, replaceable, take_tables, untraced
 from .conversation import Conversation, ModelState
 from .look_ahead import reason_against_pieces
 from .method_on_model import MethodOnModel
@@ -177,7 +177,10 @@ class ExpandLatents(MethodOnModel):
 
     name = "expand_kv"
 
+    @untraced
     def __call__(self, *latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.compiler.is_dynamo_compiling():
+            return cast(tuple[torch.Tensor, torch.Tensor], ExpandLatents.__call__.outside(self, *latents))
         method = self.method()
         expanded: tuple[torch.Tensor, torch.Tensor] = method(*latents)
         if (tag := getattr(latents[0], TAG, None)) is not None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import walk
 from harness import generate, prompt, since
-from layered_models import glm5_next, layered, mistral_large4
+from layered_models import dense_with_indexers, glm5_next, layered, mistral_large4
 from transformers import DynamicCache
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, DiskSwapConfig, SpecCache, offload_cache
@@ -191,3 +191,16 @@ def test_budgets_hold_and_contexts_are_checked(tmp_path: Path) -> None:
         for wrong in ({"keys": None}, {"keys": torch.zeros(2, 3, 4), "positions": None}):
             with DiskSwapCache(model) as other, pytest.raises(ContextError, match="indexer"):
                 other.layers[0].restore({**tree, "indexer": wrong}, [], torch.device("cpu"))
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gets_what_its_indexers_chose() -> None:
+    model, ends = dense_with_indexers(), (30, 50, 51, 52)
+    ids, plain, begin = prompt(model, 1, ends[-1]), DynamicCache(config=model.config), 0
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad(), DiskSwapCache(compiled, engine="memory", **SMALL) as cache:
+        for end in ends:
+            expected = model(ids[:, begin:end], past_key_values=plain).logits
+            assert_close(compiled(ids[:, begin:end], past_key_values=cache).logits, expected)
+            begin = end
+        assert cache.report().layers["tagged"] == len(cache.layers)
