@@ -22,8 +22,7 @@ from hf_offload_cache.errors import BudgetError, ContextError
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.tuning.which_cache import step_bytes
 
-pytestmark = since("5.23", "models with indexers keep their keys elsewhere")
-
+LATER = since("5.23", "there is no such model, or it takes other fields and positions")
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "mistral_large4": mistral_large4,
     "glm5_next": glm5_next,
@@ -32,9 +31,10 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
         for name in ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp_text")
     },
 }
-"""All that call `update_indexer`."""
+"""All that call `update_indexer`. Older versions of transformers store expanded keys and values instead of latents."""
 UNLIKE = "deepseek_v32", "glm5_next", "mistral_large4", "qwen4_exp_text"
 """Of these, the ones that the default run takes: the others differ by their rotary embeddings, gates and windows."""
+CHANGED = "dots3_note_text", "glm5_next", "mistral_large4", "qwen4_exp_text"
 LENGTH, NEW, TOPK = 150, 6, 24
 SMALL: dict[str, Any] = {"group_size": 4, "num_recent": 8, "block_tokens": 16, "reuse_capacity": 12}
 CLOSE = 1e-4
@@ -70,7 +70,13 @@ def test_steps_read_what_the_indexer_chose_and_no_more(cache_class: Any, chunk: 
     assert report.selected_fraction is not None and report.selected_fraction <= (TOPK + 1) / LENGTH
 
 
-@pytest.mark.parametrize("name", walk.usually(UNLIKE, ARCHITECTURES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(*one.values, marks=[*one.marks, *([LATER] if one.values[0] in CHANGED else [])])
+        for one in walk.usually(UNLIKE, ARCHITECTURES)
+    ],
+)
 def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, tmp_path: Path) -> None:
     """A padded batch in pieces, steps, other rows; then in a fork and in an opened context candidates, of which some
     are taken back, a turn, and steps."""
@@ -126,7 +132,9 @@ def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, tmp_path:
             closing.close()
 
 
-@pytest.mark.parametrize(("make", "calls"), [(lambda: layered("indexer"), 0), (mistral_large4, 1)])
+@pytest.mark.parametrize(("make", "calls"), [
+    (lambda: layered("indexer"), 0), pytest.param(mistral_large4, 1, marks=LATER),
+])  # fmt: skip
 def test_a_step_that_fails_leaves_the_indexers_as_they_were(
     make: Callable[[], Any], calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

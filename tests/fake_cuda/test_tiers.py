@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fake_device import COUNTS, Fake, on_the_device, values_of
-from harness import COMMON, build, prompt, since
+from harness import COMMON, build, prompt
 from layered_models import dense_with_indexers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -365,7 +365,6 @@ def test_a_budget_gives_host_memory_to_what_was_read(name: str) -> None:
         assert config.host_slots is None
 
 
-@since("5.23", "models with indexers keep their keys elsewhere")
 def test_what_an_indexer_chose_is_read_for_a_device(tmp_path: Path) -> None:
     """In pieces and in steps of two rows, with slots on the device, the indexer's keys there too."""
     model, ends = dense_with_indexers(), (40, 80, 81, 82)
