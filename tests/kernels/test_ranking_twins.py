@@ -151,6 +151,9 @@ def test_the_best_units_are_picked_in_order_and_ties_go_to_the_lower_index() -> 
     assert on_host.units.tolist() == units.tolist() and on_host.next is not None
     assert on_host.next.tolist() == others.tolist()
     assert predictor._best(importance.numpy(), 3).units.tolist() == units.tolist()
+    importance[0] = torch.nan  # the other row has as many equal ones as both should get
+    for among in (6, None):
+        assert predictor._best(importance.numpy(), 3, among).units.tolist() == [[0, 1, 2], [0, 1, 2]]
     units, others = pick(importance, 8, 8)
     assert units.tolist() == [list(range(8))] * 2 and others.shape == (2, 0) and units.dtype == torch.int32
 

@@ -233,8 +233,8 @@ class LowRankPredictor(Predictor):
 
 def _best(importance: np.ndarray, budget: int, among: int | None = None) -> Choice:
     """The `budget` most important units of each row, ascending, of equal ones the first: the TopK of KVSwap, section
-    3.3. `among`: the best
-    units, these included, of which the others come in `Choice.next`; -1: all; None: without."""
+    3.3. A NaN counts as infinite. `among`: the best units, these included, of which the others come in `Choice.next`;
+    -1: all; None: without."""
     rows, count = importance.shape
     every = np.arange(rows)[:, None]
     if among is None or budget >= count:
@@ -244,7 +244,7 @@ def _best(importance: np.ndarray, budget: int, among: int | None = None) -> Choi
     of_best = importance[every, best]
     ordered, left = of_best.copy(), best.shape[1] - budget
     ordered.partition(left, 1)
-    chosen = of_best >= ordered[:, left, None]
+    chosen = ~(of_best < ordered[:, left, None])  # of NaN, too: no row has fewer than `budget`
     if np.count_nonzero(chosen) != rows * budget:
         chosen = first_largest(of_best, budget)
     units, others = best[chosen].reshape(rows, budget), best[~chosen].reshape(rows, left)
