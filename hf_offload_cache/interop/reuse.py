@@ -58,6 +58,7 @@ class Reuse:
         """Why contexts were not used or not kept, a sentence each, each once."""
         self._private = threading.local()
         self._saver = ThreadPoolExecutor(1, "hf-offload-cache-contexts")
+        self._saver.submit(int)  # starts its thread: what fails to start one would stay in the queue
         self._saving: list[Future[None]] = []
         self._memory = parse_size(memory, "library_memory")
         self._open: dict[Path, OffloadCache] = {}
@@ -250,8 +251,14 @@ class Reuse:
         self.later(self._save, cache, request, cache.given_model)
 
     def later(self, function: Callable[..., None], *args: Any) -> Future[None]:
-        """Call `function`, which raises nothing, in the thread that saves contexts, after what that has to do."""
-        saved = self._saver.submit(function, *args)
+        """Call `function`, which raises nothing, in the thread that saves contexts, after what that has to do; in this
+        thread, if that one has ended."""
+        try:
+            saved = self._saver.submit(function, *args)
+        except RuntimeError:  # after `close`, or after the main thread's end, for a request that began before
+            function(*args)
+            saved = Future()
+            saved.set_result(None)
         with self._lock:
             self._saving = [one for one in self._saving if not one.done()] + [saved]
         return saved
@@ -327,6 +334,7 @@ class Reuse:
 
     def close(self) -> None:
         self._saver.shutdown()
+        self._memory = 0  # what a later request leaves does not stay open
         self._close_open()
 
     def _close_open(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from harness import COMMON, build
 from transformers import AutoModelForCausalLM, GenerationMixin, LlamaConfig, LlamaForCausalLM
 
+from hf_offload_cache import ContextLibrary
 from hf_offload_cache.console import main as cli
 
 MAIN = [sys.executable, "-m", "hf_offload_cache.console.main", "run", "--set", "exact=true", "--path"]
@@ -106,15 +107,18 @@ sys.exit("the main thread ends")
 
 
 def test_threads_that_outlive_the_main_one_are_offloaded(program: Path, tiny: Path, tmp_path: Path) -> None:
-    """Until they end; an idle worker of a pool keeps nobody waiting. A text to exit with is said, and is code 1."""
+    """Until they end, also by contexts of a library; an idle worker of a pool keeps nobody waiting. A text to exit with
+    is said, and is code 1."""
     program.write_text(LEFT_BEHIND)
     (program.parent / "neighbour.py").write_text("NAME = 'neighbour'")
-    command = [*MAIN, str(tmp_path), str(program), str(tiny)]
+    library = tmp_path / "library"
+    command = [*MAIN, str(tmp_path), "--library", str(library), str(program), str(tiny)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 1, ended.stderr
+    assert len(ContextLibrary(library).entries()) == 1
     assert f"answer {answer_of(tiny)} neighbour" in ended.stdout
     assert "the main thread ends\n" in ended.stderr and "Traceback" not in ended.stderr
-    assert "1 requests were offloaded\n" in ended.stderr and "full KV" in ended.stderr
+    assert "1 requests were offloaded, 0 tokens of" in ended.stderr and "full KV" in ended.stderr
 
 
 AT_EXIT = """

@@ -578,6 +578,26 @@ def test_an_answer_that_is_interrupted_leaves_its_prompt(tmp_path: Path) -> None
         assert torch.equal(generated(own, ids), generated(model(), ids)) and computed[0] == 1
 
 
+def test_a_request_that_outlives_the_with_is_answered_and_leaves_its_text(tmp_path: Path) -> None:
+    own, ids, begun, ended = model(), prompt(model(), 1, 80), threading.Event(), threading.Event()
+    expected, answers = generated(own, ids), []
+
+    def wait(sequences: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        ended.wait()
+        return scores
+
+    thread = threading.Thread(target=lambda: answers.append(generated(own, ids, logits_processor=[wait])))
+    with offload(own, exact=True, library=tmp_path, library_memory="1MiB") as done:
+        thread.start()
+        begun.wait()
+    ended.set()
+    thread.join()
+    assert equal(answers, [expected]) and len(answers) == done.requests == 1
+    assert [entry.manifest.tokens for entry in ContextLibrary(tmp_path).entries()] == [79 + NEW]
+    assert done.reuse.memory_bytes == 0, "nothing stays open"
+
+
 def test_short_requests_and_every_model(tmp_path: Path) -> None:
     """Requests whose full KV is below the floor are stored, too."""
     own, ids = model(), prompt(model(), 1, 30)
