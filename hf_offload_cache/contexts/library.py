@@ -290,6 +290,7 @@ class ContextLibrary:
         expect: Collection[str] | None = None,
         like: Mapping[str, Any] | None = None,
         media: Sequence[Medium] = (),
+        identity: Mapping[str, str] | None = None,
     ) -> Match | None:
         """The context of `model` with the longest prefix in common with the prompt; of several, the last one used.
 
@@ -305,13 +306,14 @@ class ContextLibrary:
                 any.
             media: the prompt's pictures and sounds, which must be equal too, as `offload` finds them. Tokens that stand
                 for others match nothing, because ids do not identify their content.
+            identity: the model's fingerprint, as `offload` computes it before a request; None: the present one.
 
         A cache with sliding-window or linear layers cannot be cropped: its contexts match completely or not at all. If
         a model's keys depend on a forward's length, only prompts and contexts match that are too short for such a
         change.
         """
         fields, alike = dict(like or {}), like is not None
-        matches = self._matches(input_ids, model, cls, attention_mask, least, fields, expect, alike, media)
+        matches = self._matches(input_ids, model, cls, attention_mask, least, fields, expect, alike, media, identity)
         return matches[0][0] if matches else None
 
     def open(
@@ -325,6 +327,7 @@ class ContextLibrary:
         expect: Collection[str] | None = None,
         alike: bool = False,
         media: Sequence[Medium] = (),
+        identity: Mapping[str, str] | None = None,
         **fields: Any,
     ) -> tuple[Any, int] | None:
         """Open the context that `find` finds. Returns a cache with the matching tokens and their number; None without a
@@ -339,7 +342,7 @@ class ContextLibrary:
         `CorruptRecordError`; call this again to get the next best context.
         """
         fields = {**self.key_fields, **fields}
-        asked = (input_ids, model, cls, attention_mask, least, fields, expect, alike, media)
+        asked = (input_ids, model, cls, attention_mask, least, fields, expect, alike, media, identity)
         for match, made_by in self._matches(*asked):
             same = {} if expect is None else {"expect": match.digest}
             try:
@@ -374,13 +377,14 @@ class ContextLibrary:
         expect: Collection[str] | None,
         alike: bool = False,
         media: Sequence[Medium] = (),
+        identity: Mapping[str, str] | None = None,
     ) -> list[tuple[Match, type[Any]]]:
         """Matches, the best first, each with the class that opens it."""
         inner = inner_model(model)
         wanted, limit = prompt_of(input_ids, attention_mask, least, inner, media)
         for digest in () if expect is None else expect:
             check_digest(digest)
-        made_for = model_digest(full_fingerprint(model))
+        made_for = model_digest(identity or full_fingerprint(model))
         real_tokens = np.cumsum((wanted.ids >= 0).any(0))
         matches: list[tuple[int, int, str, Match, type[Any]]] = []
         for known in self._index():

@@ -58,6 +58,7 @@ def fork(cache: Any, memory: int | str | None = None, **limits: Any) -> Any:
                 restore_kept(other, capture_kept(layer), f"layer {layer_idx}", known=True)
         if cache.sequences:
             twin.restore(cache.capture())
+            twin.adapters = cache.adapters
     return twin
 
 

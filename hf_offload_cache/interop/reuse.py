@@ -67,15 +67,17 @@ class Reuse:
         """For `_saving` and `_open`, and while an open one is forked."""
 
     def identified(self, request: Request, model: Any, call: Mapping[str, Any]) -> Request | None:
-        """The request with its pictures and sounds told apart, of which the keyword arguments `call` have the content.
-        None: it may not use the library, or ids and media do not identify its content, which `trouble` then says."""
-        if request.ids is None or self.is_private:
+        """The request with the model's fingerprint before it, and with its pictures and sounds told apart, of which the
+        keyword arguments `call` have the content. None: it may not use the library, or ids and media do not identify
+        its content, which `trouble` then says."""
+        ids, inner = request.ids, inner_model(model)
+        if ids is None or self.is_private:
             return None
+        request = request._replace(identity=full_fingerprint(model))
         if not request.has_others:
             return request
-        inner = inner_model(model)
-        media: Media | str = media_of(inner, request.ids, beside_text(call))
-        if isinstance(media, Media) and media.marks and request.rows != len(request.ids):
+        media: Media | str = media_of(inner, ids, beside_text(call))
+        if isinstance(media, Media) and media.marks and request.rows != len(ids):
             media = "its sequences are several to a prompt (beams, or several answers)"
         configs = (call, vars(call.get("generation_config") or inner.generation_config))
         if isinstance(media, Media) and media.marks and any(one.get("prefill_chunk_size") for one in configs):
@@ -131,8 +133,9 @@ class Reuse:
 
         def within(memory: int | str | None) -> tuple[OffloadCache, int] | None:
             return self._forked(request, model, cls, memory, fields) or _opened(
-                memory, self.library, ids, model, cls, attention_mask=request.mask, media=media, **size, **fields
-            )
+                memory, self.library, ids, model, cls, attention_mask=request.mask, media=media,
+                identity=request.identity, **size, **fields,
+            )  # fmt: skip
 
         try:
             found = _first_enough(limits, within)
@@ -157,8 +160,8 @@ class Reuse:
             media = of_row(marks, row, pad)
             name = ids[pad:].numpy().tobytes(), media
             if name not in found:
-                find = functools.partial(self.library.find, ids[pad:], model, cls, like=fields, media=media)
-                found[name] = find() if pad < len(ids) else None
+                find = functools.partial(self.library.find, like=fields, media=media, identity=request.identity)
+                found[name] = find(ids[pad:], model, cls) if pad < len(ids) else None
             match = found[name]
             matches.append(match)
             ends.append(pad + (0 if match is None else match.matched))
@@ -167,8 +170,9 @@ class Reuse:
         if not read or sum(max(0, width - pad) for pad in pads) < LEAST_COPIED * len(read):
             return None
         batch = self.library.find(
-            request.ids, model, cls, attention_mask=request.mask, least=LEAST, like=fields, media=marks
-        )
+            request.ids, model, cls, attention_mask=request.mask, least=LEAST, like=fields, media=marks,
+            identity=request.identity,
+        )  # fmt: skip
         return (matches, width) if batch is None or batch.matched < width else None
 
     def _copied(
@@ -227,8 +231,9 @@ class Reuse:
             return None
         least = least_of(request.ids.shape[1])
         match = self.library.find(
-            request.ids, model, cls, attention_mask=request.mask, least=least, like=fields, media=request.media.marks
-        )
+            request.ids, model, cls, attention_mask=request.mask, least=least, like=fields, media=request.media.marks,
+            identity=request.identity,
+        )  # fmt: skip
         with self._lock:
             cache = None if match is None else self._open.get(match.path)
             if cache is None or match is None or not _is_on(cache, model):
@@ -244,8 +249,7 @@ class Reuse:
 
     def leave(self, cache: OffloadCache, request: Request) -> None:
         """Save the content of `cache` and close it, in another thread. Raises nothing."""
-        if cache.adapters != {"adapters": "none"}:
-            cache.identity = full_fingerprint(cache.given_model)  # the next request may switch them
+        cache.identity = request.identity  # weights and adapters may change before it is saved
         if request.media.marks:
             _mark(cache, request.media.marks)
         self.later(self._save, cache, request, cache.given_model)
@@ -386,6 +390,7 @@ def _alone(cache: OffloadCache, row: int, pad: int) -> OffloadCache:
     twin = fork(cache)
     with closed_on_error(twin):
         twin.batch_select_indices(torch.tensor([row], device="cpu"))
+        twin.identity = cache.identity
     if not pad:
         return twin
     with twin:
@@ -394,6 +399,7 @@ def _alone(cache: OffloadCache, row: int, pad: int) -> OffloadCache:
             ids = twin.input_ids[:, pad:]
             Filling(single).copy(ids, torch.zeros_like(ids, dtype=torch.bool), [(Opened(twin), pad)], 0)
             single.contents.conversation.restore(twin.contents.conversation.capture(), 1)
+            single.adapters, single.identity = cache.adapters, cache.identity
             _mark(single, of_row(twin.contents.tokens.media, 0, pad))
         return single
 

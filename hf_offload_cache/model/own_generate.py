@@ -42,6 +42,8 @@ class Request(NamedTuple):
     """The call has other tensors besides, such as pictures."""
     media: Media = Media()
     """The prompt's pictures and sounds, once `Reuse` has told them apart."""
+    identity: dict[str, str] | None = None
+    """The model's fingerprint before the request, if a library is to be used."""
 
 
 USE_CACHE_IS_FALSE = (

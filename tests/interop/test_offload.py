@@ -255,6 +255,10 @@ def test_adapters_that_are_switched_between_requests(tmp_path: Path) -> None:
             adapted.generate(input_ids=ids, max_new_tokens=2, past_key_values=cache)
             begun[name] = cache.adapters
             cache.save(tmp_path / name)
+            if name == "first":
+                adapted.set_adapter("second")
+                with cache.fork() as twin, pytest.raises(ContextMismatchError, match="when the cache was filled"):
+                    twin.save(tmp_path / "fork")
     assert (begun["first"]["adapters"], begun["second"]["adapters"]) == ('["first"]', '["second"]')
     with pytest.raises(ContextMismatchError, match=r"adapters was .*first.*, here it is .*second"):
         DiskSwapCache.open(tmp_path / "first", adapted)

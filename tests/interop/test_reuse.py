@@ -550,6 +550,37 @@ def test_what_may_not_be_shared(tmp_path: Path) -> None:
     assert (computed[0], computed[NEW]) == (80, 1) and sum(entry.encrypted for entry in locked.entries()) == 1
 
 
+@pytest.mark.parametrize("changed", ["weights", "adapter"])
+def test_a_context_is_of_the_model_that_computed_it(changed: str, tmp_path: Path) -> None:
+    """Also if weights or adapters change before it is saved; alone, and as rows of a batch."""
+    own, (ids, mask) = model(), together(*(prompt(model(), 1, length) for length in (120, 90)))
+    if changed == "adapter":
+        own = peft.get_peft_model(own, peft.LoraConfig(r=4, init_lora_weights=False), "first")
+        own.add_adapter("second", peft.LoraConfig(r=4, init_lora_weights=False))
+
+    def change(name: str) -> None:
+        if changed == "adapter":
+            own.set_adapter(name)
+        else:
+            weight = own.get_input_embeddings().weight.data
+            weight.copy_(weight.roll(1 if name == "second" else -1, 0))
+
+    with offload(own, exact=True, library=tmp_path) as done:
+        for rows in (slice(1), slice(2)):
+            given, waits = {"attention_mask": mask[rows]}, threading.Event()
+            done.reuse._saver.submit(waits.wait)  # requests do not wait for this
+            before = generated(own, ids[rows], **given)
+            change("second")
+            waits.set()
+            after, tokens = generated(own, ids[rows], **given), done.tokens_reused
+            change("first")
+            assert before.equal(generated(own, ids[rows], **given)) and not before.equal(after)
+            assert done.tokens_reused - tokens == int(mask[rows].sum()) - len(ids[rows])
+    assert done.requests == 6
+    change("second")
+    assert after.equal(generated(own, ids, attention_mask=mask))
+
+
 def test_what_sparse_steps_generated_is_not_exact(tmp_path: Path) -> None:
     own, ids = long_model(), prompt(long_model(), 1, 700)
     with offload(own, num_selected=40, library=tmp_path):
