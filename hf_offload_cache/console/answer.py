@@ -338,6 +338,8 @@ class Chat:
         """Of the last reading: tokens of the document that the library had, and its time."""
         self.stopped = ""
         """Why the last answer ended: "end", "length" or "interrupted"."""
+        self._torn = False
+        """The cache cannot be used any more: it is read again before the next question."""
         self._name, self._chunk, self._memory = cache, chunk, memory
         self._fields = {**fields, **({} if reuse is None else reuse.library.key_fields)}
         self._path = path if path is not None or reuse is None else reuse.library.folder
@@ -365,7 +367,7 @@ class Chat:
     def begin(self) -> None:
         """Begin the conversation anew: the cache then holds the document, from the library as far as it has it. Raises
         `KeyboardInterrupt` after a Ctrl-C; the library then has what was read."""
-        if self.answers and self._may_crop:
+        if self.answers and self._may_crop and not self._torn:
             self.cache.crop(self.document.shape[1] - self.cache.tokens)
         else:
             self._read(self.document)
@@ -373,9 +375,10 @@ class Chat:
 
     def _read(self, ids: torch.Tensor) -> None:
         """Make the cache hold these tokens."""
-        started = time.perf_counter()
+        started, self._torn = time.perf_counter(), True
         self._open.close()
         self.cache, self.from_library = self._stored(ids)
+        self._torn = False
         if (missing := ids[:, self.from_library :]).shape[1]:
             bar = Progress("read", missing.shape[1], "tokens", every=_EVERY)
             try:
@@ -435,6 +438,9 @@ class Chat:
                 f"{self.limit:,}, the answer included: ask a shorter question, or begin anew with /new"
             )
         new = min(max_new_tokens, room)
+        if self._torn:
+            say("the conversation is read again, because the last question was interrupted")
+            self._read(self.ids)
         try:
             answer = self._answer(input_ids, new, on_text)
         except StoreError as error:
@@ -457,18 +463,25 @@ class Chat:
                     self.model, self.tokenizer, input_ids, self.cache, max_new_tokens, self._chunk, on_text=on_text,
                     stop=lambda ids: interrupt.asked or self._is_end(ids[-1]),
                 )  # fmt: skip
-        except StoreError:
-            raise
-        except BaseException:
-            if self.cache.tokens > before:
-                if self._may_crop:
-                    self.cache.crop(before - self.cache.tokens)
-                else:
-                    self.ids = self.cache.input_ids.to("cpu")
+        except BaseException as error:
+            if not isinstance(error, StoreError) or is_full(error):  # others: it is read again
+                self._undo(before)
             raise
         ended = self._is_end(answer.new_ids[-1])
         self.stopped = "end" if ended else "interrupted" if interrupt.asked else "length"
         return answer
+
+    def _undo(self, before: int) -> None:
+        """After an error in a question: go back to the first `before` tokens, or take over what was added if the cache
+        cannot be cropped. If it cannot be used any more, the next question reads the conversation again."""
+        try:
+            if self._may_crop:
+                self.cache.crop(before)  # after the tokens of an interrupted forward were removed
+            else:
+                self.cache.freeze()
+                self.ids = self.cache.input_ids.to("cpu") if self.cache.tokens > before else self.ids
+        except (StoreError, RuntimeError):
+            self._torn = True
 
     def _is_end(self, token: int) -> bool:
         """Whether a token ends an answer. Without a chat template, the end of a line does: a base model continues a

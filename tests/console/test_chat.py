@@ -35,7 +35,7 @@ from hf_offload_cache.console import (
     read_document_file,
 )
 from hf_offload_cache.console import chat as verb
-from hf_offload_cache.errors import CorruptRecordError
+from hf_offload_cache.errors import CorruptRecordError, StoreFullError
 from hf_offload_cache.report import Progress
 
 DOCUMENT_WORDS = 200
@@ -365,6 +365,33 @@ def test_a_conversation_whose_context_is_damaged_is_read_again(chat, monkeypatch
     assert chat.cache is not cache and cache.closed
     assert chat.ids[0, : before.shape[1]].tolist() == before[0].tolist()
     assert "read again, because its context could not be read: record 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("what", "kind"), [("full disk", "tiny"), ("Ctrl-C", "windowed")])
+def test_a_question_that_fails_within_a_forward_leaves_the_conversation_as_it_was(
+    what, kind, request, document, monkeypatch, capsys
+):
+    folder = request.getfixturevalue(kind)
+    error = KeyboardInterrupt() if what == "Ctrl-C" else StoreFullError(28, "no room")
+    chat = made(AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder), document)
+    chat.begin()
+    chat.ask("w5", NEW, nothing)
+    before, plain, calls = chat.ids, DiskSwapCache.update, []
+
+    def fail(self: Any, *arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise error
+        return plain(self, *arguments, **options)
+
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, StoreFullError)):
+        patch.setattr(DiskSwapCache, "update", fail)
+        chat.ask("w7 w8 w3", NEW, nothing)
+    assert chat.ids is before
+    expected = plain_ids(chat.model, torch.cat([before, question_part(chat.tokenizer, "w9")], 1))
+    assert list(chat.ask("w9", NEW, nothing).new_ids) == expected
+    assert ("read again, because the last question" in capsys.readouterr().err) is (kind == "windowed")
+    chat.close()
 
 
 # -------------------------------------------------------------------------------------------------------- Ctrl-C
