@@ -272,6 +272,7 @@ class Reuse:
         try:
             with contextlib.ExitStack() as closing:
                 closing.enter_context(cache)
+                cache.freeze()  # removes what an interrupted forward added
                 assert request.ids is not None
                 each = cache.sequences // max(1, len(request.ids))
                 if each > 1:  # beams, and several answers to a prompt, share its tokens

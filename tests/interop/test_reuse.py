@@ -602,11 +602,14 @@ def test_an_answer_that_is_interrupted_leaves_its_prompt(tmp_path: Path) -> None
             raise KeyError("gone")
         return False
 
-    with offload(own, exact=True, library=tmp_path), counted(own) as computed:
+    with offload(own, exact=True, library=tmp_path) as done, counted(own) as computed:
+        with own.model.layers[1].mlp.register_forward_pre_hook(lambda *_: {}[0]), pytest.raises(KeyError):
+            generated(own, ids)  # within its first forward: nothing is left, and nothing said
         with pytest.raises(KeyError, match="gone"):
             generated(own, ids, stopping_criteria=[fail])
         computed.clear()
         assert torch.equal(generated(own, ids), generated(model(), ids)) and computed[0] == 1
+    assert done.reuse.trouble == []
 
 
 def test_a_request_that_outlives_the_with_is_answered_and_leaves_its_text(tmp_path: Path) -> None:
