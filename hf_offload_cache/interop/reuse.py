@@ -57,19 +57,33 @@ class Reuse:
         self.trouble: list[str] = []
         """Why contexts were not used or not kept, a sentence each, each once."""
         self._private = threading.local()
+        self._memory = parse_size(memory, "library_memory")
+        self._others: list[Any] = []
+        """Objects of the process that this one was forked from. They may not be ended here."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """What belongs to one process."""
+        self._process = os.getpid()
         self._saver = ThreadPoolExecutor(1, "hf-offload-cache-contexts")
         self._saver.submit(int)  # starts its thread: what fails to start one would stay in the queue
         self._saving: list[Future[None]] = []
-        self._memory = parse_size(memory, "library_memory")
         self._open: dict[Path, OffloadCache] = {}
         """Saved caches by the path of their contexts, the least recently used one first."""
         self._lock = threading.Lock()
         """For `_saving` and `_open`, and while an open one is forked."""
 
+    def _check_process(self) -> None:
+        """Begin anew in a forked process, which has neither the thread nor the caches of the first one."""
+        if self._process != os.getpid():
+            self._others += [self._saver, self._saving, self._open]
+            self._begin()
+
     def identified(self, request: Request, model: Any, call: Mapping[str, Any]) -> Request | None:
         """The request with the model's fingerprint before it, and with its pictures and sounds told apart, of which the
         keyword arguments `call` have the content. None: it may not use the library, or ids and media do not identify
         its content, which `trouble` then says."""
+        self._check_process()
         ids, inner = request.ids, inner_model(model)
         if ids is None or self.is_private:
             return None

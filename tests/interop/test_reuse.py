@@ -7,6 +7,7 @@ import copy
 import errno
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -630,6 +631,23 @@ def test_a_request_that_outlives_the_with_is_answered_and_leaves_its_text(tmp_pa
     assert equal(answers, [expected]) and len(answers) == done.requests == 1
     assert [entry.manifest.tokens for entry in ContextLibrary(tmp_path).entries()] == [79 + NEW]
     assert done.reuse.memory_bytes == 0, "nothing stays open"
+
+
+def test_a_forked_process_has_a_thread_of_its_own(tmp_path: Path) -> None:
+    """As a server's workers that begin after `offload`: what the first process has open is not theirs."""
+    own, ids, threads = model(), prompt(model(), 1, 80), torch.get_num_threads()
+    torch.set_num_threads(1)  # the others would be missing there
+    expected = generated(own, ids)
+    with offload(own, exact=True, library=tmp_path, library_memory="1MiB") as done:
+        generated(own, ids[:, :40])
+        done.reuse.settle()
+        if not (child := os.fork()):
+            signal.alarm(60)
+            same = [torch.equal(generated(own, ids), expected) for _ in range(2)]
+            os._exit(0 if all(same) and done.tokens_reused == 40 + 79 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert torch.equal(generated(own, ids), expected) and done.tokens_reused == 79
+    torch.set_num_threads(threads)
 
 
 def test_short_requests_and_every_model(tmp_path: Path) -> None:
