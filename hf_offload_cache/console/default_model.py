@@ -292,14 +292,15 @@ def default_geometry(dtype: torch.dtype | None = None, device: str = "cpu") -> G
         header = read_header(file)
         if header.values["general.architecture"] != "llama":
             raise ValueError(f"its architecture is {header.values['general.architecture']!r}, not 'llama'")
-        names = ("block_count", "attention.head_count", "attention.head_count_kv", "embedding_length")
-        layers, heads, key_heads, width = (int(header.values[f"llama.{name}"]) for name in names)
+        names = ("block_count", "attention.head_count", "attention.head_count_kv", "embedding_length", "vocab_size")
+        layers, heads, key_heads, width, vocabulary = (int(header.values[f"llama.{name}"]) for name in names)
     except (KeyError, ValueError) as error:
         raise _not_its_file(file, error) from error
     dtype = dtype or usual_dtype(device)
     head_dim = int(header.values.get("llama.attention.key_length", width // heads))
     weight_bytes = header.num_weights * dtype.itemsize
-    return Geometry.uniform(layers, heads, key_heads, head_dim, dtype, weight_bytes=weight_bytes, device=device)
+    others = {"vocab_size": vocabulary, "weight_bytes": weight_bytes, "device": device}
+    return Geometry.uniform(layers, heads, key_heads, head_dim, dtype, **others)
 
 
 def default_positions() -> int:

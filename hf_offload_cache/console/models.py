@@ -68,7 +68,7 @@ class KnownModel:
         kept = (KeptLayer(0, 2 * key_heads * dim * dtype.itemsize, window - 1),) * (blocks - full) if window else ()
         return Geometry.uniform(
             full, heads, key_heads, dim, dtype, kept=kept, weight_bytes=self.parameters * dtype.itemsize,
-            num_blocks=blocks, hidden_size=text["hidden_size"], device=device,
+            num_blocks=blocks, hidden_size=text["hidden_size"], vocab_size=text["vocab_size"], device=device,
         )  # fmt: skip
 
 
