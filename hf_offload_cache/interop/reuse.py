@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..contexts.save import empty_twin, fork
 from ..core.cache import OffloadCache
 from ..core.filling import Filling, Opened, Source
 from ..errors import BudgetError, ContextError, StoreError
+from ..memory.machine import free_descriptors
 from ..model.conversation import beyond_positions
 from ..model.fingerprint import full_fingerprint
 from ..model.media import Media, Medium, media_of, of_row, whole
@@ -46,7 +48,7 @@ class Reuse:
     Args:
         library: a `ContextLibrary`, or the folder of one.
         memory: maximum memory of the contexts that stay open after they were saved, the latest ones, for requests that
-            begin with them.
+            begin with them. They also leave requests half of the descriptors that this process may open.
     """
 
     def __init__(self, library: ContextLibrary | str | Path, memory: int | str = 0) -> None:
@@ -64,12 +66,13 @@ class Reuse:
 
     def _begin(self) -> None:
         """What belongs to one process."""
-        self._process = os.getpid()
+        self._process, self._free = os.getpid(), free_descriptors()
         self._saver = ThreadPoolExecutor(1, "hf-offload-cache-contexts")
         self._saver.submit(int)  # starts its thread: what fails to start one would stay in the queue
         self._saving: list[Future[None]] = []
         self._open: dict[Path, OffloadCache] = {}
         """Saved caches by the path of their contexts, the least recently used one first."""
+        self._at_end = weakref.finalize(self, _close_all, self._open, self._process)
         self._lock = threading.Lock()
         """For `_saving` and `_open`, and while an open one is forked."""
 
@@ -314,7 +317,8 @@ class Reuse:
                     self._keep_open(path, cache)
 
     def _keep_open(self, path: Path, cache: OffloadCache) -> None:
-        """Keep a saved cache open, and close the least recently used ones that exceed the memory."""
+        """Keep a saved cache open, and close the least recently used ones that exceed the memory, or for which this
+        process has too few descriptors left: half of those that were free are for requests."""
         with self._lock:
             before = self._open.pop(path, None)
             self._open[path] = cache
@@ -323,6 +327,12 @@ class Reuse:
                 leaving.append(self._open.pop(next(iter(self._open))))
         for one in leaving:
             one.close()
+        while self._free is not None and (free_descriptors() or 0) < self._free // 2:
+            with self._lock:
+                if not self._open:
+                    return
+                oldest = self._open.pop(next(iter(self._open)))
+            oldest.close()
 
     def make_room(self, path: str | Path | None, size: int) -> None:
         """Close the open contexts, and evict least recently used ones of `size` bytes if they are on the disk of
@@ -358,9 +368,16 @@ class Reuse:
 
     def _close_open(self) -> None:
         with self._lock:
-            leaving, self._open = list(self._open.values()), {}
+            leaving = list(self._open.values())
+            self._open.clear()
         for one in leaving:
             one.close()
+
+
+def _close_all(opened: dict[Path, OffloadCache], process: int) -> None:
+    """Close caches at this process's end, while torch can still do that, if nobody closed the `Reuse`."""
+    while opened and process == os.getpid():
+        opened.popitem()[1].close()
 
 
 def opened_within(

@@ -7,6 +7,7 @@ import copy
 import errno
 import gc
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -216,6 +217,17 @@ def test_another_document_after_a_common_beginning_is_fitted_anew(tmp_path: Path
     assert directions({"library": tmp_path / "library"})[-1] == directions({"path": tmp_path})[-1] > 1300
 
 
+def test_contexts_that_stay_open_leave_descriptors_for_requests(tmp_path: Path, monkeypatch: Any) -> None:
+    own, used = model(), len(os.listdir("/proc/self/fd")) - 1
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (used + 60, used + 60))
+    with offload(own, exact=True, library=tmp_path, library_memory="64MiB") as done:
+        for seed in range(6):
+            generated(own, prompt(own, 1, 40, seed=seed))
+            done.reuse.settle()
+            assert len(os.listdir("/proc/self/fd")) - used <= 30 + 1
+        assert done.reuse.memory_bytes > 0 and done.requests == 6
+
+
 @pytest.mark.parametrize("name", CACHES)
 def test_contexts_that_stay_open_are_forked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, ids = model(), prompt(model(), 1, 120)
@@ -229,6 +241,10 @@ def test_contexts_that_stay_open_are_forked(name: str, tmp_path: Path, monkeypat
             patch.setattr(cache_class(name), "open", None)
             again, tokens = talk(own, ids, count=1)
         assert equal(again, expected[:1]) and tokens == [1], "a part of the longest, which is open"
+        done.reuse.settle()
+        assert done.reuse.memory_bytes and done.reuse._at_end.atexit
+        done.reuse._at_end()  # as at the end of a process that never ends the `with`
+        assert done.reuse.memory_bytes == 0
     with offload(own, name, exact=True, library=tmp_path / "other", library_memory=1) as done:
         talk(own, ids, count=1)
         done.reuse.settle()
