@@ -14,8 +14,8 @@ Where to find the paper:
 * section 4.2, dynamic chunk resizing, equations 2 and 3: `expected_judged`, `best_size`; early steps:
   `AbstractTreeConfig.early_steps`; the first two layers: `AbstractTreeConfig.dense_layers`
 * section 4.3, abstracts: `AbstractTreePredictor.summarise`; on disk: `AbstractPages`, `StoredAbstractsPredictor`; three
-  tiers: `AbstractTreeLayer.make_tiers`; the access-frequency table: `MostUsed` in `fetch`, on a device `exchange` in
-  `kernels`
+  tiers: `AbstractTreeLayer.make_tiers`; the access-frequency table: `MostUsed` in `fetch`, on a device `exchange`
+  in `kernels.slots`
 * section 4.4, abstracts are read one layer early: `AbstractTreeLayer.begin_look`; chunks:
   `SelectiveCache.leave_attention` in `core`; dynamic KV compression: `ReplicaFormat`, `Replicas`; the share theta:
   `Link`, `LinkRates` in `fetch`

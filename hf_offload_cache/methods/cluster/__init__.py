@@ -3,7 +3,7 @@
 A decoding step in reading order: `entries.py` adds new tokens to clusters (`add`), `predictor.py` selects clusters, and
 `cache.py` attends to them and settles buffered entries (`settle`). For a step on a device, `on_device.py` does the
 first and the last of these (`join`, `settle`). `partition.py` has the clusters themselves, their statistics and splits.
-`new_clusters.py` orders a prompt's clusters on disk. `pages.py`, `append_buffer.py` and `history.py` store the entries.
+`new_clusters.py` orders a prompt's clusters on disk. `pages.py`, `arrivals.py` and `history.py` store the entries.
 `plan.py` fits a budget.
 
 Where to find the paper:
@@ -27,7 +27,7 @@ Where to find the paper:
 * section 6.1, centroids on disk: `ClusterConfig.centroids`, mapped for their use: `Partition.will_need`,
   `Partition.rest`; the next layer's clusters are prefetched: `SelectiveCache.leave_attention` in `core`
 * section 6.2, cluster-aligned replacement: `ClusterAligned`; updated clusters stay: `ClusterLayer.renewed`. Slots on a
-  device are replaced by use: `SelectiveLayer.by_use`
+  device are replaced by use: `ClusterLayer.by_use`
 
 Differences from algorithm 1:
 

@@ -340,8 +340,8 @@ class _Asked:
                     scores = self._scores(asking, components, padding, piece)
                     if self._behind[span, piece].any():
                         scores.masked_fill_(self._hidden[span, None, None, piece], float(HIDDEN))
-                    here, top = best[..., piece], tops[..., at]
-                    torch.amax(torch.amax(scores, 3, out=here), 3, out=top)
+                    best[..., piece] = here = scores.amax(3)
+                    tops[..., at] = top = here.amax(3)
                     totals[..., at] = scores.sub_(top[..., None, None]).exp_().sum(3) @ weights[piece]
                     del scores
                 top = tops.amax(3, keepdim=True).clamp_min_(-1e29)
