@@ -65,7 +65,7 @@ class Reuse:
         self._begin()
 
     def _begin(self) -> None:
-        """What belongs to one process."""
+        """Make the thread, the list of saves and the table of open caches, which belong to one process."""
         self._process, self._free = os.getpid(), free_descriptors()
         self._saver = ThreadPoolExecutor(1, "hf-offload-cache-contexts")
         self._saver.submit(int)  # starts its thread: what fails to start one would stay in the queue

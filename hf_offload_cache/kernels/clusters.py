@@ -151,8 +151,8 @@ def rest(
 @with_kernel()
 def assign(points: torch.Tensor, centroids: torch.Tensor, closed: torch.Tensor | None = None) -> torch.Tensor:
     """The nearest of each row's `centroids` (R, C, D) float32 or float16, contiguous in the last two dimensions, for
-    each point: labels. Of several, the first; 0 if a row has none. Centroids that are `closed` (R, C) bool are not
-    assigned to. A distance that is not a number is never the smallest."""
+    each point: labels. The first of equally near ones is taken; the label is 0 if a row has none. No point is assigned
+    to centroids that are `closed` (R, C) bool. A distance that is not a number is never the smallest."""
     centroids = centroids.float()
     norms = (centroids * centroids).sum(2).div_(2)
     if closed is not None:
@@ -229,8 +229,8 @@ def put(
 
     Args:
         held: (R, t, width), the first tokens' entries.
-        keys, values: (R, Hk, m, D) and (R, Hv, m, Dv), those of the next tokens. Of any strides, as `held`, but
-            contiguous in the last dimension; all in the type of `out`.
+        keys, values: (R, Hk, m, D) and (R, Hv, m, Dv), those of the next tokens. Strides are free, as those of
+            `held`, except in the last dimension, which is contiguous; all have the type of `out`.
         targets: (R, n) int64, contiguous, distinct: place `first` + i is row i of `out`; others are skipped. The first
             n tokens have one, n at most t + m.
     """

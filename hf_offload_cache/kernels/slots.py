@@ -2,7 +2,7 @@
 
 The tables are tensors of the device, so that a step neither waits for the host nor tells it anything. Slots are filled
 as `SlotTable` fills them: first in, first out (KVSwap, section 3.4.3), or those of the least used units first (LeoAM,
-section 4.3). Those that a step attends to stay.
+section 4.3). Slots that a step attends to stay.
 
 Shapes: R rows (sequences, or their key heads if these choose apart) of U units and M slots each; a step selects at most
 S and at most M units of a row, and rows with fewer than others have -1 for the missing ones; a record holds the entries

@@ -41,21 +41,21 @@ def with_sinks(
 
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Positions (rows, count) of the largest of values (rows, n), ascending, in a new array. Of equal ones the first
-    are taken. A NaN counts as infinite."""
+    """Positions (rows, count) of the largest of values (rows, n), ascending, in a new array. The first of equal
+    values are taken. A NaN counts as infinite."""
     if not count:
         return np.empty((len(values), 0), dtype=np.int64)
+    return mark_largest(values, count).nonzero()[1].reshape(len(values), count)
+
+
+def mark_largest(values: np.ndarray, count: int) -> np.ndarray:
+    """Mark the `count` largest of values (rows, n), at least 1: bool. The first of equal values are taken. A NaN counts
+    as infinite."""
     first, ordered = values.shape[1] - count, values.copy()
     ordered.partition(first, 1)  # faster than argpartition
-    positions = (~(values < ordered[:, first, None])).nonzero()[1]  # of NaN, too
-    if positions.size != len(values) * count:
-        positions = first_largest(values, count).nonzero()[1]
-    return positions.reshape(len(values), count)
-
-
-def first_largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Mark the `count` largest of values (rows, n), at least 1: bool. Of equal ones the first are taken. A NaN counts
-    as infinite."""
+    marked = ~(values < ordered[:, first, None])  # NaN included, so that no row has fewer than `count`
+    if np.count_nonzero(marked) == len(values) * count:
+        return marked
     values = np.where(np.isnan(values), np.inf, values)
     least = np.partition(values, -count, 1)[:, -count, None]
     marked, equal = values > least, values == least

@@ -18,7 +18,7 @@ from ...kernels.ranking import MOST_UNITS
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
 from ...predictors.base import Decision, Query
-from ...predictors.sinks import first_largest, largest, sink_units, with_sinks
+from ...predictors.sinks import largest, mark_largest, sink_units, with_sinks
 from ...predictors.summaries import SummaryPredictor
 from .history import AbstractPages
 
@@ -94,17 +94,10 @@ def above(queue: np.ndarray, least: np.ndarray) -> np.ndarray:
 
 
 def best_tokens(scores: np.ndarray, wanted: int) -> np.ndarray:
-    """Mark the `wanted` highest scores of each row of (rows, n): bool. Of equal ones the first are taken, of -inf none.
-    A NaN counts as infinite."""
-    count = scores.shape[1] - wanted
-    if count <= 0:
-        return scores != -np.inf
-    ordered = scores.copy()
-    ordered.partition(count, 1)
-    keep = ~(scores < ordered[:, count, None])
-    if np.count_nonzero(keep) != len(scores) * wanted:
-        keep = first_largest(scores, wanted)
-    return keep & (scores != -np.inf)
+    """Mark the `wanted` highest scores of each row of (rows, n): bool. The first of equal scores are taken, but no
+    -inf. A NaN counts as infinite."""
+    possible: np.ndarray = scores != -np.inf
+    return possible & mark_largest(scores, wanted) if wanted < scores.shape[1] else possible
 
 
 _APART = 1024

@@ -17,7 +17,7 @@ from ...history.records import RecordFormat
 from ...history.state import Number, State, Table
 from ...memory.dry_run import DryRun
 from ...predictors.base import Predictor, Query
-from ...predictors.sinks import first_largest, largest, with_sinks
+from ...predictors.sinks import largest, mark_largest, with_sinks
 from .fitted_keys import FittedKeys, LowRankShared, Rules
 from .ranking import CANDIDATES, STEPS
 
@@ -240,12 +240,12 @@ def _best(importance: np.ndarray, budget: int, among: int | None = None) -> Choi
     if among is None or budget >= count:
         units = largest(importance, budget if budget < count else count)
         return Choice(units, importance=importance[every, units])
-    best = largest(importance, count if among < 0 else min(among, count))
+    best = mark_largest(importance, count if among < 0 else min(among, count)).nonzero()[1].reshape(rows, -1)
     of_best = importance[every, best]
     ordered, left = of_best.copy(), best.shape[1] - budget
     ordered.partition(left, 1)
-    chosen = ~(of_best < ordered[:, left, None])  # of NaN, too: no row has fewer than `budget`
+    chosen = ~(of_best < ordered[:, left, None])  # as in `mark_largest`, without another call
     if np.count_nonzero(chosen) != rows * budget:
-        chosen = first_largest(of_best, budget)
+        chosen = mark_largest(of_best, budget)
     units, others = best[chosen].reshape(rows, budget), best[~chosen].reshape(rows, left)
     return Choice(units, importance=of_best[chosen].reshape(rows, budget), next=others)
