@@ -76,14 +76,20 @@ def add_cache_arguments(parser: argparse.ArgumentParser, *others: str) -> None:
         help="set a cache option, e.g. num_selected=400; may be repeated")  # fmt: skip
 
 
+def add_goal_argument(parser: argparse.ArgumentParser) -> None:
+    """`--goal`."""
+    add = parser.add_argument
+    add("--goal", choices=GOALS,
+        help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
+
+
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     """`--memory`, `--goal`, `--floor` and `--strict`, of each request."""
     add = parser.add_argument
     add("--memory", metavar="SIZE",
         help="memory limit per request: 300MiB, bytes, or 1/13 of its full KV cache. With a GPU: of device memory, and "
         "--set host_memory=64GiB is the limit of host memory")
-    add("--goal", choices=GOALS,
-        help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
+    add_goal_argument(parser)
     add("--floor", metavar="SIZE", help="memory per sequence if that fraction is too small (default: 64MiB)")
     add("--strict", action="store_true", help="raise an error for such a request instead")
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import GOALS
 from ..errors import ConfigError, ContextError, StoreError
 from ..report.progress import Progress
 from ..report.report import share_text, size_text
@@ -19,6 +18,7 @@ from .arguments import (
     OutputFileError,
     PromptFileError,
     add_cache_arguments,
+    add_goal_argument,
     add_model_arguments,
     add_verb,
     check_writable,
@@ -55,8 +55,7 @@ def add(verbs: Any) -> None:
     add("--memory", metavar="SIZE",
         help="memory limit: 300MiB, bytes, or a fraction of the full KV cache: 1/13. With a GPU: of device memory, and "
         "--set host_memory=64GiB is the limit of host memory")
-    add("--goal", choices=GOALS,
-        help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
+    add_goal_argument(parser)
     add("--compare", action="store_true", help="also run DynamicCache, and print both")
     add("--save", metavar="DIR", type=Path, help="save the prefilled document as a context, for other questions")
     add("--overwrite", action="store_true", help="replace an existing context at the --save path")

@@ -10,12 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import GOALS, OffloadConfig, parse_memory, parse_size
+from ..config import OffloadConfig, parse_memory, parse_size
 from ..errors import ConfigError
 from ..registry import cache_class
 from ..report.report import size_text
 from .arguments import (
     add_cache_arguments,
+    add_goal_argument,
     add_model_arguments,
     add_verb,
     check_writable,
@@ -55,8 +56,7 @@ def add(verbs: Any) -> None:
         help="plan for a machine elsewhere with so much free memory, e.g. 12GB; with --device-memory: free host memory")
     add("--free-disk", metavar="SIZE", help="plan for a disk elsewhere with so much free space, e.g. 200GB")
     add("--disk-speed", metavar="SIZE", help="bytes that the disk reads in a second, e.g. 500MB: prints a step's time")
-    add("--goal", choices=GOALS,
-        help="with --memory: fidelity, for steps closer to full attention, or speed (default: as for_budget)")
+    add_goal_argument(parser)
     add("--compare", action="store_true", help="all caches side by side, each with the fields that fit it best")
     add("--measured", metavar="FILE",
         help="with --compare and --memory: the file that `tune --compare` wrote (default: the shipped table)")
