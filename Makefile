@@ -67,7 +67,7 @@ test: lint
 	$(call pytest_twice,$(BIN)/python)
 
 test-all: lint test-lowest test-kernels
-	$(call pytest_twice,$(BIN)/python,-m "not gpu and not kernels")
+	$(call pytest_twice,$(BIN)/python,-m "not gpu and not kernels" --hypothesis-profile=default)
 
 test-gpu: $(VENV)/.tools
 	$(BIN)/python -m pytest -m gpu $(ARGS)

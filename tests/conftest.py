@@ -1,5 +1,5 @@
-"""What holds for every test: one torch thread, a cache folder of the run, torch as it was before it, and tests marked
-`alone` beside no other.
+"""What holds for every test: one torch thread, a cache folder of the run, torch as it was before it, the same examples
+of hypothesis in each run, and tests marked `alone` beside no other.
 
 With workers (`-n`) the tests marked `alone` are left out; `--alone` runs them and no others. Without either, all run,
 one after the other. `make test` makes both calls.
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from checked_cache import Gathers
@@ -35,6 +36,11 @@ sys.modules["kernels"] = None  # type: ignore[assignment]
 # Before torch is imported, and for the processes that tests start: tiny operations only wait for each other's threads,
 # and how many there are decides the last bits of a sum.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A change fails in the run in which it is made, not in somebody's later one. `--hypothesis-profile=default` searches
+# among other examples each time.
+settings.register_profile("same examples", derandomize=True, database=None)
+settings.load_profile("same examples")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -61,7 +61,7 @@ def exchange(
             the last. None: empty slots are filled, and then those of the least used units, of equal ones the first.
         uses, weight: without `order`, (R, U) float32, how often each unit was used, in a slot or not, and (R,) float64,
             the weight of a use now. It grows in a step that reads a unit, so earlier uses count less: see `MostUsed`
-            in `fetch`, which differs only in that it leaves little used units without a slot.
+            in `fetch`. That leaves little used units without a slot, and fills slots in another order.
 
     Returns the units' slots (R, S) int32, -1 for those of -1; `absent` (R, S) int32, each unit that was in no slot and
     has to be read into its new one, -1 for the others; and `counts` (2, R) int64, how many these are, and how many
