@@ -380,6 +380,16 @@ def _slots(units: torch.Tensor, form: RecordFormat) -> tuple[torch.Tensor, torch
     return slots, data
 
 
+@case("slots.seal")
+def _seal(sizes: Sizes, device: torch.device) -> Case:
+    """A unit leaves the latest entries, as many times as are called: the others stay as many."""
+    form = RecordFormat(sizes.kv_heads, sizes.dim, sizes.kv_heads, sizes.dim, torch.bfloat16, _UNIT)
+    tail = torch.randn(sizes.rows, _RECENT + _UNIT, form.entry_width, device=device).to(torch.bfloat16)
+    filled = torch.empty(sizes.rows, form.record_bytes, dtype=torch.uint8, device=device)
+    run = functools.partial(kernel("slots.seal"), tail, tail.shape[1], filled, form)
+    return Case(run, 2 * tail.nbytes + filled.nbytes)
+
+
 @case("slots.bring")
 def _bring(sizes: Sizes, device: torch.device) -> Case:
     made, absent, bring = records(sizes, _UNIT, device), _units(sizes, device), kernel("slots.bring")

@@ -122,6 +122,7 @@ class PositionHistory:
         self._blocks = partial(block_groups, form, config, device)
         self._step = self._blocks(rows)
         self._unlimited = device.type == "cuda" and config.memory is None
+        self._on_device = device.type == "cuda" and (form.bits is None or form.dtype.itemsize <= 4)
         self._packed = PACKED_BY_A_DEVICE if self._unlimited else PACKED_AT_ONCE
         self.store = storage.open_store(form.record_bytes, name) if store is None else store
         self.table = BlockTable(self.store, rows)
@@ -286,14 +287,18 @@ class PositionHistory:
         return max(0, held - self._num_recent) // (self._together * self.form.group_size) * self._together
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        group, old = self.form.group_size, self.tail.entries
+        form, group, old = self.form, self.form.group_size, self.tail.entries
         total = old.shape[1] + keys.shape[2]
         count = self._leaving(total)
         ids = self.table.append(count)
-        sealed = leaving(self.form, old[:, : count * group].clone(), keys, values, count * group)
+        if self._on_device and total <= self.tail.capacity:
+            return self._seal(ids, keys, values)
+        sealed = leaving(form, old[:, : count * group].clone(), keys, values, count * group)
         if total <= self.tail.capacity:
             self.tail.append(keys, values)
-            self._write(ids, self.tail.entries[:, : count * group])
+            records, entries = self._new_records(ids.size), self.tail.entries[:, : count * group]
+            form.fill(entries.reshape(-1, group, form.entry_width), records, self._packed)
+            self._write(ids, records)
             self._moved = True
             self.tail.drop_first(count * group)
         else:
@@ -302,12 +307,30 @@ class PositionHistory:
                 start, stop = stop, min(stop + piece, count)
                 some = ids[:, start:stop]
                 records = self._new_records(some.size)
-                into = self._entries(records) if self.form.fills else None
-                self._write(some, self._join(old, keys, values, start * group, stop * group, into), records)
+                into = self._entries(records) if form.fills else None
+                entries = self._join(old, keys, values, start * group, stop * group, into)
+                if into is None:
+                    form.fill(entries.view(-1, group, form.entry_width), records, self._packed)
+                self._write(some, records)
             tail = self._join(old, keys, values, count * group, total)
             self._moved = True
             self.tail.replace(tail, apart=True)
         return sealed
+
+    def _seal(
+        self, ids: np.ndarray, keys: torch.Tensor, values: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """As `_append`, on a CUDA device: groups leave the tail for records `ids` (rows, n)."""
+        self.tail.append(keys, values)
+        records = self._new_records(ids.size)
+        left = self.tail.seal(records)
+        try:
+            self._write(ids, records)
+        except Exception:
+            self.tail.take_back(left)
+            raise
+        self._moved = True
+        return [self.form.split(left)]
 
     def _join(
         self, old: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, stop: int,
@@ -332,16 +355,12 @@ class PositionHistory:
         return torch.empty(count, self.form.record_bytes, dtype=torch.uint8, device=self.device)
 
     def _write(
-        self, ids: np.ndarray, entries: torch.Tensor, records: torch.Tensor | None = None
+        self, ids: np.ndarray, records: torch.Tensor
     ) -> list[tuple[np.ndarray, torch.Tensor, Callable[[], object] | None]]:
-        """Hand entries (rows, n G, entry_width) to the writer as records `ids` (rows, n), padded with zeros. Returns,
-        for each run of records that it gets at a time, their ids (m,); the payloads (m, payload_width) in host memory,
-        which the writer owns: do not change them; and a callable that blocks until they are there; None: they are.
-        `records`: memory for them, which may have the entries already."""
+        """Hand `records` to the writer as records `ids` (rows, n). Returns, for each run of records that it gets at a
+        time, their ids (m,); the payloads (m, payload_width) in host memory, which the writer owns: do not change them;
+        and a callable that blocks until they are there; None: they are."""
         form, flat = self.form, ids.reshape(-1)
-        records = self._new_records(ids.size) if records is None else records
-        if records.data_ptr() != entries.data_ptr():
-            form.fill(entries.reshape(-1, form.group_size, form.entry_width), records, self._packed)
         if records.device.type == "cpu":
             self._storage.prefetcher.write(self.store, flat, records)
             return [(flat, form.payload(records), None)]

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ..kernels.slots import seal
 from ..memory.account import MemoryAccount
 from ..memory.dry_run import DryRun
 from ..stores.base import Store
@@ -191,6 +192,16 @@ class RollingTail:
         `apart`."""
         self._buffer[:, : entries.shape[1]] = entries if apart else entries.clone()
         self.length = entries.shape[1]
+
+    def seal(self, records: torch.Tensor) -> torch.Tensor:
+        """Drop the oldest tokens, which fill `records`, in one launch on a CUDA device: see `slots.seal`."""
+        left = seal(self._buffer, self.length, records, self.form)
+        self.length -= left.shape[1]
+        return left
+
+    def take_back(self, entries: torch.Tensor) -> None:
+        """Undo the latest `seal`, which returned `entries`."""
+        self.replace(torch.cat([entries, self.entries], 1))
 
     def drop_first(self, count: int) -> None:
         """Drop the oldest `count` tokens."""

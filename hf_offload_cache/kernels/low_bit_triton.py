@@ -208,6 +208,18 @@ def _place(  # type: ignore[no-untyped-def]
     return (token // GROUP).to(tl.int64), token % GROUP, there, (first + channel)[None, :], inside
 
 
+@triton.jit
+def _in_8_bits(own, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest magnitudes (n,) of heads `own` (n, WIDE) float32, and their elements in 8 bits, still int32."""
+    unknown = tl.max((own != own).to(tl.int32), 1) > 0
+    most = tl.where(unknown, float("nan"), tl.max(tl.abs(own), 1))
+    known = most < float("inf")
+    factor = tl.minimum(tl.div_rn(1.0, tl.where(known, _of_largest(most, KIND), 1.0)), _MOST)
+    found = tl.where(known[:, None], own * factor[:, None], 0.0)
+    found = tl.minimum(tl.maximum(found, -_LEVELS), _LEVELS)
+    return most, ((found + _TO_INTEGER) - _TO_INTEGER).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _pack_entries(  # type: ignore[no-untyped-def]
     entries, codes, largest, tokens, entry_record, entry_token, code_record, largest_record, GROUP: tl.constexpr,
@@ -218,14 +230,8 @@ def _pack_entries(  # type: ignore[no-untyped-def]
     record, place, there, element, inside = _place(tokens, GROUP, KEY_HEADS, KEY, VALUE, AT_ONCE, WIDE)
     begin = entries + record * entry_record + place * entry_token
     own = tl.load(begin[:, None] + element, mask=inside, other=0.0).to(tl.float32)
-    unknown = tl.max((own != own).to(tl.int32), 1) > 0
-    most = tl.where(unknown, float("nan"), tl.max(tl.abs(own), 1))
+    most, found = _in_8_bits(own, KIND)
     tl.store(largest + record * largest_record + place * heads + head, most.to(largest.dtype.element_ty), mask=there)
-    known = most < float("inf")
-    factor = tl.minimum(tl.div_rn(1.0, tl.where(known, _of_largest(most, KIND), 1.0)), _MOST)
-    found = tl.where(known[:, None], own * factor[:, None], 0.0)
-    found = tl.minimum(tl.maximum(found, -_LEVELS), _LEVELS)
-    found = ((found + _TO_INTEGER) - _TO_INTEGER).to(tl.int32)
     into = codes + record * code_record
     tl.store((into + place * ENTRY)[:, None] + element, found.to(tl.int8), mask=inside)
     if head == 0:  # zeros between the integers and the largest magnitudes, and behind these

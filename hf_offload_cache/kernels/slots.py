@@ -1,4 +1,5 @@
-"""Slots on a device that hold records of host memory: which records are in which, their reads, and attention to them.
+"""Slots on a device that hold records of host memory: which records are in which, their reads, and attention to them;
+and the records of entries that leave the latest ones.
 
 The tables are tensors of the device, so that a step neither waits for the host nor tells it anything. Slots are filled
 as `SlotTable` fills them: first in, first out (KVSwap, section 3.4.3), or those of the least used units first (LeoAM,
@@ -111,6 +112,26 @@ def _count_uses(units: torch.Tensor, new: torch.Tensor, uses: torch.Tensor, weig
     beyond = now > MOST_WEIGHT
     uses.copy_(torch.where(beyond[:, None], counted / now.float()[:, None], counted)[:, :-1])
     weight.copy_(torch.where(beyond, 1.0, now))
+
+
+@with_kernel()
+def seal(tail: torch.Tensor, length: int, records: torch.Tensor, form: Any) -> torch.Tensor:
+    """Take the oldest entries out of a rolling tail and write them to records (KVSwap, section 3.4.1). The later ones
+    move to the tail's begin.
+
+    Args:
+        tail: (R, T, entry width), contiguous, of which the first `length` entries of a row are defined; changed.
+        records: (R n, record bytes) uint8, contiguous: n records of each row, one row after the other. They are filled
+            as `RecordFormat.fill` does, with the first n G entries of their row, which has so many.
+        form: the records' `RecordFormat`. In 8 bits, entries have at most 32.
+
+    Returns the entries that left, (R, n G, entry width), new.
+    """
+    count = len(records) // len(tail) * form.group_size
+    left = tail[:, :count].clone()
+    form.fill(left.view(-1, form.group_size, form.entry_width), records)
+    tail[:, : length - count] = tail[:, count:length].clone()
+    return left
 
 
 @with_kernel()

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .low_bit_triton import _in_type, _rounded, _scale, wide
+from .low_bit_triton import _in_8_bits, _in_type, _rounded, _scale, wide
 from .ranking_triton import _LOWEST, _exist, _merged, _times, counters, split
 from .slots import EVERY_STEP, LATER, MOST_WEIGHT
 
@@ -29,6 +29,12 @@ _TOKENS = 32
 """Entries at a time; half as many of more than 128 channels."""
 _TILE = 8192
 """Elements of parts that a program merges at a time."""
+_SEALED = 4096
+"""Elements of a tail that a program moves at a time."""
+_CHANNELS = 64
+"""Channels of entries that a program moves, unless it packs a head."""
+_ZEROS = 512
+"""Bytes behind a payload that a program fills at a time."""
 
 
 # Tables
@@ -176,6 +182,69 @@ def bring(addresses: torch.Tensor, absent: torch.Tensor, slots: torch.Tensor, da
         addresses, absent, slots, data.view(word), rows * count, count, addresses.stride(0), data.shape[1], words,
         words // each * each, aligned, min(triton.next_power_of_2(words), _COPIED // word.itemsize), each, num_warps=8,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["length", "each"])
+def _seal(  # type: ignore[no-untyped-def]
+    tail, codes, typed, left, length, each, tail_row, code_record, typed_record, GROUP: tl.constexpr,
+    KEY_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, ENTRY: tl.constexpr, LARGEST: tl.constexpr,
+    END: tl.constexpr, BYTES: tl.constexpr, PACKED: tl.constexpr, KIND: tl.constexpr, TOKENS: tl.constexpr,
+    WIDE: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Some channels of all of a row's entries: a head's if it is packed. No other program reads or writes them."""
+    row, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    channel, place, count, of_key = tl.arange(0, WIDE), tl.arange(0, TOKENS), each * GROUP, head < KEY_HEADS
+    element = tl.where(of_key, head * KEY, KEY_HEADS * KEY + (head - KEY_HEADS) * VALUE) + channel
+    inside = (channel < tl.where(of_key, KEY, VALUE)) & (element < ENTRY)
+    tail += row * tail_row
+    for first in range(0, length, TOKENS):
+        token = first + place
+        there, leaves = (token < length)[:, None] & inside[None, :], token < count
+        own = tl.load(tail + token[:, None] * ENTRY + element[None, :], mask=there, other=0)
+        if first < count:
+            goes, record, within = there & leaves[:, None], row * each + token // GROUP, token % GROUP
+            tl.store(left + (row * count + token)[:, None] * ENTRY + element[None, :], own, mask=goes)
+            if PACKED:
+                most, found = _in_8_bits(own.to(tl.float32), KIND)
+                at = record * typed_record + LARGEST + within * heads + head
+                tl.store(typed + at, most.to(typed.dtype.element_ty), mask=leaves)
+                into = codes + record * code_record + within * ENTRY
+                tl.store(into[:, None] + element[None, :], found.to(tl.int8), mask=goes)
+            else:
+                into = typed + record * typed_record + within * ENTRY
+                tl.store(into[:, None] + element[None, :], own, mask=goes)
+        tl.debug_barrier()  # all of these tokens are read, and later ones lie behind the places that they move to
+        tl.store(tail + (token - count)[:, None] * ENTRY + element[None, :], own, mask=there & (leaves == 0)[:, None])
+    zeros, byte = tl.zeros((ZEROS,), dtype=tl.int8), tl.arange(0, ZEROS)
+    for record in range(each):  # zeros behind payloads, and before the largest magnitudes
+        into = codes + (row * each + record) * code_record
+        for first in range(END + head * ZEROS, BYTES, heads * ZEROS):
+            tl.store(into + first + byte, zeros, mask=first + byte < BYTES)
+        if PACKED and head == 0:
+            padding = GROUP * ENTRY + byte
+            tl.store(into + padding, zeros, mask=padding < LARGEST * typed.dtype.element_ty.itemsize)
+
+
+def seal(tail: torch.Tensor, length: int, records: torch.Tensor, form: Any) -> torch.Tensor:
+    """As `slots.seal`. In 8 bits each program has a head, because that has one largest magnitude."""
+    rows, each, size = len(tail), len(records) // len(tail), form.dtype.itemsize
+    left = torch.empty(rows, each * form.group_size, form.entry_width, dtype=tail.dtype, device=tail.device)
+    packed, wide_head = form.bits is not None, triton.next_power_of_2(max(form.key_dim, form.value_dim))
+    typed = records.view(form.dtype)
+    if packed:
+        heads, shape = form.num_key_heads + form.num_value_heads, (form.num_key_heads, form.key_dim, form.value_dim)
+        given: Any = tail, records.view(torch.int8), typed, left
+    else:  # bits are copied
+        word = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+        heads, wide_head = triton.cdiv(form.entry_width, _CHANNELS), _CHANNELS
+        shape = heads, _CHANNELS, _CHANNELS
+        given = tail.view(word), records.view(torch.int8), records.view(word), left.view(word)
+    _seal[(rows, heads)](
+        *given, length, each, tail.stride(0), records.stride(0), typed.stride(0), form.group_size, *shape,
+        form.entry_width, form.largest_at // size, form.payload_bytes, records.shape[1], packed,
+        str(form.dtype).removeprefix("torch."), max(1, _SEALED // wide_head), wide_head, _ZEROS,
+    )  # fmt: skip
+    return left
 
 
 # Attention

@@ -51,7 +51,7 @@ JOINING = 200
 parts: of eight rows of Llama's in three."""
 
 
-SEALING, MOST_SEALING = 16, 18
+SEALING, MOST_SEALING = 12, 18
 """The most launches of a layer of `DiskSwapCache` beyond a usual step's, where it seals a group, and in the same step
 counts the mass that it has estimated; and steps until one does."""
 LOOKS = "model/masks.py:seen_before"

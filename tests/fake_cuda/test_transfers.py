@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -354,10 +355,11 @@ def test_several_rows_are_written_in_place(
     group: int, bits: int | None, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device packs them together, in as many launches as one row, and copies each row's records into their store.
-    Scattered ones go through the writer's queue."""
+    Scattered ones go through the writer's queue. A unit that leaves the latest tokens later takes one launch, and stays
+    if it cannot be written."""
     monkeypatch.setattr(memory, "CHUNK_BYTES", 20 * 8192)
     monkeypatch.setattr(records, "CHUNK_BYTES", 16 * 8192)
-    batches, tokens, launches = Batches(monkeypatch), 1200, []
+    batches, tokens, launches = Batches(monkeypatch), 1236, []
     form = RecordFormat(2, 64, 2, 64, torch.bfloat16, group, bits)
     config = OffloadConfig(engine="memory", num_recent=32, group_size=group)
     for rows in (1, 3):
@@ -375,8 +377,21 @@ def test_several_rows_are_written_in_place(
             free = history.store.capacity - rows * history.units
             history.store.free(history.store.allocate(free + 400)[free::2])
             batches.clear()
-            history.append(*(Fake(each[:, :, 1000:]) for each in both))
+            history.append(*(Fake(each[:, :, 1000:1200]) for each in both))
             assert batches and all(batch.nbytes == len(batch.ids) * form.record_bytes for batch in batches)
+            units, costs, refusing = history.units, list[int](), mock.patch.object(storage.prefetcher, "write")
+            for at in range(1200, tokens):
+                token = [Fake(each[:, :, at : at + 1]) for each in both]
+                if history.room < 1:
+                    with refusing as refused, pytest.raises(MemoryError):
+                        refused.side_effect = MemoryError
+                        history.append(*token)
+                    assert (history.length, history.recent.shape[1]) == (at, at - history.units * group)
+                counts.clear()
+                history.append(*token)
+                costs.append(counts.launches.total())
+            assert history.units > units and not storage.torn and counts.syncs.total() == 0
+            assert set(costs) == {1, 2} and costs.count(2) == history.units - units
             storage.catch_up(history.store, CUDA)
             stored = [values_of(each) for each in history.whole()]
             storage.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,6 +84,45 @@ def test_records_arrive_in_their_slots(
     assert torch.equal(found.cpu().view(torch.uint8), expected.view(torch.uint8))
     row = records[places[1, absent[1, 1]], : width * dtype.itemsize]
     assert torch.equal(expected[1, into[1, 1]].view(torch.uint8), row)
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "bits", "group", "each", "later", "moved"),
+    [
+        ((3, 64, 3, 64), torch.bfloat16, None, 15, 1, 31, 4096), ((8, 128, 8, 128), torch.bfloat16, 8, 4, 2, 32, 4096),
+        ((2, 24, 2, 40), torch.float16, 8, 5, 3, 4, 256), ((1, 5, 2, 3), torch.float32, 8, 7, 1, 0, 64),
+        ((2, 3, 1, 1), torch.float32, None, 3, 2, 9, 64), ((1, 130, 1, 0), torch.bfloat16, None, 4, 1, 70, 512),
+        ((2, 24, 2, 40), torch.float16, None, 16, 1, 3, 1024), ((1, 7, 1, 9), torch.float64, None, 5, 2, 11, 128),
+    ],
+)  # fmt: skip
+def test_what_leaves_a_tail_fills_records(
+    device: str, sizes: tuple[int, int, int, int], dtype: torch.dtype, bits: int | None, group: int, each: int,
+    later: int, moved: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Byte for byte, and so does what stays and moves: more or fewer entries than a program moves at a time."""
+    kernel, form = kernels("slots_triton", device, monkeypatch), RecordFormat(*sizes, dtype, group, bits)
+    monkeypatch.setattr(kernel, "_SEALED", moved)
+    rows, count = 2, each * group
+    tail = torch.randn(rows, count + later + 2, form.entry_width, generator=torch.Generator().manual_seed(group))
+    tail = tail.to(dtype)
+    tail[:, count + later :] = torch.nan  # not defined yet
+    if bits is None:
+        tail[0, 0, 0], tail[1, count:, -1] = torch.nan, -torch.inf
+    before, found = tail.clone(), tail.to(device, copy=True)
+    records = torch.full((rows * each, form.record_bytes), 0xA5, dtype=torch.uint8)
+    filled = records.to(device, copy=True)
+    left = slots.seal(tail, count + later, records, form)
+    fill_what_is_empty(monkeypatch)
+    given = kernel.seal(found, count + later, filled, form), filled, found
+    for one, other in zip(given, (left, records, tail), strict=True):
+        assert torch.equal(one.cpu().view(torch.uint8), other.view(torch.uint8)) and one.shape == other.shape
+    stored = form.unpacked(form.payload(records)).reshape(left.shape)
+    if bits is None:
+        torch.testing.assert_close(stored, left, rtol=0, atol=0, equal_nan=True)
+    assert not records[:, form.payload_bytes :].any()
+    was = [before[:, :count], before[:, count : count + later]]
+    torch.testing.assert_close([left, tail[:, :later]], was, rtol=0, atol=0, equal_nan=True)
 
 
 SHAPES = {
@@ -263,3 +303,7 @@ def test_each_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
         kernel.attend(query, data, places, recent, form, 0.2, value, weight)
         kernel.attend(query, data, places, recent, form, 0.2, None, None, keep)
         assert (launches.count, launches.others) == (4, [])
+        for sealed in (form, replace(form, bits=None)):
+            records = torch.empty(4, sealed.record_bytes, dtype=torch.uint8, device=device)
+            kernel.seal(torch.empty(2, 20, form.entry_width, dtype=form.dtype, device=device), 15, records, sealed)
+        assert (launches.count, launches.others) == (6, [])

@@ -226,9 +226,9 @@ class ChunkHistory(PositionHistory):
             raise
 
     def _write(
-        self, ids: np.ndarray, entries: torch.Tensor, records: torch.Tensor | None = None
+        self, ids: np.ndarray, records: torch.Tensor
     ) -> list[tuple[np.ndarray, torch.Tensor, Callable[[], object] | None]]:
-        written = super()._write(ids, entries, records)
+        written = super()._write(ids, records)
         if self.replicas is not None:
             for some, payloads, arrived in written:
                 if arrived is not None:
