@@ -186,11 +186,9 @@ def _attend_in(
     attended = where.shape[1] * history.form.group_size if choice.attended is None else choice.attended
     counters.attend(call.query.shape[0], history.length, attended + history.recent.shape[1])
     if choice.lost is not None:
-        counters.later(lost_millionths=choice.lost)
-        counters.times_lost += 1
+        counters.lost_later(choice.lost, logarithm.numel())
     if looks and choice.weight is not None:
-        counters.times_estimated += 1
-        counters.later(estimated_millionths=((choice.weight - logarithm).exp().nan_to_num().mean() * 1e6).long())
+        counters.estimated_later(choice.weight, logarithm)
     layer.attended_on_device(choice)
     return output[:, None], None
 

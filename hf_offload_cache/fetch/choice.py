@@ -105,7 +105,7 @@ class DeviceChoice:
     weight: torch.Tensor | None = None
     """(B, H) float32: that entry's score."""
     lost: torch.Tensor | None = None
-    """() int64: millionths of the attention mass that is on neither, mean over rows and heads; None: not asked for."""
+    """(rows,) float32: the attention mass that is on neither, summed over a row's heads; None: not asked for."""
     nbytes: int = 0
     """Upper bound on the device memory that it took."""
 

@@ -150,17 +150,19 @@ def share(
 
 
 @with_kernel()
-def pick(importance: torch.Tensor, wanted: int, among: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pick(importance: torch.Tensor, wanted: int, among: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The `wanted` most important units of each row, and those that follow: (R, wanted) and (R, among - wanted) int32,
-    both ascending and new. Of equal ones the first come first.
+    both ascending. Of equal ones the first come first. And the sum (R,) float32 of the importance of all others that is
+    positive and finite. All are new.
 
     Args:
         importance: (R, U) float32, no NaN; contiguous.
         wanted, among: at most U each, `wanted` at most `among`.
     """
     order = importance.sort(dim=1, descending=True, stable=True).indices.int()
-    units, others = order[:, :wanted], order[:, wanted:among]
-    return units.sort(1).values, others.sort(1).values
+    units, others, left = order[:, :wanted], order[:, wanted:among], importance.gather(1, order[:, among:].long())
+    left = left.masked_fill((left <= 0) | left.isinf(), 0).sum(1)
+    return units.sort(1).values, others.sort(1).values, left
 
 
 @with_kernel()

@@ -333,7 +333,7 @@ def share(
 # Choice
 
 @triton.jit(do_not_specialize=["count", "wanted", "among"])
-def _pick(importance, units, others, count, wanted, among, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pick(importance, units, others, left, count, wanted, among, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row, unit = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     there = unit < count
     given = tl.load(importance + row * count + unit, mask=there, other=0.0)
@@ -353,23 +353,26 @@ def _pick(importance, units, others, count, wanted, among, BLOCK: tl.constexpr):
     of_wanted, of_among = wanted - (above & 0xFFFF).to(tl.int32), among - (above >> 16).to(tl.int32)
     first = (image > wants) | ((image == wants) & ((equal & 0xFFFF).to(tl.int32) <= of_wanted))
     later = (image > follows) | ((image == follows) & ((equal >> 16).to(tl.int32) <= of_among))
+    weighs = there & (first == 0) & (later == 0) & (image > 0x80000000) & (image < 0xFF800000)  # positive, finite
+    rest = tl.where(weighs, (image & 0x7FFFFFFF).to(tl.float32, bitcast=True), 0.0)
+    tl.store(left + row, tl.sum(rest, 0))
     first, later = first & there, later & there & (first == 0)
     place = tl.cumsum(first.to(tl.uint32) + (later.to(tl.uint32) << 16), 0)
     tl.store(units + row * wanted + (place & 0xFFFF).to(tl.int32) - 1, unit, mask=first)
     tl.store(others + row * (among - wanted) + (place >> 16).to(tl.int32) - 1, unit, mask=later)
 
 
-def pick(importance: torch.Tensor, wanted: int, among: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pick(importance: torch.Tensor, wanted: int, among: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `ranking.pick`, of at most `MOST_UNITS` units."""
     rows, count = importance.shape
     options: dict[str, Any] = {"dtype": torch.int32, "device": importance.device}
     assert count <= MOST_UNITS, count
     units, others = torch.empty(rows, wanted, **options), torch.empty(rows, among - wanted, **options)
-    wide_count = wide(count)
+    wide_count, left = wide(count), torch.empty(rows, dtype=torch.float32, device=importance.device)
     _pick[(rows,)](
-        importance, units, others, count, wanted, among, wide_count, num_warps=min(32, max(4, wide_count // 512))
+        importance, units, others, left, count, wanted, among, wide_count, num_warps=min(32, max(4, wide_count // 512))
     )
-    return units, others
+    return units, others, left
 
 
 # The remainder

@@ -46,7 +46,7 @@ class Counters:
     flight_seen: float = 0.0
     told: Callable[[], None] | None = None
     """Called once, when the next step has ended."""
-    _on_devices: dict[torch.device, list[tuple[Callable[[int], None] | str, torch.Tensor]]] = field(
+    _on_devices: dict[torch.device, list[tuple[Callable[..., None] | str, tuple[torch.Tensor, ...]]]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
@@ -64,11 +64,31 @@ class Counters:
     def later(self, **numbers: torch.Tensor) -> None:
         """Add numbers, () int64, to the counts of these names at `fold`, so that nobody waits for a device now."""
         for name, number in numbers.items():
-            self._on_devices[number.device].append((name, number))
+            self._on_devices[number.device].append((name, (number,)))
 
     def tell_later(self, told: Callable[[int], None], number: torch.Tensor) -> None:
         """Call `told` with this number, () int64, or the sum of these, (n,), at `fold`."""
-        self._on_devices[number.device].append((told, number))
+        self._on_devices[number.device].append((lambda numbers: told(int(numbers.sum())), (number,)))
+
+    def lost_later(self, lost: torch.Tensor, queries: int) -> None:
+        """Count, at `fold`, a layer's step in which so many `queries`, each of an attention mass of 1, lost the masses
+        (n,) float32 together."""
+
+        def count(masses: torch.Tensor) -> None:
+            self.lost_millionths += round(float(masses.sum()) / queries * 1e6)
+
+        self.times_lost += 1
+        self._on_devices[lost.device].append((count, (lost,)))
+
+    def estimated_later(self, weight: torch.Tensor, logarithm: torch.Tensor) -> None:
+        """Count, at `fold`, a layer's step that estimated a part of each softmax: logarithms of that part and of the
+        softmax's sum, (B, H) float32 each. The share of a head with a NaN is 0."""
+
+        def count(weights: torch.Tensor, logarithms: torch.Tensor) -> None:
+            self.estimated_millionths += round(float((weights - logarithms).exp().nan_to_num().mean()) * 1e6)
+
+        self.times_estimated += 1
+        self._on_devices[weight.device].append((count, (weight, logarithm)))
 
     def fold(self) -> None:
         """Add everything given to `later`; waits once for each device."""
@@ -77,14 +97,14 @@ class Counters:
         import torch  # here, so that the console checks its arguments without it
 
         for counted in self._on_devices.values():
-            receivers, numbers = zip(*counted, strict=True)
-            each, values = [number.numel() for number in numbers], torch.cat([number.view(-1) for number in numbers])
-            for told, of_one in zip(receivers, values.cpu().split(each), strict=True):
-                number = int(of_one.sum())
+            every = [number.view(-1).view(torch.uint8) for _, numbers in counted for number in numbers]
+            parts = iter(torch.cat(every).cpu().split([len(part) for part in every]))
+            for told, numbers in counted:
+                values = [next(parts).clone().view(number.dtype) for number in numbers]  # a copy is aligned
                 if isinstance(told, str):
-                    setattr(self, told, getattr(self, told) + number)
+                    setattr(self, told, getattr(self, told) + int(values[0].sum()))
                 else:
-                    told(number)
+                    told(*values)
         self._on_devices.clear()
 
     def begin_step(self, flight_seconds: float) -> None:

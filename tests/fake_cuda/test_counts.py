@@ -51,9 +51,9 @@ JOINING = 200
 parts: of eight rows of Llama's in three."""
 
 
-SEALING, MOST_SEALING = 12, 18
-"""The most launches of a layer of `DiskSwapCache` beyond a usual step's, where it seals a group, and in the same step
-counts the mass that it has estimated; and steps until one does."""
+SEALING, MOST_SEALING = 3, 18
+"""The most launches of a layer of `DiskSwapCache` beyond a usual step's, where it seals a group: for the record, its
+address and its codes. To count the mass that it has estimated takes none. And steps until one does both."""
 LOOKS = "model/masks.py:seen_before"
 """Where a step looks at a mask, once for all layers."""
 

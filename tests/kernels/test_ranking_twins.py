@@ -105,7 +105,8 @@ def test_choices_equal_the_processors(
     np.testing.assert_allclose(importance[:, 1:], host[:, 1:], rtol=1e-3, atol=1e-6)
     host[:, 0] = np.inf
     for wanted in (1, max(1, units // 8), units):
-        chosen, others = pick(importance, wanted, units)
+        chosen, others, left = pick(importance, wanted, units)
+        assert not left.any()
         order = np.argsort(-host, 1, kind="stable")
         assert chosen.tolist() == np.sort(order[:, :wanted]).tolist()
         assert others.tolist() == np.sort(order[:, wanted:]).tolist()
@@ -145,7 +146,8 @@ def test_heads_whose_scores_are_nan_do_not_count(
 
 def test_the_best_units_are_picked_in_order_and_ties_go_to_the_lower_index() -> None:
     importance = torch.tensor([[3.0, torch.inf, 1, 3, 3, 0, 2, 3], [0, 0, 0, 0, 0, 0, 0, 0]])
-    units, others = pick(importance, 3, 6)
+    units, others, left = pick(importance, 3, 6)
+    assert left.tolist() == [1, 0] and pick(importance - 2, 0, 0)[2].tolist() == [4, 0]
     assert units.tolist() == [[0, 1, 3], [0, 1, 2]] and others.tolist() == [[4, 6, 7], [3, 4, 5]]
     on_host = predictor._best(importance.numpy(), 3, 6)
     assert on_host.units.tolist() == units.tolist() and on_host.next is not None
@@ -154,7 +156,7 @@ def test_the_best_units_are_picked_in_order_and_ties_go_to_the_lower_index() -> 
     importance[0] = torch.nan  # the other row has as many equal ones as both should get
     for among in (6, None):
         assert predictor._best(importance.numpy(), 3, among).units.tolist() == [[0, 1, 2], [0, 1, 2]]
-    units, others = pick(importance, 8, 8)
+    units, others, _ = pick(importance, 8, 8)
     assert units.tolist() == [list(range(8))] * 2 and others.shape == (2, 0) and units.dtype == torch.int32
 
 

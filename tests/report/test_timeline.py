@@ -496,6 +496,21 @@ def test_overlap_of_numbers_by_hand() -> None:
     assert counters.overlap == 0.0
 
 
+def test_numbers_of_a_device_are_counted_later() -> None:
+    """Of several types and sizes."""
+    counters, told = CacheCounters(), list[int]()
+    counters.lost_later(torch.tensor([0.5, 0.25, 0.0]), 6)
+    counters.tell_later(told.append, torch.tensor([2**40, 3]))
+    counters.estimated_later(torch.tensor([[0.5], [0.0], [torch.nan]]).log(), torch.zeros(3, 1))
+    counters.later(records_read=torch.tensor(2**40 + 1), units_ready=torch.tensor(7))
+    assert (counters.lost_millionths, told, counters.records_read, counters.times_lost) == (0, [], 0, 1)
+    for _ in range(2):
+        counters.fold()
+        assert (counters.lost_millionths, told) == (125_000, [2**40 + 3])
+        assert (counters.estimated_millionths, counters.times_estimated) == (166_667, 1)
+        assert (counters.records_read, counters.units_ready) == (2**40 + 1, 7)
+
+
 def test_a_reset_begins_anew(tmp_path: Path) -> None:
     storage = Storage(OffloadConfig(engine="memory"), tmp_path)
     try:

@@ -446,7 +446,7 @@ class FittedKeys:
         maps, units, rows, heads = self.maps, codes.shape[2], self.rows * self.heads, query.states.shape[1]
         if maps is not None and maps.ratio.shape[1] != query.states.shape[1]:
             maps = None
-        most, value, weight, lost = wanted if maps is None else min(CANDIDATES * wanted, units), None, None, None
+        most, value, weight = wanted if maps is None else min(CANDIDATES * wanted, units), None, None
         on = maps.on(keys.device) if maps is not None and most > wanted else None
         near_keys, others_of = first.shape[2] + recent.shape[2], 0 if on is None else (most - wanted) * group
         nbytes = ranking_bytes(self.rows, heads, rows, units, keys.rank, near_keys, most, others_of, form.value_dim)
@@ -454,14 +454,10 @@ class FittedKeys:
             low, constant, near = project(query.states, *asks, first, recent, query.scaling, there)
             best, tops, sums = score(low, constant, codes, counts, group, apart, exist)
             importance = share(best, tops, sums, near, rows, apart, exist)
-            chosen, others = pick(importance, wanted, most)
+            chosen, others, left = pick(importance, wanted, most)
             if on is not None:
                 value, weight = rest(low, constant, codes, counts, group, others, *on, asks.offsets, exist)
-        if looks:
-            mass = importance[:, apart:].sum() - importance.gather(1, chosen[:, apart:].long()).sum()
-            if value is not None:
-                mass -= importance.gather(1, others.long()).sum()
-            lost = (mass.nan_to_num() * (1e6 / (query.states[..., 0].numel()))).long()
+        lost = left if looks else None
         return DeviceChoice(chosen, value=value, weight=weight, lost=lost, nbytes=nbytes)
 
     def seen(self, query: Query) -> torch.Tensor | None:

@@ -347,7 +347,7 @@ class LowBitPredictor(Learner):
         if tokens > MOST_UNITS:
             best = importance.topk(count, 1, sorted=False).indices
         else:
-            best, _ = pick(importance, count, count)
+            best, _, _ = pick(importance, count, count)
         best = best.view(rows, heads, count)
         return best if visible is None else _seen(best.long(), visible)
 
