@@ -37,8 +37,8 @@ def report_of(cache: Any) -> CacheReport:
 
 
 def _steps(cache: Any) -> str:
-    """Where the layers' latest steps ran, with a model on a GPU; empty before the first step that selects."""
-    if not cache.storage.pinned or not cache.storage.counters.decode_steps:
+    """Where the layers' latest steps that select ran, with a model on a GPU; empty before the first one."""
+    if not cache.storage.pinned or not cache.storage.counters.tokens_visible:
         return ""
     layers = [one for one in cache.offloaded if getattr(one, "selects", False) and one.state == "tagged"]
     found = Counter(layer.why_over_host() for layer in layers if layer.is_initialized)
