@@ -92,10 +92,6 @@ class MostUsed:
     slots for a third and two thirds of a selection; .929 instead of .926, for a third and four thirds.)
     """
 
-    _KEEPS = 1 / LATER
-    """Weight of a use after one more step. At 8K tokens of text, with slots for an eighth to one selection, .8 and .9
-    have a fifth to a quarter more hits than first in, first out; .97 has as many up to half a selection, then fewer."""
-
     def __init__(self, capacity: int) -> None:
         self._record_in = np.full(capacity, -1, dtype=np.int64)
         self._uses = np.zeros(64, dtype=np.float32)

@@ -22,7 +22,9 @@ from .on_a_device import with_kernel
 from .ranking import PROGRAMS
 
 LATER, MOST_WEIGHT = 1.25, 2.0**66
-"""Weight of a use over that of a use one step before. Beyond the second, all weights are divided by the latest."""
+"""Weight of a use over that of a use one step before, so that a use keeps .8 of its weight. At 8K tokens of text, with
+slots for an eighth to one selection, .8 and .9 have a fifth to a quarter more hits than first in, first out; .97 has as
+many up to half a selection, then fewer. Beyond the second, all weights are divided by the latest."""
 EVERY_STEP = LATER / (LATER - 1)
 """Uses of a unit that is used in each step, in weights of the latest."""
 

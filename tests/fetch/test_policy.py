@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_offload_cache.fetch import FirstIn, MostUsed, Policy, SlotTable
+from hf_offload_cache.kernels.slots import EVERY_STEP, LATER
 from hf_offload_cache.methods.cluster import ClusterAligned
 
 
@@ -111,7 +112,7 @@ def test_the_frequency_table_against_one_that_counts_plainly(steps: list[list[in
         before = set((table.locate(np.arange(201)) >= 0).nonzero()[0].tolist())
         hit = [record for record in wanted if record in before]
         uses[wanted] += 1
-        uses[hit] = np.minimum(uses[hit], 1 / (1 - MostUsed._KEEPS))
+        uses[hit] = np.minimum(uses[hit], EVERY_STEP)
         step(table, *wanted)
         lie = table.locate(np.arange(201))
         inside = set((lie >= 0).nonzero()[0].tolist())
@@ -122,7 +123,7 @@ def test_the_frequency_table_against_one_that_counts_plainly(steps: list[list[in
         if outside and free:
             assert max(uses[list(outside)]) <= min(uses[list(free)]) * (1 + 1e-5)
         if not set(wanted) <= before:
-            uses *= MostUsed._KEEPS
+            uses /= LATER
     rehearsed = SlotTable(capacity, MostUsed)
     rehearsed.rehearse(201)
     assert table.nbytes <= rehearsed.nbytes + 4 * 2 * 201
