@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import hashlib
 import importlib.util
 import sys
 import traceback
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OURS, ConfigError
+from ..registry import CACHES
 from .arguments import add_cache_arguments, add_library_arguments, add_request_arguments, add_verb, complain
 
 _INSTALL = "pip install 'hf-offload-cache[eval]'"
@@ -90,9 +93,26 @@ def _with_cache(evaluate: Callable[..., Any], given: dict[str, Any]) -> Callable
         together = {**(model_args or {}), **given}
         if "library_bytes" in together and together.get("library") is None:
             raise ConfigError("--library-bytes is for a library: give --library DIR too")
+        if others.get("use_cache") is not None:
+            others["use_cache"] += _of_cache(together)
         return evaluate(model=_NAME, model_args=together, **others)
 
     return evaluate_with_cache
+
+
+def _of_cache(model_args: dict[str, Any]) -> str:
+    """End of the name of `--use_cache`'s file. lm-eval looks for an answer by its request only, and would take that of
+    `hf` or of another cache for this one's. Empty for `cache=dynamic`, which answers as `hf` does."""
+    from .named_cache import DYNAMIC, offloading_class
+
+    name = str(model_args.get("cache", next(iter(CACHES))))
+    if name == DYNAMIC:
+        return ""
+    fields = {field.name for field in dataclasses.fields(offloading_class(name).config_class)}
+    own = {"memory", "goal", "floor", *fields}
+    given = sorted((argument, str(value)) for argument, value in model_args.items() if argument in own)
+    digest = hashlib.blake2b(repr(given).encode(), digest_size=4).hexdigest()
+    return f"_{name.replace(':', '-')}-{digest}"
 
 
 def _with_requests(table: Callable[..., str]) -> Callable[..., str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -475,7 +476,21 @@ def test_arguments_of_a_file_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks", lambda self, metadata: None)
     (tmp_path / "own.yaml").write_text("model: hf\nmodel_args: {pretrained: a/b}\ntasks: [one]\n")
     assert cli.main(["lm-eval", "--config", str(tmp_path / "own.yaml"), "--memory", "1/3"]) == 0
-    assert called[0]["model_args"] == {"pretrained": "a/b", "memory": "1/3"}
+    assert called[0]["model_args"] == {"pretrained": "a/b", "memory": "1/3"} and called[0]["use_cache"] is None
+
+
+def test_answers_that_lm_eval_keeps_are_of_one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files of answers (`--use_cache`) have names of their own, except with `hf`'s own cache."""
+    names: list[str] = []
+    monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", lambda **given: names.append(given["use_cache"]))
+    monkeypatch.setattr("lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks", lambda self, metadata: None)
+    plain, options = ["--tasks", "one", "--use_cache", "answers"], ["--memory", "1/3", "--set", "exact=True"]
+    for added in (options, options, ["--model_args", "memory=1/3,exact=True,dtype=float32"], ["--memory", "1/4"], [],
+                  ["--cache", "dynamic"], ["--cache", "cluster"]):  # fmt: skip
+        assert cli.main(["lm-eval", *plain, *added]) == 0
+    first, again, as_arguments, *others = names
+    assert first == again == as_arguments and re.fullmatch(r"answers_disk-swap-[0-9a-f]{8}", first)
+    assert len({first, *others}) == 5 and others[2] == "answers" and others[3].startswith("answers_cluster-")
 
 
 @pytest.mark.parametrize(("words", "told"), [
