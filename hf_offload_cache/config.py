@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Self
 
 from .errors import ConfigError, shown
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
+          "TIB": 2**40}  # fmt: skip
 
 
 def parse_size(text: str | int, name: str = "size") -> int:

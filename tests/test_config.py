@@ -128,7 +128,8 @@ def test_unknown_fields_suggest() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("64KiB", 65536), ("1.5MiB", 3 * 2**19), (" 2 GB ", 2 * 10**9), ("7", 7), (12, 12), ("3b", 3), ("1kb", 1000)],
+    [("64KiB", 65536), ("1.5MiB", 3 * 2**19), (" 2 GB ", 2 * 10**9), ("7", 7), (12, 12), ("3b", 3), ("1kb", 1000),
+     ("2TB", 2 * 10**12), ("1TiB", 2**40)],
 )
 def test_sizes(text: str | int, size: int) -> None:
     assert parse_size(text) == size

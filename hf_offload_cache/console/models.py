@@ -155,6 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
     for model in known_models().values():
         if model.note is not None:
             console.print(f"{model.name}: {model.note}", markup=False, soft_wrap=True)
+    console.print("Each model's Hub name, source and date: --json FILE", markup=False, soft_wrap=True)
     if arguments.json is not None:
         write_json(arguments.json, {"device": arguments.device, "dtype": arguments.dtype, "models": found})
     return 0
@@ -162,7 +163,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def room_of(memory: str, device: str) -> int:
     """Bytes for weights and cache on a machine, or a GPU, with so much memory. Raises `ConfigError`."""
-    return parse_size(memory, "memory") - RESERVED[device]
+    room = parse_size(memory, "memory") - RESERVED[device]
+    if room <= 0:
+        kept = f"{RESERVED[device] // GB} GB that are left for the system, the program and its activations"
+        raise ConfigError(f"memory must be more than the {kept}, got {memory!r}: use 16GB")
+    return room
 
 
 def _rooms(memory: list[str] | None, device: str) -> dict[str, int]:

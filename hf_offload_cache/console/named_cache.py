@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,7 +49,8 @@ def load(
             wanted = dtype if dtype == "auto" else getattr(torch, dtype)
             model = AutoModelForCausalLM.from_pretrained(name, dtype=wanted)
         except Exception as error:  # its type depends on the format and on the model's code
-            raise ModelLoadError(f"cannot load {_named(name)} as a causal language model: {_reason(error)}") from error
+            why = f"cannot load {_named(name)} as a causal language model: {_reason(error)}{_hub_name(name)}"
+            raise ModelLoadError(why) from error
     try:
         return model.to(device).eval(), tokenizer
     except RuntimeError as error:
@@ -87,8 +89,8 @@ def load_tokenizer(name: str | None = None) -> PreTrainedTokenizerBase:
     except DefaultModelMissingError:
         raise
     except Exception as error:
-        place = "the default model" if name is None else _named(name)
-        raise ModelLoadError(f"cannot load the tokenizer of {place}: {_reason(error)}") from error
+        place, hint = ("the default model", "") if name is None else (_named(name), _hub_name(name))
+        raise ModelLoadError(f"cannot load the tokenizer of {place}: {_reason(error)}{hint}") from error
 
 
 def positions_of(model: PreTrainedModel) -> int | None:
@@ -100,12 +102,14 @@ def positions_of(model: PreTrainedModel) -> int | None:
 
 
 def load_positions(name: str | None = None) -> int | None:
-    """Tokens that the model which `load` would load has positions for, from its configuration; None: no limit stated.
-    Raises `DefaultModelMissingError`, `ModelLoadError`."""
+    """Tokens that the model which `load` would load, or one of `known_models`, has positions for, from its
+    configuration; None: no limit stated. Raises `DefaultModelMissingError`, `ModelLoadError`."""
     if name is None:
         from .default_model import default_positions
 
         return default_positions()
+    if (known := known_model(name)) is not None:
+        return known.positions
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -146,7 +150,8 @@ def load_geometry(
             model: Any = AutoModelForCausalLM.from_config(config)
             model = model.to(stored if dtype == "auto" else getattr(torch, dtype))
     except Exception as error:
-        raise ModelLoadError(f"cannot read the configuration of {_named(name)}: {_reason(error)}") from error
+        why = f"cannot read the configuration of {_named(name)}: {_reason(error)}{_known_name(name)}"
+        raise ModelLoadError(why) from error
     geometry = dataclasses.replace(Geometry.of(model), device=where)
     files = sum(file.stat().st_size for file in Path(name).glob("*.safetensors")) if Path(name).is_dir() else 0
     return dataclasses.replace(geometry, weight_bytes=files) if files and dtype == "auto" else geometry
@@ -166,7 +171,24 @@ def _named(name: str) -> str:
 
 def _reason(error: Exception) -> str:
     """The error's text, with its type unless the text suffices."""
-    return str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+    said = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+    return said.rstrip(".")
+
+
+def _hub_name(name: str) -> str:
+    """End of the error for a name of `known_models`, which only `plan` takes."""
+    known = known_model(name)
+    return "" if known is None else f"; the Hub name of {name} is {known.repository!r}"
+
+
+def _known_name(name: str) -> str:
+    """End of the error for a name that is no folder: the closest name that needs no Hub, or where to find one."""
+    if Path(name).exists():
+        return ""
+    names = {known.repository.lower(): known.name for known in known_models().values()}
+    names |= {known.lower(): known for known in known_models()}
+    near = difflib.get_close_matches(name.lower(), names, 1)
+    return f"; did you mean {names[near[0]]!r}, which needs no Hub?" if near else "; `models` lists names without a Hub"
 
 
 DYNAMIC = "dynamic"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import OffloadConfig, parse_memory, parse_size
-from ..errors import ConfigError
+from ..errors import BudgetError, ConfigError
 from ..registry import cache_class
 from ..report.report import size_text
 from .arguments import (
@@ -20,6 +20,7 @@ from .arguments import (
     add_model_arguments,
     add_verb,
     check_writable,
+    in_options,
     new_console,
     new_table,
     positive,
@@ -166,9 +167,9 @@ def _is_here(arguments: argparse.Namespace) -> bool:
     return arguments.device_memory is None and arguments.free_memory is None and arguments.free_disk is None
 
 
-def _none_needed(plan: MemoryPlan, room: dict[str, int | None]) -> str | None:
+def _none_needed(arguments: argparse.Namespace, geometry: Geometry, room: dict[str, int | None]) -> str | None:
     """Why this machine needs no cache: weights and the full KV fit its memory. None if they do not, or may not."""
-    name, whole = next(iter(room)), plan.weight_bytes + plan.full_kv_bytes
+    name, whole = next(iter(room)), geometry.weight_bytes + _memory(arguments, geometry)[1]
     if (free := room[name]) is None or whole > free:
         return None
     return (
@@ -182,8 +183,10 @@ def _step(arguments: argparse.Namespace, config: OffloadConfig, read: int) -> tu
     place = "host memory" if config.engine == "memory" else "the disk"
     said = f"a step reads {size_text(read)} from {place} if it finds nothing in memory"
     speed = _size(arguments, "disk_speed")
-    if speed is None or config.engine == "memory":
+    if speed is None:
         return said, None
+    if config.engine == "memory":
+        return f"{said}; --disk-speed does not matter for that", None
     return f"{said}: {read / speed:.3g} s at {_speed_text(arguments)}, less what runs while it computes", read / speed
 
 
@@ -217,11 +220,16 @@ def _plan(
     memory, here = _memory(arguments, geometry)[0], _is_here(arguments)
     limits = memory, arguments.context, arguments.batch
     fields = cls.choose_store(geometry, limits, fields, folder, arguments.goal, here)
-    missed: list[str] = []
+    missed, none_needed = list[str](), _none_needed(arguments, geometry, room)
     if memory is None:
         config = cls.config_class.load(None, fields)
     else:
-        config = cls.fit(geometry, memory, arguments.context, arguments.batch, fields, arguments.goal)
+        try:
+            config = cls.fit(geometry, memory, arguments.context, arguments.batch, fields, arguments.goal)
+        except BudgetError as error:
+            if none_needed is None:
+                raise
+            raise BudgetError(f"{error}; or leave the cache out: {none_needed}") from error
         missed = missed_goal(cls, arguments.goal, config, fields)
     plan = cls.plan(geometry, config, arguments.context, arguments.batch)
     needs, fits = _needs(plan), _fits(plan, room)
@@ -229,10 +237,9 @@ def _plan(
     read = step_bytes(geometry, config, arguments.context, arguments.batch)
     step, seconds = _step(arguments, config, read)
     print(step)
-    none_needed = _none_needed(plan, room)
     over_host = steps_over_host(cls, geometry, config, arguments.context, arguments.batch)
-    found = (*missed, *cls.notes(plan, config, geometry, fields), *over_host, none_needed, _of_table(arguments))
-    notes = [note for note in found if note is not None]
+    found = (*missed, *cls.notes(plan, config, geometry, fields), *over_host, none_needed, *_of_model(arguments))
+    notes = [in_options(note, arguments) for note in found if note is not None]
     for note in notes:
         print(f"note: {note}")
     machine = {"needs": needs, "free": room, "fits": fits, "path": folder, "here": here}
@@ -243,14 +250,17 @@ def _plan(
     return result, False not in fits.values()
 
 
-def _of_table(arguments: argparse.Namespace) -> str | None:
-    """Where the configuration of a model that `models` lists comes from."""
-    from .named_cache import known_model
+def _of_model(arguments: argparse.Namespace) -> list[str]:
+    """Whether it has fewer positions, and where the configuration of a model that `models` lists comes from."""
+    from .named_cache import known_model, load_positions
 
-    if (known := known_model(arguments.model)) is None:
-        return None
-    said = f"the configuration of {known.repository} is the one of {known.date} that this package has"
-    return said if known.note is None else f"{said}; {known.note}"
+    said, positions = [], load_positions(arguments.model)
+    if positions is not None and positions < arguments.context:
+        said.append(f"the model has {positions:,} positions, and was not made for {arguments.context:,} tokens")
+    if (known := known_model(arguments.model)) is not None:
+        said.append(f"the configuration of {known.repository} is the one of {known.date} that this package has")
+        said[-1] += "" if known.note is None else f"; {known.note}"
+    return said
 
 
 def _print(
@@ -311,14 +321,15 @@ def _compare(
     if (speed := _size(arguments, "disk_speed")) is not None:
         table.add_row(f"seconds for that at {_speed_text(arguments)}", *[_seconds(one, speed) for one in plans])
     console.print(table)
-    none_needed = next((_none_needed(one.plan, room) for one in plans if one.plan is not None), None)
-    for note in (none_needed, _of_table(arguments)):
+    none_needed = _none_needed(arguments, geometry, room)
+    for note in (none_needed, *_of_model(arguments)):
         if note is not None:
             print(f"note: {note}")
     for one in plans:
         missing = cache_class(one.name).missing()
-        for note in (*(one.notes if one.plan is not None else (one.refused,)), *((missing,) if missing else ())):
-            console.print(f"{one.name}: {note}", markup=False)
+        said = one.notes if one.plan is not None else (one.refused or "",)
+        for note in (*said, *((missing,) if missing else ())):
+            console.print(f"{one.name}: {in_options(note, arguments)}", markup=False)
     console.print(f"these fit {'this' if here else 'that'} machine: {', '.join(names) or 'none of them'}")
     for goal, choice in chosen.items():
         console.print(f"for {goal}: {choice.why.splitlines()[0]}", markup=False)

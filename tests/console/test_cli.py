@@ -297,7 +297,7 @@ def test_plan_for_a_goal(plan):
         assert (code, chosen) == (0, expected) and ("remainder=False" in out) == (goal == ("speed",))
     code, out, _, written = plan("--memory", "1/6", "--goal", "fidelity")
     assert code == 0 and not written["config"]["remainder"]
-    assert written["notes"][0].startswith('goal="fidelity" has no room') and f"note: {written['notes'][0]}" in out
+    assert written["notes"][0].startswith("--goal fidelity has no room") and f"note: {written['notes'][0]}" in out
     for wrong, words in (
         ((), "--goal fidelity needs --memory"),
         (("--memory", "1/2", "--compare"), "--goal fidelity needs --memory"),

@@ -19,6 +19,7 @@ from hf_offload_cache.console import (
     KnownModel,
     default_model,
     known_models,
+    load,
     longest,
     model_cells,
     model_header,
@@ -157,8 +158,9 @@ def test_this_machine(console: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda device: None)
     code, out, err = console("models")
     assert (code, out) == (2, "") and "--memory must be given: this system does not tell what is free" in last_line(err)
-    code, _, err = console("models", "--memory", "lots")
-    assert code == 2 and "--memory must be a number of bytes or a size" in last_line(err)
+    for words, said in (("lots", "must be a number of bytes or a size"), ("8", "must be more than the 2 GB that are")):
+        code, _, err = console("models", "--memory", words)
+        assert code == 2 and f"--memory {said}" in last_line(err)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
@@ -223,10 +225,21 @@ def test_no_cache_is_needed(plan: Any) -> None:
         assert code == 0 and written["none_needed"] is none_needed
         assert ("note: you need no cache: weights and the full KV (DynamicCache) take 3.22 GiB" in out) is none_needed
         assert written["machine"]["free"]["disk"] is None and written["step"]["seconds"] is None
-    _, out, _, compared = plan(
-        "--context", "30000", "--free-memory", str(needed), "--device", "cpu", "--compare", model="Llama-3.2-1B"
-    )
+    small = ("--context", "300", "--free-memory", "16GB", "--device", "cpu", "--memory", "4KiB")  # no cache has room
+    _, out, _, compared = plan("--compare", *small, model="SmolLM2-135M")
     assert compared["none_needed"] is True and "note: you need no cache" in out
+    assert out.count("raise --memory, or lower --context or --batch") == len(compared["plans"]) == 4
+    code, _, err, _ = plan(*small, model="SmolLM2-135M")
+    assert code == 2 and "lower --context or --batch; or leave the cache out: you need no cache: wei" in last_line(err)
+
+
+@ASKED
+def test_more_tokens_than_positions(plan: Any) -> None:
+    too_many = "the model has 131,072 positions, and was not made for 131,073 tokens"
+    for tokens, said in (("131073", [too_many]), ("131072", [])):
+        _, out, _, written = plan("--context", tokens, *ELSEWHERE, "--free-disk", "1TB", model="Llama-3.2-1B")
+        assert [note for note in written["notes"] if "positions" in note] == said and all(one in out for one in said)
+        assert written["machine"]["free"]["disk"] == 10**12
 
 
 def test_a_disk_speed_alone_is_of_this_machine(plan: Any) -> None:
@@ -244,7 +257,8 @@ def test_host_memory_of_a_gpu_elsewhere(plan: Any) -> None:
     gpu = (*gpu, "--disk-speed", "2GB", "--free-disk", "200GB")
     _, out, _, large = plan(*gpu, "--free-memory", "64GB")
     assert large["config"]["engine"] == "memory" and large["machine"]["free"]["host memory"] == 48 * 10**9
-    assert large["step"]["seconds"] is None and "from host memory if it finds nothing in memory" in out
+    said = "from host memory if it finds nothing in memory; --disk-speed does not matter for that"
+    assert large["step"]["seconds"] is None and said in out
     assert large["machine"]["free"]["device memory"] == 24 * 10**9
     _, out, _, small = plan(*gpu, "--free-memory", "4GB")
     assert small["config"]["engine"] == "auto" and small["machine"]["fits"]["disk"] is True
@@ -270,6 +284,8 @@ def test_all_caches_at_a_disk_speed(plan: Any) -> None:
         (["--free-memory", "some"], "--free-memory must be a number of bytes or a size"),
         (["--free-disk", "some"], "--free-disk must be a number of bytes or a size"),
         (["--model", "Llama-9"], "cannot read the configuration of the Hub name (and no folder of that name exists)"),
+        (["--model", "a/b"], "; `models` lists names without a Hub"),
+        (["--model", "mistralai/Mistral-7B-v0.3"], "; did you mean 'Mistral-7B-v0.3', which needs no Hub?"),
     ],
 )
 def test_a_wrong_machine(plan: Any, arguments: list[str], words: str) -> None:
@@ -281,7 +297,9 @@ def test_a_folder_goes_before_a_name(plan: Any, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen3-8B").mkdir()
     code, _, err, _ = plan("--context", "4000", "--device", "cpu", model="Qwen3-8B")
-    assert code == 2 and "the folder 'Qwen3-8B'" in last_line(err)
+    assert code == 2 and "the folder 'Qwen3-8B'" in last_line(err) and "Hub?" not in last_line(err)
+    with pytest.raises(OSError, match="the Hub name of Qwen3-4B is 'Qwen/Qwen3-4B'"):
+        load("Qwen3-4B")
 
 
 def test_another_type(plan: Any) -> None:
