@@ -49,15 +49,19 @@ pytest_twice = @first=0; second=0; \
 WORKERS = -n $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2) * 3 / 2 ))) --maxprocesses 8 \
     --dist loadscope --no-loadscope-reorder
 
-.PHONY: help demo demo-long test test-all test-gpu test-kernels test-lowest lint bench kvpress docs docs-serve dist clean
+.PHONY: help demo demo-long install test test-all test-gpu test-kernels test-lowest lint bench kvpress docs docs-serve dist clean
 
 help:
 	@sed -n '2,4s/^# *//p' Makefile
-	@echo 'also: demo-long, lint, docs, docs-serve, dist, test-all, test-lowest, test-kernels, test-gpu, bench, kvpress, clean; ARGS="..." goes to pytest, the demo or the benchmark'
+	@echo 'also: install, demo-long, lint, docs, docs-serve, dist, test-all, test-lowest, test-kernels, test-gpu, bench, kvpress, clean; ARGS="..." goes to pytest, the demo or the benchmark'
 
 demo: $(VENV)/.model
 	@$(BIN)/hf-offload-cache generate --compare --prompt-file examples/document.txt \
 	    --question "What is the access code of the north greenhouse?" --max-new-tokens 40 $(ARGS)
+
+# What chat and the other verbs need.
+install: $(VENV)/.model
+	@echo 'now: $(BIN)/hf-offload-cache chat FILE'
 
 # Minutes of reading on two cores. It shows the model's licence before its first use, and asks.
 demo-long: $(VENV)/.long

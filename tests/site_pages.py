@@ -40,9 +40,9 @@ def blocks(path: Path, language: str) -> list[str]:
 
 
 def commands(path: Path) -> list[list[str]]:
-    """The words of each command of a page, without variables that are set before it."""
+    """The words of each command of a page, without variables that are set before it and the environment's folder."""
     lines = "\n".join(blocks(path, "sh")).replace("\\\n", " ").splitlines()
-    found = [shlex.split(line, comments=True) for line in lines]
+    found = [shlex.split(line.removeprefix(".venv/bin/"), comments=True) for line in lines]
     return [list(dropwhile(re.compile(r"[A-Z_]+=").match, words)) for words in found if words]
 
 
