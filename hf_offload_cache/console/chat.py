@@ -273,7 +273,7 @@ def _check_length(prompt_tokens: int, new_tokens: int, positions: int | None) ->
             f"the documents and a question have {prompt_tokens:,} tokens and an answer may have {new_tokens:,}, "
             f"together {prompt_tokens + new_tokens:,}, but the model has {positions:,} positions: name a model for "
             f"longer texts with --model (`hf-offload-cache models` lists some), or shorten the documents by "
-            f"{prompt_tokens + new_tokens - positions:,} tokens"
+            f"{prompt_tokens + new_tokens - positions:,} tokens, or lower --max-new-tokens"
         )
 
 

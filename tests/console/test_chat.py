@@ -265,7 +265,7 @@ def test_a_text_that_is_too_long_is_known_before_weights_are_loaded(run, tiny, t
     assert (
         f"the documents and a question have {POSITIONS - 5} tokens and an answer may have {NEW}, together "
         f"{POSITIONS + 1}, but the model has {POSITIONS} positions: name a model for longer texts with --model "
-        "(`hf-offload-cache models` lists some), or shorten the documents by 1 tokens"
+        "(`hf-offload-cache models` lists some), or shorten the documents by 1 tokens, or lower --max-new-tokens"
     ) in err
     assert not (tmp_path / "lib").exists() or list((tmp_path / "lib").iterdir()) == []
 

@@ -73,7 +73,7 @@ def test_each_row_has_a_source_and_a_date() -> None:
     assert len(MODELS) >= 20 and [known.parameters for known in MODELS] == sorted(known.parameters for known in MODELS)
     for known in MODELS:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+", known.repository), known
-        assert re.search(r"@[0-9a-f]{8} \S+\.py|\d+\.\d+\.\d+", known.copy), known
+        assert re.search(r"@[0-9a-f]{8} \S+\.(py|json)\b|package \S+ \d+\.\d+\.\d+$", known.copy), known
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", known.date), known
 
 
