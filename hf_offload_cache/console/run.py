@@ -92,10 +92,12 @@ def _say(done: Offloading) -> None:
 
 
 def _find_program(name: str) -> str:
-    """Path of the Python script that a command of the PATH runs, or of the file of a name that ends in ".py" or has a
-    folder in it. Raises `ConfigError`."""
+    """Path of the Python script that a command of the PATH or of this environment runs, or of the file of a name that
+    ends in ".py" or has a folder in it. Raises `ConfigError`."""
     is_file_name = name.endswith(".py") or os.path.dirname(name) != ""
     path = name if is_file_name and Path(name).is_file() else shutil.which(name)
+    if path is None and not is_file_name:  # this environment is not on the PATH
+        path = shutil.which(name, path=str(Path(sys.executable).parent))
     if path is None:
         here = f"./{name} for the file of that name here" if Path(name).is_file() else "a file as ./NAME"
         raise ConfigError(f"there is no program {name!r}: name a command, {here}, or -m and a module")

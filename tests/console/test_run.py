@@ -213,6 +213,10 @@ def test_a_name_is_a_command_before_it_is_a_file_here(
     for name, place in named.items():
         assert cli.main(["run", name]) == 0
         assert capsys.readouterr().out == f"served {place}\n"
+    monkeypatch.setattr(sys, "executable", str(commands / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))  # as of somebody who typed .venv/bin/hf-offload-cache
+    assert cli.main(["run", "serve-it"]) == 0
+    assert capsys.readouterr().out == f"served {commands / 'serve-it'}\n"
     assert cli.main(["run", "alone"]) == 2
     assert "name a command, ./alone for the file of that name here, or -m" in capsys.readouterr().err
 
