@@ -76,7 +76,7 @@ def score(
 def choose(
     scores: torch.Tensor, tops: torch.Tensor, sums: torch.Tensor, tables: torch.Tensor, wanted: int, most: int,
     listed: int, largest: int, group: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The clusters with the largest shares of attention, in the order of these, until there are the wanted entries, or
     no room for another one. The last cluster gives its latest entries. A row's first tokens are chosen from any
     cluster. Of equal clusters the first come first.
@@ -89,8 +89,10 @@ def choose(
         largest, group: L and G.
 
     Returns `units` (R, listed) int32, the pages with chosen entries, ascending, behind them -1; `keep` (R, listed, G)
-    bool, these entries; `kept` (R, C) int32, the number of each cluster's; and `shares` (R, C) float32, the share of
-    attention that each key of a cluster gets, summed over the row's query heads, 0 if none is in a page. All are new.
+    bool, these entries; `kept` (R, C) int32, the number of each cluster's; `shares` (R, C) float32, the share of
+    attention that each key of a cluster gets, summed over the row's query heads, 0 if none is in a page; and `left` (2,
+    R) float32, the sum of this over entries in pages that are not chosen, and over those whose clusters have chosen
+    ones. All are new.
     """
     members, stored, sinks = tables
     top = tops.amax(2, keepdim=True)
@@ -116,7 +118,9 @@ def choose(
     held = torch.arange(listed, device=stored.device) < there.sum(1, keepdim=True)
     keep_of = keep.gather(1, units[..., None].expand(-1, -1, group)) & held[..., None]
     kept = keep.view(*stored.shape, -1).sum(2, dtype=torch.int32)
-    return torch.where(held, units, -1).int(), keep_of, kept, shares
+    mass = shares * (stored - kept)
+    left = torch.stack([mass.sum(1), (mass * (kept > 0)).sum(1)])
+    return torch.where(held, units, -1).int(), keep_of, kept, shares, left
 
 
 @with_kernel()

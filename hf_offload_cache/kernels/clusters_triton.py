@@ -119,8 +119,8 @@ def score(
 
 @triton.jit(do_not_specialize=["heads", "clusters", "parts", "wanted", "most", "listed", "largest"])
 def _choose(  # type: ignore[no-untyped-def]
-    scores, tops, sums, tables, units, keep, kept, shares, cuts, heads, clusters, parts, wanted, most, listed, largest,
-    of_table, table_row, GROUP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    scores, tops, sums, tables, units, keep, kept, shares, left, cuts, heads, clusters, parts, wanted, most, listed,
+    largest, of_table, table_row, GROUP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
     row, cluster = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -195,12 +195,22 @@ def _choose(  # type: ignore[no-untyped-def]
         into = keep + (row * listed + place)[:, None] * GROUP + entry[None, :]
         tl.store(into, keeps.to(tl.uint8), mask=inside[:, None] & (entry < GROUP)[None, :])
         tl.store(units + row * listed + place, tl.full((PAGES,), -1, dtype=tl.int32), mask=inside & (filled == 0))
+    every, partly = tl.zeros((PAGES,), dtype=tl.float32), tl.zeros((PAGES,), dtype=tl.float32)
+    for begin_at in range(0, clusters, PAGES):  # from memory, because registers do not hold it
+        one = begin_at + tl.arange(0, PAGES)
+        own = tl.load(kept + row * clusters + one, mask=one < clusters, other=0)
+        mass = (tl.load(tables + of_table + one, mask=one < clusters, other=0) - own).to(tl.float32)
+        mass *= tl.load(shares + row * clusters + one, mask=one < clusters, other=0.0)
+        every += mass
+        partly += tl.where(own > 0, mass, 0.0)
+    tl.store(left + row, tl.sum(every, 0))
+    tl.store(left + tl.num_programs(0) + row, tl.sum(partly, 0))
 
 
 def choose(
     scores: torch.Tensor, tops: torch.Tensor, sums: torch.Tensor, tables: torch.Tensor, wanted: int, most: int,
     listed: int, largest: int, group: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As `clusters.choose`, of at most `MOST_CLUSTERS` clusters, and contiguous tensors except `tables`."""
     rows, heads, clusters = scores.shape
     assert clusters <= MOST_CLUSTERS, clusters
@@ -208,14 +218,14 @@ def choose(
     units, kept = torch.empty(rows, listed, **options), torch.empty(rows, clusters, **options)
     cuts = torch.empty(rows, clusters, **options)
     keep = torch.empty(rows, listed, group, dtype=torch.bool, device=scores.device)
-    shares = torch.empty(rows, clusters, dtype=torch.float32, device=scores.device)
+    shares, left = (torch.empty(*shape, dtype=torch.float32, device=scores.device) for shape in (kept.shape, (2, rows)))
     wide_count, wide_group = wide(clusters), triton.next_power_of_2(group)
     _choose[(rows,)](
-        scores, tops, sums, tables, units, keep.view(torch.uint8), kept, shares, cuts, heads, clusters, tops.shape[2],
-        wanted, most, listed, largest, *tables.stride()[:2], group, wide_group, wide_count, _AT_ONCE,
+        scores, tops, sums, tables, units, keep.view(torch.uint8), kept, shares, left, cuts, heads, clusters,
+        tops.shape[2], wanted, most, listed, largest, *tables.stride()[:2], group, wide_group, wide_count, _AT_ONCE,
         max(16, min(256, 4096 // wide_group)), num_warps=min(32, max(4, wide_count // 512)),
     )  # fmt: skip
-    return units, keep, kept, shares
+    return units, keep, kept, shares, left
 
 
 @triton.jit(do_not_specialize=["heads", "blocks", "clusters", "per_part"])

@@ -59,7 +59,9 @@ def same_choice(layer: ClusterLayer, query: Query, scored: Any, tables: torch.Te
     assert isinstance(choice, type(layer.choose(query))) and choice.keep is not None
     most = layer.most_records(layer.config, form.group_size, budget)
     sizes = most, most, own.pages.largest, form.group_size
-    units, keep, kept, shares = choose(*scored, tables, budget * form.group_size, *sizes)
+    units, keep, kept, shares, left = choose(*scored, tables, budget * form.group_size, *sizes)
+    lost = [predictor.lost(query, choice, estimated) for estimated in (False, True)]
+    torch.testing.assert_close((left.sum(1) / query.states[..., 0].numel()).tolist(), lost, rtol=1e-4, atol=1e-6)
     for row, clusters in enumerate(choice.units):
         entry = np.arange(choice.keep.shape[2])
         expected = [
@@ -148,8 +150,9 @@ def test_of_equal_clusters_the_first_are_chosen() -> None:
     """Three of four, the last of which gives its latest entry only; entry 0 is the row's first token."""
     tables = torch.tensor([[[3, 2, 3, 5]], [[3, 2, 3, 4]], [[0, 0, 0, 1]]]).int()
     scored = score(torch.zeros(1, 1, 2), torch.zeros(1, 4, 2).half(), tables, torch.zeros(1, 0, 2), 1.0)
-    units, keep, kept, shares = choose(*scored, tables, 8, 9, 5, 2, 3)
+    units, keep, kept, shares, left = choose(*scored, tables, 8, 9, 5, 2, 3)
     assert units.tolist() == [[0, 2, 4, 6, -1]] and kept.tolist() == [[3, 2, 1, 1]]
     assert keep.tolist() == [[[True] * 3, [True, True, False], [False, False, True], [True, False, False], [False] * 3]]
     torch.testing.assert_close(shares, torch.full((1, 4), 1 / 13))
+    torch.testing.assert_close(left, torch.tensor([[5 / 13], [5 / 13]]))
     assert choose(*scored, tables, 8, 3, 5, 2, 3)[0].tolist() == [[0, 6, -1, -1, -1]]  # no room for another page

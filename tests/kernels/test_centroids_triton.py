@@ -121,6 +121,7 @@ def test_keys_and_clusters_that_do_not_exist_do_not_count(
     assert torch.equal(chosen[0], fewer[0]) and torch.equal(chosen[1], fewer[1])
     assert torch.equal(chosen[2][:, :-more], fewer[2]) and not chosen[2][:, -more:].any()
     torch.testing.assert_close(chosen[3][:, :-more], fewer[3])
+    torch.testing.assert_close(chosen[4], fewer[4])
 
 
 @EACH_DEVICE
@@ -162,10 +163,11 @@ def test_pages_are_chosen_as_the_twin_chooses_them(
     for wanted, most in limits:
         args = wanted, most, most, shape.largest, shape.group
         expected = clusters.choose(*scored, given.tables, *args)
-        units, keep, kept, shares = (found.cpu() for found in kernel.choose(*moved, *args))
+        units, keep, kept, shares, left = (found.cpu() for found in kernel.choose(*moved, *args))
         assert units.tolist() == expected[0].tolist() and torch.equal(keep, expected[1])
         assert torch.equal(kept, expected[2])
         torch.testing.assert_close(shares, expected[3], rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(left, expected[4], rtol=1e-4, atol=1e-6)
         assert int(kept.sum()) == int(keep.sum())
     assert torch.equal(kept, given.tables[1])
 
@@ -209,7 +211,7 @@ def test_each_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     with Launches(kernel, monkeypatch) as launches:
         scored = kernel.score(states, means, tables, recent, 1.0)
         assert (launches.count, launches.others) == (1, [])
-        _, _, kept, _ = kernel.choose(*scored, tables, 30, 40, 40, shape.largest, shape.group)
+        _, _, kept, *_ = kernel.choose(*scored, tables, 30, 40, 40, shape.largest, shape.group)
         assert (launches.count, launches.others) == (2, [])
         kernel.rest(scored[0], means, tables, kept, maps, scale, ratio, shape.batch)
         assert (launches.count, launches.others) == (3, [])

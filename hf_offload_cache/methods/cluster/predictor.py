@@ -159,16 +159,13 @@ class ClusterPredictor(Predictor):
         with self._account.holding("scores", nbytes):
             scored = score(query.states, centroids, tables, recent, query.scaling, there)
             limits = budget * form.group_size, most, listed, clustered.pages.largest, form.group_size
-            units, keep, kept, shares = choose(*scored, tables, *limits)
+            units, keep, kept, _, left = choose(*scored, tables, *limits)
             if maps is not None:
                 value, weight = rest(scored[0], centroids, tables, kept, *maps.on(centroids.device), batch)
         if captured is None:
             self.kept = kept
         if looks:
-            left = tables[1] - kept
-            if maps is not None:
-                left = left * (kept > 0)
-            lost = ((shares * left).sum().nan_to_num() * (1e6 / (batch * heads))).long()
+            lost = left[0 if maps is None else 1]
         return DeviceChoice(units, keep, budget * form.group_size, value, weight, lost, nbytes)
 
     def estimate(self, queries: list[Query], units: list[np.ndarray]) -> Estimates | None:
