@@ -135,7 +135,7 @@ def share(
     loyalty: float, sinks: int, begin: torch.Tensor | None, exist: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Importance (B K, T) float32 of the copy's tokens, new: their shares of attention in the queries `first` to `stop`
-    of each head, summed. Those of queries before the last one count for the next token, too.
+    of each head, summed. Those of queries before the last one count for the next token, too. A NaN counts as 0.
 
     Args:
         scores, logarithm: of `attend`, with so many `queries` a sequence.
@@ -147,6 +147,7 @@ def share(
     shares = (scores - logarithm[..., None]).exp_().unflatten(2, (-1, queries)).sum(2)[:, :, first:stop]
     before, found = shares[:, :, :-1].sum(2), shares[:, :, -1] + shares[:, :, :-1].sum(2)
     found[..., 1:] += before[..., :-1]
+    found.masked_fill_(found.isnan(), 0)
     if held is not None:
         times = scores.new_ones(batch, key_heads, tokens + 1)
         times.scatter_(2, held.masked_fill(held < 0, tokens), loyalty)

@@ -310,7 +310,7 @@ def _share(  # type: ignore[no-untyped-def]
     since = token
     if BEGINS:
         since = token - tl.load(begin + head // heads * begin_row)
-    found = tl.where((since >= 0) & (since < sinks), float("inf"), found)
+    found = tl.where((since >= 0) & (since < sinks), float("inf"), tl.where(found == found, found, 0.0))
     if COUNTED:
         found = tl.where(token < _exist(exist, copied, COUNTED), found, float("-inf"))
     importance += head * copied

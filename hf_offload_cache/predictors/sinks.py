@@ -42,7 +42,7 @@ def with_sinks(
 
 def largest(values: np.ndarray, count: int) -> np.ndarray:
     """Positions (rows, count) of the largest of values (rows, n), ascending, in a new array. The first of equal
-    values are taken. A NaN counts as infinite."""
+    values are taken. A NaN counts as infinite; importance of the predictors has none, here as on a device."""
     if not count:
         return np.empty((len(values), 0), dtype=np.int64)
     return mark_largest(values, count).nonzero()[1].reshape(len(values), count)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_offload_cache.history import RecordFormat
 from hf_offload_cache.kernels import bounds as twins
-from hf_offload_cache.methods.abstract_tree import bounds, front, likely, shares, standing
+from hf_offload_cache.methods.abstract_tree import best_tokens, bounds, front, likely, shares, standing
 from hf_offload_cache.predictors import largest
 
 
@@ -108,6 +108,13 @@ def test_tokens_are_those_with_the_largest_shares(apart: bool, bits: int | None)
         best = np.argsort(-expected[row], kind="stable")[:11]
         assert keep[row].flatten().nonzero()[:, 0].tolist() == sorted(best[~hidden[row, best]].tolist())
     assert keep.sum((1, 2)).tolist() == [11] * (rows - 1) + [5] and keep[:, 0, :3].all()
+    spoilt = query.clone()
+    spoilt[0, 1] = torch.nan  # then no token of its row has a share, here as on the processor
+    without = twins.look(spoilt, data.view(rows, 9, -1), slots, recent, form, 0.3, 11, 3).flatten(1)
+    expected = shares((spoilt * 0.3).reshape(rows, -1, 16), keys, recent, hidden)
+    assert np.isnan(expected[0]).all() and np.isfinite(expected[-1]).all()
+    expected[:, :3], expected[hidden] = np.inf, -np.inf
+    assert np.array_equal(without.numpy(), best_tokens(expected, 11)) and without[0, :11].all()
     if bits is None:  # what is in no slot of the choice does not matter
         rest = torch.ones(rows, 10, dtype=torch.bool).scatter_(1, slots.long().remainder(10), False)[:, :9]
         data.view(rows, 9, -1)[rest] = torch.nan

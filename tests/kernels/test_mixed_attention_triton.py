@@ -169,6 +169,7 @@ def test_shares_of_a_copy(
     scores = torch.randn(2, 3, 2 * queries, tokens, generator=made)
     scores[0, :, :, : tokens // 3] = -torch.inf
     logarithm = scores.logsumexp(3) + 0.5
+    logarithm[1, 2, first] = torch.nan  # as of a query that has one
     resident = torch.stack([torch.randperm(tokens, generator=made)[:held] for _ in range(6)]).view(2, 3, -1)
     resident[1, 0, :1] = -1
     begin = torch.tensor([tokens // 3, tokens - 1]) if padded else None
@@ -178,6 +179,8 @@ def test_shares_of_a_copy(
     moved = [None if one is None else one.to(device) for one in (resident if held else None, begin)]
     found = kernel.share(scores.to(device), logarithm.to(device), *numbers, moved[0], *more, moved[1])
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-6)
+    finite = expected.masked_fill(expected.isinf(), 0)
+    assert not finite[5].any() and finite[3:5].any(1).all()
     infinite = 3 * (min(sinks, tokens - tokens // 3) + (sinks > 0)) if padded else 6 * sinks
     assert int(expected.isinf().sum()) == infinite
 

@@ -95,7 +95,8 @@ def above(queue: np.ndarray, least: np.ndarray) -> np.ndarray:
 
 def best_tokens(scores: np.ndarray, wanted: int) -> np.ndarray:
     """Mark the `wanted` highest scores of each row of (rows, n): bool. The first of equal scores are taken, but no
-    -inf. A NaN counts as infinite."""
+    -inf. A NaN counts as infinite: of `shares`, where all of a row are NaN if one is, the first are then taken, as on a
+    device."""
     possible: np.ndarray = scores != -np.inf
     return possible & mark_largest(scores, wanted) if wanted < scores.shape[1] else possible
 

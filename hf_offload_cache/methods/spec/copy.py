@@ -310,7 +310,8 @@ class LowBitPredictor(Learner):
     ) -> torch.Tensor:
         """ArgTopK of SpeCache: the at most `count` tokens (rows, heads, m) int64 with the largest shares of attention.
 
-        The sinks are always among them. A token that is not `visible` becomes -1.
+        The sinks are always among them. A token that is not `visible` becomes -1. If one of a head's shares is NaN, all
+        are, and its attention too, whatever is selected. Then these are any tokens; on a device they are the first.
 
         Args:
             shares: (rows, heads, tokens) float32; changed in place. Scores on a device, for which nothing waits: then
