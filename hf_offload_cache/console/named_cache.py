@@ -153,8 +153,24 @@ def load_geometry(
         why = f"cannot read the configuration of {_named(name)}: {_reason(error)}{_known_name(name)}"
         raise ModelLoadError(why) from error
     geometry = dataclasses.replace(Geometry.of(model), device=where)
-    files = sum(file.stat().st_size for file in Path(name).glob("*.safetensors")) if Path(name).is_dir() else 0
-    return dataclasses.replace(geometry, weight_bytes=files) if files and dtype == "auto" else geometry
+    files = _weight_files(name, dtype)
+    return dataclasses.replace(geometry, weight_bytes=files) if files else geometry
+
+
+def _weight_files(name: str, dtype: str) -> int:
+    """Bytes of the weight files in a folder, if the weights keep their type; 0: unknown."""
+    return sum(file.stat().st_size for file in Path(name).glob("*.safetensors")) if dtype == "auto" else 0
+
+
+def uncounted_quantization(name: str | None, dtype: str) -> str | None:
+    """The method that `load_geometry`, which counted numbers of the model's type, did not know the weights' bytes for;
+    None: they are not quantized, or are counted. Raises as `load_geometry`."""
+    if name is None or known_model(name) is not None or _weight_files(name, dtype):
+        return None
+    from transformers import AutoConfig
+
+    found = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
+    return None if found is None else str(found.get("quant_method", "unknown method"))
 
 
 def known_model(name: str | None) -> KnownModel | None:

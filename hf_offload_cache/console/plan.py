@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import OffloadConfig, parse_memory, parse_size
-from ..errors import BudgetError, ConfigError
+from ..errors import BudgetError, ConfigError, UnsupportedModelError
 from ..registry import cache_class
 from ..report.report import size_text
 from .arguments import (
@@ -116,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
             advice = "or give --device-memory, such as 24GiB, to plan for a machine that has it"
             raise named_cache.ModelLoadError(f"{error}, {advice}") from error
         raise
+    if not geometry.full_kv_bytes(arguments.context, arguments.batch):
+        raise UnsupportedModelError("the model stores no keys and values: there is nothing to offload, and no plan")
     room = _room(arguments, geometry, fields, folder, sizes)
     result, fits = (_compare if arguments.compare else _plan)(arguments, fields, geometry, room, str(folder))
     if arguments.json is not None:
@@ -251,12 +253,15 @@ def _plan(
 
 
 def _of_model(arguments: argparse.Namespace) -> list[str]:
-    """Whether it has fewer positions, and where the configuration of a model that `models` lists comes from."""
-    from .named_cache import known_model, load_positions
+    """Whether it has fewer positions, whether its weights take less than was counted, and where the configuration of a
+    model that `models` lists comes from."""
+    from .named_cache import known_model, load_positions, uncounted_quantization
 
     said, positions = [], load_positions(arguments.model)
     if positions is not None and positions < arguments.context:
         said.append(f"the model has {positions:,} positions, and was not made for {arguments.context:,} tokens")
+    if (method := uncounted_quantization(arguments.model, arguments.dtype)) is not None:
+        said.append(f"the weights were counted as if they were not quantized ({method}): they take less")
     if (known := known_model(arguments.model)) is not None:
         said.append(f"the configuration of {known.repository} is the one of {known.date} that this package has")
         said[-1] += "" if known.note is None else f"; {known.note}"

@@ -281,6 +281,14 @@ def test_plan_loads_no_weights(plan, tiny, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     assert 0 <= bare["plan"]["weight_bytes"] - parameters < 1024  # and the rotary frequencies
+    config = json.loads((tiny / "config.json").read_text())
+    quantized = {**config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(quantized))
+    _, out, _, small = plan("--memory", "1/2", model=tmp_path / "bare")
+    assert small["plan"] == bare["plan"] and "not quantized (bitsandbytes): they take less" in small["notes"][-1]
+    (tmp_path / "bare" / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 8}))
+    code, _, err, _ = plan("--memory", "1/2", model=tmp_path / "bare")
+    assert code == 2 and "the model stores no keys and values: there is nothing to offload" in last_line(err)
     code, _, _, written = plan("--set", "num_selected=64")
     assert (written["config"]["num_selected"], written["config"]["memory"]) == (64, None)
     _, _, _, whole = plan("--memory", "1/2")
