@@ -95,13 +95,14 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_library_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--library` and `--library-bytes`, of all requests, and `--path`."""
+    """`--library`, `--library-bytes` and `--key`, of all requests, and `--path`."""
     add = parser.add_argument
     add("--path", metavar="DIR", help="folder on the disk to use (default: the library's, or the temporary folder)")
     add("--library", metavar="DIR",
         help="folder of stored contexts: a request begins with the longest prefix that an earlier one has left there")
     add("--library-bytes", metavar="SIZE",
         help="most disk space of the library; the least recently used contexts are removed first (default: 200GB)")
+    add("--key", metavar="FILE", type=Path, help="encryption key of the library: 32 bytes or 64 hex digits")
 
 
 def assignment(text: str) -> tuple[str, Any]:

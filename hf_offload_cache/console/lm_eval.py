@@ -22,7 +22,7 @@ _PLAIN_NAMES = ("hf", "hf-auto", "huggingface")
 """lm-eval's names of its Hugging Face model."""
 _NAME = "hf-offload"
 """lm-eval's name of `OffloadLM`, once that is imported."""
-_OPTIONS = ("cache", "memory", "goal", "floor", "strict", "path", "library", "library_bytes")
+_OPTIONS = ("cache", "memory", "goal", "floor", "strict", "path", "library", "library_bytes", "key")
 """Options of this verb that are arguments of `OffloadLM`."""
 
 
@@ -32,7 +32,7 @@ def add(verbs: Any) -> None:
         "Run lm-eval. All its options and commands may follow, unchanged: hf-offload-cache lm-eval --memory 1/13 "
         "--model hf --model_args pretrained=MODEL --tasks TASKS. Its model hf gets one cache of this library per "
         "request. lm_eval --help lists its options.",
-        max_context="", max_batch="", max_bytes="--library-bytes", folder="--library",
+        max_context="", max_batch="", max_bytes="--library-bytes", folder="--library", encryption_key="--key",
     )  # fmt: skip
     parser.allow_abbrev = False  # an abbreviation is lm-eval's
     add_cache_arguments(parser, "dynamic")
@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     from . import offload_lm  # noqa: F401  (lm-eval knows the model by its name from then on)
 
     given = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
+    given |= {"key": str(given["key"])} if "key" in given else {}  # results are written as JSON
     evaluate, table = lm_eval.simple_evaluate, lm_eval.utils.make_table
     words = ["lm_eval", *arguments.rest]
     try:
@@ -91,8 +92,9 @@ def _with_cache(evaluate: Callable[..., Any], given: dict[str, Any]) -> Callable
         if twice:
             raise ConfigError(f"{twice[0]} is both an option and in --model_args: leave one of them out")
         together = {**(model_args or {}), **given}
-        if "library_bytes" in together and together.get("library") is None:
-            raise ConfigError("--library-bytes is for a library: give --library DIR too")
+        for name in ("library_bytes", "key"):
+            if name in together and together.get("library") is None:
+                raise ConfigError(f"--{name.replace('_', '-')} is for a library: give --library DIR too")
         if others.get("use_cache") is not None:
             others["use_cache"] += _of_cache(together)
         return evaluate(model=_NAME, model_args=together, **others)

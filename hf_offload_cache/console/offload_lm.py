@@ -8,6 +8,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class OffloadLM(HFLM):
         library: folder of a `ContextLibrary`. A request starts from the longest beginning that an earlier one has left
             there, also in another run, and leaves its own text. Not with `exact=bitwise`.
         library_bytes: maximum disk space of the library: "200GB".
+        key: file with the library's encryption key; it then encrypts the requests' own files, too.
         others: arguments of `hf`, including those of `from_pretrained`, and fields of the cache ("exact=True"). A
             `batch_size` of "auto" is 1.
     """
@@ -57,7 +59,7 @@ class OffloadLM(HFLM):
     def __init__(
         self, pretrained: Any = None, cache: str = "disk-swap", memory: int | str | None = None,
         path: str | None = None, strict: bool = False, floor: int | str = FLOOR, goal: str | None = None,
-        library: str | None = None, library_bytes: int | str = "200GB", **others: Any,
+        library: str | None = None, library_bytes: int | str = "200GB", key: str | Path | None = None, **others: Any,
     ) -> None:  # fmt: skip
         theirs, self.fields, loading = sort_arguments(others, cache, pretrained)
         check_fields(cache, self.fields, path, memory, goal)
@@ -68,7 +70,10 @@ class OffloadLM(HFLM):
                 "library: with exact=bitwise each text is computed in one piece, and cache=dynamic stores none: leave "
                 "one of the two out"
             )
-        self.library = None if library is None else ContextLibrary(library, library_bytes)
+        if key is not None and library is None:
+            raise ConfigError("key is for a library: give library too")
+        self.library = None if library is None else ContextLibrary(library, library_bytes, key=key)
+        self._key_fields = {} if self.library is None else self.library.key_fields
         path = library if path is None else path  # where records can be linked into it
         self.reused = 0
         """Tokens that came from the library."""
@@ -207,7 +212,8 @@ class OffloadLM(HFLM):
         cls = offloading_class(self.cache_name)
         self.requests += needed.requests
         always = self.library is not None
-        own = request_cache(cls, self.model, needed.tokens, needed.rows, always=always, **self.limits, **self.fields)
+        fields = {**self.limits, **self.fields, **self._key_fields}
+        own = request_cache(cls, self.model, needed.tokens, needed.rows, always=always, **fields)
         if own is not None:
             self.floor_requests += needed.requests * beyond_share(own, self.model, self.memory)
             return own

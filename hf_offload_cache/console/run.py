@@ -39,7 +39,6 @@ def add(verbs: Any) -> None:
     add_request_arguments(parser)
     add_library_arguments(parser)
     add("--library-memory", metavar="SIZE", help="memory for contexts of the library that stay open (default: none)")
-    add("--key", metavar="FILE", type=Path, help="encryption key of the library: 32 bytes or 64 hex digits")
     add("-m", dest="module", action="store_true", help="PROGRAM is a module")
     add("program", metavar="PROGRAM")
     add("rest", metavar="ARGUMENT", nargs=argparse.REMAINDER)

@@ -22,7 +22,7 @@ from rope_models import long_rope
 from walk import tiny_model
 from words import words
 
-from hf_offload_cache import DiskSwapCache
+from hf_offload_cache import ContextLibrary, DiskSwapCache
 from hf_offload_cache.console import OffloadLM, offloading_class
 from hf_offload_cache.console import main as cli
 from hf_offload_cache.errors import BudgetError, ConfigError
@@ -257,7 +257,10 @@ def test_a_context_is_prefilled_once_and_what_is_shared_once(
 def test_a_second_run_begins_with_what_a_library_has(
     batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Scores and texts are the plain ones; a damaged library costs time and nothing else."""
+    """Scores and texts are the plain ones, with a key too; a damaged library costs time and nothing else."""
+    key = None if batch == 1 else tmp_path / "key"
+    if key is not None:
+        key.write_bytes(bytes(range(32)))
     asked = instances("loglikelihood", [*CHOICES, *ALIKE])
     texts = instances("generate_until", [(text(300, 3), {"max_gen_toks": 5, "do_sample": False})])
     expected = plain().loglikelihood(asked, disable_tqdm=True), plain().generate_until(texts, disable_tqdm=True)
@@ -267,13 +270,14 @@ def test_a_second_run_begins_with_what_a_library_has(
             for file in library.glob("*/*.records"):
                 file.write_bytes(bytes(file.stat().st_size))
         shapes.clear()
-        lm = ours(tmp_path, cache="disk-swap", exact=True, batch_size=batch, library=str(library))
+        lm = ours(tmp_path, cache="disk-swap", exact=True, batch_size=batch, library=str(library), key=key)
         assert close(lm.loglikelihood(asked, disable_tqdm=True), expected[0])
         tokens.append(sum(count for _, count in shapes))
         assert lm.generate_until(texts, disable_tqdm=True) == expected[1]
         assert lm.get_model_info()["cache_reused_tokens"] > 0 or run != "second"
         assert ("the library is not used for the rest" in caplog.text) is (run == "damaged")
     assert tokens[1] < 0.2 * tokens[0] <= 0.2 * tokens[2]
+    assert {one.manifest.key_check is None for one in ContextLibrary(library, key=key).entries()} == {key is None}
     with pytest.raises(ConfigError, match="library: with exact=bitwise"):
         ours(tmp_path, exact="bitwise", library=str(library))
     lm = ours(tmp_path, memory="2MiB", library=str(tmp_path / "small"), library_bytes="1KB", exact=True)
@@ -448,10 +452,10 @@ def test_an_error_of_an_evaluation_keeps_its_traceback(kind: type[Exception]) ->
 
 
 OWN = ["--memory", "1/13", "--set", "num_selected=40", "--cache", "cluster", "--strict", "--library", "a folder",
-       "--library-bytes", "20GB"]  # fmt: skip
+       "--library-bytes", "20GB", "--key", "a file"]  # fmt: skip
 THEIRS = ["--model", "hf", "--model_args", "pretrained=a/b,dtype=bfloat16", "--tasks", "one", "two", "-b", "4"]
 GIVEN = {"cache": "cluster", "memory": "1/13", "strict": True, "num_selected": 40, "library": "a folder",
-         "library_bytes": "20GB"}  # fmt: skip
+         "library_bytes": "20GB", "key": "a file"}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [[*OWN, *THEIRS], [*THEIRS, *OWN], [*OWN[:2], *THEIRS[:6], *OWN[2:], *THEIRS[6:]],
@@ -498,6 +502,7 @@ def test_answers_that_lm_eval_keeps_are_of_one_cache(monkeypatch: pytest.MonkeyP
     (["--model_args", "memory=1/2", "--memory", "1/3"], "memory is both an option and in --model_args"),
     (["--model_args", "library=a", "--library", "b"], "library is both an option and in --model_args"),
     (["--library-bytes", "1GB"], "--library-bytes is for a library: give --library DIR too"),
+    (["--key", "nowhere"], "--key is for a library: give --library DIR too"),
     (["--library", "a", "--set", "exact=bitwise"], "--library: with --set exact=bitwise each text is computed in one"),
     (["--library", "a", "--library-bytes", "a lot"], "--library-bytes must be"),
 ])  # fmt: skip
