@@ -112,7 +112,7 @@ class OffloadConfig:
     Each method's class extends the tuples below, which say what its fields mean for saved contexts.
     """
 
-    stored_format: ClassVar[tuple[str, ...]] = ("group_size",)
+    stored_format: ClassVar[tuple[str, ...]] = ("group_size", "indexer_bits")
     """Fields that the stored format fixes: a context cannot be opened with another value."""
     of_a_run: ClassVar[tuple[str, ...]] = (
         "memory", "host_memory", "max_context", "max_batch", "candidates", "trace", "engine", "verify", "io_timeout",
@@ -120,11 +120,11 @@ class OffloadConfig:
     )  # fmt: skip
     """Fields of a machine or a run, which a context does not store. Those that are in `stored_format` too are stored in
     the layers' states, and cannot be given when a context is opened."""
-    added_later: ClassVar[tuple[str, ...]] = ()
+    added_later: ClassVar[tuple[str, ...]] = ("indexer_bits",)
     """Fields that contexts of earlier versions do not have. Their defaults mean what those versions did."""
     renamed: ClassVar[dict[str, str]] = {}
     """Fields by their names in earlier versions, which contexts of these have."""
-    kept_on_open: ClassVar[tuple[str, ...]] = ("group_size", "exact", "num_sinks")
+    kept_on_open: ClassVar[tuple[str, ...]] = ("group_size", "exact", "num_sinks", "indexer_bits")
     """Fields that keep their saved values when a context is opened with a budget that its configuration does not
     fit."""
     not_with_exact: ClassVar[tuple[str, ...]] = ()
@@ -136,6 +136,10 @@ class OffloadConfig:
     """Latest tokens, always attended to and kept in memory."""
     group_size: int | None = None
     """Tokens per record on disk. None: as many as fit 16 KiB, a power of two from 4 to 16."""
+    indexer_bits: int | None = None
+    """8: of a model that chooses by an indexer what it attends to, the indexer's keys are in memory in 8 bits, and on
+    the disk in the model's own type, in which the tokens at the edge of a choice are scored. None: in memory in the
+    model's own type. Without effect on other models, and on indexers that score blocks of tokens."""
     exact: bool | str = False
     """True: attend to everything, streamed in blocks. "bitwise": pass a complete layer to the model's own attention."""
     block_tokens: int | None = None
@@ -190,6 +194,7 @@ class OffloadConfig:
                     f"block_tokens ({self.least_block}) must be at least group_size ({self.group_size}), since whole "
                     f"groups are read: use block_tokens={self.group_size} or group_size={self.least_block}"
                 )
+        self._one_of("indexer_bits", (None, 8))
         self._one_of("exact", (False, True, "bitwise"))
         self._one_of("engine", ("auto", "uring", "direct", "mapped", "memory"))
         if parse_size(self.write_queue, "write_queue") < 2**16:

@@ -81,6 +81,7 @@ class OffloadCache(Cache):
         self.stream_report: StreamReport | None = None
         """Report of the `stream_context` that filled this cache; None: nothing was streamed."""
         self.shared = Shared(self.config, Storage(self.config, path, device_type(inner), where))
+        self.run_indexer = self.shared.run_indexer
         self.storage = self.shared.storage
         self.timeline = self.storage.timeline
         self.watches_blocks = True

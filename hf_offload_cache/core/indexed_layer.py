@@ -6,25 +6,23 @@ as with `DynamicCache`, except that attention gets only the entries that the ind
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from ..config import OffloadConfig, SelectiveConfig
-from ..errors import not_whole, shown
+from ..errors import UnsupportedModelError, not_whole, shown
 from ..fetch.areas import Areas, records_soon
-from ..fetch.choice import Choice
 from ..fetch.fetcher import Fetcher
 from ..fetch.storage import Storage
 from ..fetch.tier import slot_tiers
 from ..history.records import stored_dtype
-from ..history.state import DTYPES, is_tensor
 from ..kernels.on_a_device import to_device
-from ..memory.account import MemoryAccount
 from ..memory.dry_run import DryRun
 from ..model.attention_call import TAG, AttentionCall, untraced
 from ..model.masks import shown as visible_in
@@ -32,105 +30,24 @@ from ..model.place import no_backward
 from ..model.stream_attention import Block
 from ..report.trace import NOTHING
 from ..stores.base import FreezableStore
+from .indexer_keys import (
+    OWNER,
+    CodedIndexerKeys,
+    IndexerKeys,
+    ScoresOfTopK,
+    chosen_at_edge,
+    exact_scorer,
+    gather_tokens,
+    margin_of,
+    most_at_once,
+    parts_of,
+    units_of,
+)
 from .layer import OffloadLayer, Output, Rows
 from .plan import LayerKind, indexed_form, place_bytes, stream_bytes
 from .selecting import most_slots
 from .shared import Shared
 from .step import MOST_CANDIDATES, Step
-
-OWNER = "indexer keys"
-"""Owner in the account of the memory of indexers' keys and positions."""
-_MORE_ROOM = 16
-"""Fewest tokens for which an indexer's keys get room at a time."""
-
-
-class IndexerKeys:
-    """An indexer's keys of all stored tokens, in the model's own type, on its device; with room for more.
-
-    `keys` (B, room, D), of which the first `length` tokens count; None before the first token. `positions` (p, B, T)
-    integers, which some models keep there; the holder's `length` says how many of them count.
-    """
-
-    def __init__(self, account: MemoryAccount, most: int | None) -> None:
-        """`most`: maximum tokens; None: no limit."""
-        self._account, self._most = account, most
-        self.keys: torch.Tensor | None = None
-        self.positions: torch.Tensor | None = None
-        self.length = 0
-
-    def append(self, keys: torch.Tensor, held: int) -> torch.Tensor:
-        """All keys (B, T, D): the first `held`, followed by `keys` (B, t, D), which are copied. A view, valid until the
-        next change. Raises `BudgetError`, with nothing changed."""
-        stop = held + keys.shape[1]
-        if self.keys is None or stop > self.keys.shape[1]:
-            room = stop + max(_MORE_ROOM, stop // 8)
-            self._remake(keys, room if self._most is None else max(stop, min(room, self._most)), held)
-        assert self.keys is not None
-        self.keys[:, held:stop] = keys.detach()
-        self.length = stop
-        return self.keys[:, :stop]
-
-    def _remake(self, like: torch.Tensor, room: int, held: int) -> None:
-        """Keys with `room`, of the type, device and width of `like`, and the first `held` ones."""
-        old, shape = self.keys, (like.shape[0], room, like.shape[2])
-        new = self._account.empty(OWNER, *shape, dtype=like.dtype, device=like.device)
-        if old is not None:
-            new[:, :held] = old[:, :held]
-            self._account.free(OWNER, old)
-        self.keys = new
-
-    def keep_positions(self, positions: torch.Tensor | None) -> None:
-        """Keep these positions instead of the present ones."""
-        before, after = (0 if one is None else one.nbytes for one in (self.positions, positions))
-        self._account.hold(OWNER, after - before)
-        self.positions = positions
-
-    def truncate(self, length: int) -> None:
-        """Keep at most the first `length` tokens."""
-        self.length = min(self.length, length)
-
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Replace row i by the present row `rows[i]`. Raises `BudgetError` with nothing changed."""
-        if (old := self.keys) is not None:
-            shape = (len(rows), *old.shape[1:])
-            self.keys = self._account.empty(OWNER, *shape, dtype=old.dtype, device=old.device)
-            self.keys[:, : self.length] = old[:, : self.length].index_select(0, rows.to(old.device))
-            self._account.free(OWNER, old)
-        if self.positions is not None:
-            self.keep_positions(self.positions.index_select(1, rows.to(self.positions.device)))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the stored tokens take, without room for more."""
-        keys = 0 if self.keys is None else self.keys[:, : self.length].nbytes
-        return keys + (0 if self.positions is None else self.positions.nbytes)
-
-    def close(self) -> None:
-        """Free the memory."""
-        if self.keys is not None:
-            self._account.free(OWNER, self.keys)
-        self.keep_positions(None)
-        self.keys, self.length = None, 0
-
-    def capture(self) -> dict[str, Any]:
-        """Keys and positions as a tree, without copies."""
-        keys, positions = self.keys, self.positions
-        return {
-            "keys": None if keys is None else keys[:, : self.length],
-            "positions": None if positions is None else positions[..., : self.length],
-        }
-
-    def restore(self, tree: dict[str, Any], name: str, rows: int | None) -> None:
-        """Take over a captured tree of so many `rows` (None: unknown); copies. Raises `ContextError`, `BudgetError`."""
-        keys, positions = tree["keys"], tree["positions"]
-        if keys is not None:
-            if not is_tensor(keys, (rows, None, None), *DTYPES) or not keys.numel():
-                raise not_whole(name, f"its indexer's keys are {shown(keys, 200)}, for {rows} sequences")
-            self.append(keys, 0)
-        if positions is not None:
-            if not is_tensor(positions, (None, rows, None), torch.int32, torch.int64):
-                raise not_whole(name, f"its indexer's positions are {shown(positions, 200)}, for {rows} sequences")
-            self.keep_positions(positions.clone())
 
 
 class Indexing:
@@ -168,14 +85,32 @@ class Indexing:
         self.chosen = chosen
         return chosen.new_zeros(*chosen.shape[:2], 1)
 
+    def run(
+        self, layer_idx: int, forward: Callable[..., torch.Tensor], given: dict[str, Any]
+    ) -> torch.Tensor:
+        """As `Attachable.run_indexer`."""
+        layer = next((one for one in self._present() if one.layer_idx == layer_idx), None)
+        return forward(**given) if layer is None else layer.run_indexer(forward, given)
+
     def rest(self) -> None:
         """Free the memory that only sparse steps of few queries need."""
         for layer in self._present():
             layer.drop_fetcher()
+            layer.indexer.drop_fetcher()
         self.areas.release()
 
     def _present(self) -> list[IndexedLayer]:
         return [layer for reference in self.layers if (layer := reference()) is not None]
+
+
+@dataclass
+class _Asked:
+    """What `update_indexer` does while a forward of an indexer runs several times: add the step's keys if they are not
+    `added`, and return `keys()`. `dtype`: of the indices that the forward returned."""
+
+    added: bool = False
+    keys: Callable[[], torch.Tensor] = lambda: torch.empty(0)
+    dtype: torch.dtype = torch.int32
 
 
 class IndexedLayer(OffloadLayer):
@@ -190,17 +125,27 @@ class IndexedLayer(OffloadLayer):
 
     config: OffloadConfig
 
-    def __init__(self, shared: Shared, layer_idx: int, place: int | None = None, **kwargs: Any) -> None:
-        self.indexer = IndexerKeys(shared.storage.account, shared.config.max_context)
+    def __init__(
+        self, shared: Shared, layer_idx: int, place: int | None = None, topk: int = 0, **kwargs: Any
+    ) -> None:
+        """`topk`: tokens that its indexer chooses, if it scores each by that token's key alone; otherwise 0."""
+        if shared.indexing is None:
+            shared.indexing = Indexing(shared.storage)
+        self.indexing: Indexing = shared.indexing
+        self.topk, self._asked = topk, cast("_Asked | None", None)
+        self.indexer = self._new_indexer(shared, layer_idx)
         self.most_chosen = 0
         """The most tokens that an indexer chose for a query."""
         super().__init__(shared, layer_idx, place, **kwargs)
         if self.config.stored_bits is not None:
             self.config = replace(self.config, entry_bits=None)  # type: ignore[call-arg]  # these layers are exact
-        if shared.indexing is None:
-            shared.indexing = Indexing(shared.storage)
-        self.indexing: Indexing = shared.indexing
         self.indexing.layers.append(weakref.ref(self))
+
+    def _new_indexer(self, shared: Shared, layer_idx: int) -> IndexerKeys:
+        config = shared.config
+        if config.indexer_bits is None or not self.topk:
+            return IndexerKeys(shared.storage.account, config.max_context)
+        return CodedIndexerKeys(shared.storage, config, self.indexing.areas, layer_idx, f"layer {layer_idx}")
 
     def _clear(self) -> None:
         super()._clear()
@@ -219,19 +164,74 @@ class IndexedLayer(OffloadLayer):
 
     @untraced
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Add the indexer's keys (B, t, D) of a step; returns those of all tokens (B, T, D), a view that is valid until
-        the next call. Raises `BudgetError`, after which the step's tokens are removed."""
+        """Add the indexer's keys (B, t, D) of a step; returns those of all tokens (B, T, D), valid until the next call.
+        Within `run_indexer`, which calls the model's code several times, they are added once, and what is returned is
+        what it asks for. Raises `BudgetError` and `StoreError`, after which the step's tokens are removed."""
         if torch.compiler.is_dynamo_compiling():
             return cast(torch.Tensor, IndexedLayer.update_indexer.outside(self, indexer_key_states))
         step = self.shared.step
         if step is None:
             self.shared.check_open()
-        held = self.indexer.length if step is None else min(self.indexer.length, step.history)
+        asked, indexer = self._asked, self.indexer
+        held = indexer.length if step is None else min(indexer.length, step.history)
         try:
-            return self.indexer.append(indexer_key_states, held)
+            if asked is None:
+                return indexer.append(indexer_key_states, held)
+            if not asked.added:
+                cast(CodedIndexerKeys, indexer).add(indexer_key_states, held)
+                asked.added = True
+            return asked.keys()
         except BaseException as error:
             self.shared.step_failed(error, taken=True)
             raise
+
+    def run_indexer(self, forward: Callable[..., torch.Tensor], given: dict[str, Any]) -> torch.Tensor:
+        """What `forward`, a forward of the model's indexer with these arguments, returns. With coded keys, in a step of
+        few queries: indices (B, q, K) by `chosen_at_edge`."""
+        indexer, step = self.indexer, self.shared.step
+        if not isinstance(indexer, CodedIndexerKeys):
+            return forward(**given)
+        mask, held = given.get("attention_mask"), 0 if step is None else min(indexer.length, step.history)
+        if step is None or not held or not isinstance(mask, torch.Tensor) or mask.ndim != 3:
+            return forward(**given)
+        count = min(self.topk, held + step.tokens)
+        if mask.shape[2] != held + step.tokens or mask.shape[2] == count or not step.selects:
+            with self.shared.storage.account.holding(OWNER, indexer.whole_bytes(held + step.tokens)):
+                return forward(**given)
+        try:
+            return self._choose(indexer, forward, given, mask, count)
+        except BaseException as error:
+            self.shared.step_failed(error, taken=True)
+            raise
+        finally:
+            self._asked = None
+
+    def _choose(
+        self, indexer: CodedIndexerKeys, forward: Callable[..., torch.Tensor], given: dict[str, Any],
+        mask: torch.Tensor, count: int,
+    ) -> torch.Tensor:  # fmt: skip
+        self._asked = asked = _Asked()
+        length, at_once, account = mask.shape[2], most_at_once(self.topk), self.shared.storage.account
+
+        def score(keys: Callable[[], torch.Tensor], part: torch.Tensor) -> torch.Tensor:
+            asked.keys = keys
+            asked.dtype = forward(**{**given, "attention_mask": part}).dtype
+            shape = indexer.batch, *part.shape[1:]
+            if (scores := watch.take(*shape)) is None:
+                raise UnsupportedModelError(
+                    f"indexer_bits=8: the indexer of layer {self.layer_idx} does not choose the best of {shape} scores "
+                    "by one call of topk: leave out indexer_bits"
+                )
+            return scores
+
+        with ScoresOfTopK() as watch, torch.no_grad():
+            with account.holding(OWNER, indexer.block_bytes(min(length, at_once))):
+                blocks = [(start, min(length, start + at_once)) for start in range(0, length, at_once)]
+                coded = [score(functools.partial(indexer.coded, *block), mask[..., slice(*block)]) for block in blocks]
+            scores = torch.cat(coded, 2)
+            exact = exact_scorer(indexer, mask, 2 * margin_of(count), lambda keys, part: score(lambda: keys, part))
+            chosen = chosen_at_edge(scores, count, exact)
+        return chosen.to(asked.dtype)
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
@@ -305,7 +305,7 @@ class IndexedLayer(OffloadLayer):
         mask = self._complete_mask(call, chosen)
         before = self.length - queries
         seen: np.ndarray = visible_in(mask).any(2)[:, 0, :before].cpu().numpy()
-        if step.selects and self._units_of(seen).sum(1).max(initial=0) <= 2 * self.most_chosen:
+        if step.selects and units_of(self.history, seen).sum(1).max(initial=0) <= 2 * self.most_chosen:
             return self._attend_several(call, seen, mask)
         return self._attend_streamed(call, seen, mask)
 
@@ -341,42 +341,12 @@ class IndexedLayer(OffloadLayer):
             mask = torch.zeros(1, dtype=mask.dtype, device=mask.device)
         return mask.masked_fill(hidden, least)
 
-    def _units_of(self, seen: np.ndarray) -> np.ndarray:
-        """Units with any token that is `seen` (B, n): (B, units) bool."""
-        group, units = self.history.form.group_size, self.history.units
-        stored = np.zeros((len(seen), units * group), dtype=bool)
-        count = min(units * group, seen.shape[1])
-        stored[:, :count] = seen[:, :count]
-        return cast(np.ndarray, stored.reshape(len(seen), units, group).any(2))
-
-    def _gather(self, call: AttentionCall, seen: np.ndarray) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-        """The entries (B, N, width) of the tokens that are `seen` (B, n), the latest ones among the first n included;
-        their positions (B, N), and which of them are seen, (B, N) bool. Valid until the next gather."""
-        history, storage, layer_idx = self.history, self.shared.storage, self.layer_idx
-        group, (batch, stop), timeline = history.form.group_size, seen.shape, storage.timeline
-        units = self._units_of(seen)
-        width = int(units.sum(1).max(initial=0))
-        recent = history.recent
-        first = history.length - recent.shape[1]
-        latest = np.arange(first, max(first, stop))
-        at_end = np.broadcast_to(latest, (batch, latest.size)), seen[:, first:]
-        self.shared.storage.counters.attend(batch, history.length, int(seen.sum(1).max(initial=0)))
-        if not width:
-            return recent[:, : latest.size], *at_end
-        rows = np.arange(batch)[:, None]
-        several = np.argsort(~units, axis=1, kind="stable") if batch > 1 else units[0].nonzero()[0][None]
-        order = several[:, :width]  # those of each row first, ascending
-        there = units[rows, order]
-        keep = np.zeros((batch, history.units * group), dtype=bool)
-        keep[:, : min(stop, keep.shape[1])] = seen[:, : keep.shape[1]]
-        keep = keep.reshape(batch, -1, group)[rows, order]
-        choice = Choice(np.where(there, order, -1), None if keep.all() else keep)
-        with timeline.span("gather", layer_idx) if timeline.on else NOTHING:
-            fetched = self.fetcher().gather(history, choice)
-        places = fetched.of_chosen(history.positions(choice.units))
-        valid = np.ones(places.shape, dtype=bool) if fetched.valid is None else fetched.valid
-        entries = fetched.entries[:, : fetched.chosen + latest.size]
-        return entries, np.concatenate([places, at_end[0]], 1), np.concatenate([valid, at_end[1]], 1)
+    def _gather(self, seen: np.ndarray) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """As `gather_tokens`."""
+        history, storage = self.history, self.shared.storage
+        storage.counters.attend(len(seen), history.length, int(seen.sum(1).max(initial=0)))
+        span = storage.timeline.span("gather", self.layer_idx) if storage.timeline.on else NOTHING
+        return gather_tokens(history, self.fetcher(), seen, span)
 
     def _expanded(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
         """Keys and values for attention, of stored ones or of stored latents."""
@@ -391,7 +361,7 @@ class IndexedLayer(OffloadLayer):
 
     def _attend_once(self, call: AttentionCall, seen: np.ndarray) -> Output:
         """Attention of one query to the tokens that are `seen` (B, T)."""
-        entries, _, valid = self._gather(call, seen)
+        entries, _, valid = self._gather(seen)
         keys, values = self._expanded(call, *self.history.form.split(entries))
         mask = None
         if not valid.all():
@@ -404,7 +374,7 @@ class IndexedLayer(OffloadLayer):
     def _attend_several(self, call: AttentionCall, seen: np.ndarray, mask: torch.Tensor) -> Output:
         """Attention of a few queries to the stored tokens that any of them has `seen` (B, n), and to their own."""
         assert call.tag is not None and call.tag.own is not None
-        entries, places, valid = self._gather(call, seen)
+        entries, places, valid = self._gather(seen)
         device, own = call.query.device, call.tag.own
         stored = self.history.form.split(entries)
         keys, values = self._expanded(call, *(torch.cat([old, new], 2) for old, new in zip(stored, own, strict=True)))
@@ -472,12 +442,17 @@ class IndexedLayer(OffloadLayer):
     # --- memory ------------------------------------------------------------------------------------------------
 
     @property
+    def num_stores(self) -> int:  # type: ignore[override]
+        return 1 + isinstance(self.indexer, CodedIndexerKeys)
+
+    @property
     def tables_nbytes(self) -> int:
-        return super().tables_nbytes + (0 if self._fetcher is None else self._fetcher.tables_nbytes)
+        own = 0 if self._fetcher is None else self._fetcher.tables_nbytes
+        return super().tables_nbytes + self.indexer.tables_nbytes + own
 
     @property
     def full_bytes(self) -> int:
-        return super().full_bytes + self.indexer.nbytes
+        return super().full_bytes + self.indexer.full_bytes
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         """Rehearse the history, the indexer's keys, slots, and a step's gather."""
@@ -485,9 +460,9 @@ class IndexedLayer(OffloadLayer):
         if self.config.exact or self.config.candidates:  # more queries than a gather has room for
             run.stages("stream buffers", decode=stream_bytes(kind, self.config, self._records(kind)))
             run.passes("stream buffers", decode=place_bytes(kind, self.config, self._records(kind)), together=True)
-        held = kind.batch * context * kind.indexer_bytes
-        run.keeps(OWNER, held)
-        run.passes(OWNER, prefill=held, decode=held)  # while they get more room, or other rows
+        self.topk = kind.topk
+        self.indexer = self._new_indexer(self.shared, self.layer_idx)
+        self.indexer.rehearse(run, kind, context)
         run.decoding()
         history, form, rows = self.history, kind.form, kind.rows
         self.most_chosen = chosen = min(kind.most_chosen, context)
@@ -503,7 +478,12 @@ class IndexedLayer(OffloadLayer):
             for count in (chosen, MOST_CANDIDATES * chosen if self.config.candidates else chosen)
         )
         most = min(most, rows * several * form.group_size * form.entry_bytes + kept)
-        self.indexing.areas.rehearse(run, rows * records * form.record_bytes, (view, widest), (kept, most))
+        area = rows * records * form.record_bytes
+        if isinstance(self.indexer, CodedIndexerKeys):  # whose gathers take turns with these
+            areas = self.indexer.areas(kind)
+            area, view, widest = max(area, areas[0]), max(view, areas[1]), max(widest, areas[1])
+            kept, most = max(kept, areas[2]), max(most, areas[2])
+        self.indexing.areas.rehearse(run, area, (view, widest), (kept, most))
 
     # --- changes -----------------------------------------------------------------------------------------------
 
@@ -528,8 +508,8 @@ class IndexedLayer(OffloadLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_filled:
             super().batch_repeat_interleave(repeats)
-        elif self.indexer.keys is not None:
-            self.indexer.select_rows(torch.arange(len(self.indexer.keys), device="cpu").repeat_interleave(repeats))
+        elif self.indexer.batch:
+            self.indexer.select_rows(torch.arange(self.indexer.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.is_filled:
@@ -551,6 +531,13 @@ class IndexedLayer(OffloadLayer):
 
     # --- contexts ----------------------------------------------------------------------------------------------
 
+    def freeze(self) -> Sequence[FreezableStore]:
+        return [*super().freeze(), *self.indexer.freeze()]
+
+    def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
+        own = len(parts) - self.indexer.num_parts
+        return [*super().live(parts[:own]), *self.indexer.live(parts[own:])]
+
     def capture(self) -> dict[str, Any]:
         return {**super().capture(), "indexer": self.indexer.capture()}
 
@@ -558,9 +545,11 @@ class IndexedLayer(OffloadLayer):
         indexer = tree["indexer"]
         if not isinstance(indexer, dict) or indexer.keys() != {"keys", "positions"}:
             raise not_whole(self.name, f"its indexer's state is {shown(indexer, 200)}")
-        self.indexer.restore(indexer, self.name, None if tree["history"] is None else len(tree["history"]["tail"]))
+        rows = None if tree["history"] is None else len(tree["history"]["tail"])
+        own = len(parts) - parts_of(indexer, self.name, len(parts))
+        self.indexer.restore(indexer, self.name, rows, parts[own:], device)
         try:
-            super().restore(tree, parts, device)
+            super().restore(tree, parts[:own], device)
             if self.is_filled and indexer["keys"] is not None and self.indexer.length != self.length:
                 raise not_whole(self.name, f"its indexer has {self.indexer.length} of {self.length} tokens")
         except BaseException:

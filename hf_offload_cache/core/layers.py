@@ -20,6 +20,7 @@ from ..config import OffloadConfig
 from ..contexts.open import capture_kept, restore_kept
 from ..memory.account import without_views
 from ..memory.plan import LayerPlan
+from ..model.geometry import indexer_topk
 from ..model.place import has_indexer
 from ..stores.base import FreezableStore
 from .indexed_layer import IndexedLayer
@@ -143,7 +144,7 @@ def make_layers(model: PreTrainedModel, layer_class: type[OffloadLayer], shared:
     """transformers' own layers for this model, with every full-attention layer replaced by a `layer_class`, and every
     one with an indexer by an `IndexedLayer`."""
     layers: list[Any] = list(DynamicCache(config=model.config).layers)
-    place = 0
+    place, topk = 0, indexer_topk(model.config.get_text_config())
     for layer_idx, layer in enumerate(layers):
         if type(layer) is DynamicLayer:
             layers[layer_idx] = layer_class(shared, layer_idx, place)
@@ -151,7 +152,7 @@ def make_layers(model: PreTrainedModel, layer_class: type[OffloadLayer], shared:
             states = {name: getattr(layer, name) for name in ("number_of_states",) if hasattr(layer, name)}
             layers[layer_idx] = hybrid(layer_class)(shared, layer_idx, place, **states)
         elif has_indexer(layer):
-            layers[layer_idx] = IndexedLayer(shared, layer_idx, place)
+            layers[layer_idx] = IndexedLayer(shared, layer_idx, place, topk)
         else:
             continue
         place += 1

@@ -42,15 +42,16 @@ class LayerKind:
     over_host: bool = False
     """Steps that could run on a device alone go over the host."""
     indexer_bytes: int = 0
-    """As of `LayerShape`; and `most_chosen`."""
+    """As of `LayerShape`; and `most_chosen`, and `topk`."""
     most_chosen: int = 0
+    topk: int = 0
 
     @classmethod
     def of(cls, shape: LayerShape, geometry: Geometry, config: OffloadConfig, batch: int) -> LayerKind:
         """`config`: the layer's."""
         if shape.most_chosen:
             sizes = shape.num_key_heads, shape.key_dim, shape.num_value_heads, shape.value_dim
-            own = geometry.device, len(geometry.layers), False, shape.indexer_bytes, shape.most_chosen
+            own = geometry.device, len(geometry.layers), False, shape.indexer_bytes, shape.most_chosen, shape.topk
             return cls(indexed_form(sizes, geometry.dtype, config), shape.num_heads, batch, batch, *own)
         heads = shape.num_key_heads if config.heads_apart else 1
         sizes = (shape.num_key_heads // heads, shape.key_dim, shape.num_value_heads // heads, shape.value_dim)

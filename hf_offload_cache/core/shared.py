@@ -107,6 +107,11 @@ class Shared:
         """See `Attachable.leave_indexer`."""
         return None if self.indexing is None else cast(torch.Tensor | None, self.indexing.chose(chosen, self.step))
 
+    def run_indexer(self, layer_idx: int, forward: Callable[..., Any], given: dict[str, Any]) -> torch.Tensor:
+        """See `Attachable`."""
+        chosen = forward(**given) if self.indexing is None else self.indexing.run(layer_idx, forward, given)
+        return cast(torch.Tensor, chosen)
+
     def differ(self) -> None:
         """Handle layers whose lengths differ before a forward: one was interrupted. Raises `RuntimeError`."""
         self.storage.torn = True

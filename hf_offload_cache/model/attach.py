@@ -10,6 +10,7 @@ import copy
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -31,7 +32,18 @@ from .place import (
     warn_if_untested,
     with_indexers,
 )
-from .seam import Attachable, Hooks, cache_among, hook_blocks, hook_indexers, hook_model, strip_hooks, unhook, unwrapped
+from .seam import (
+    Attachable,
+    Hooks,
+    cache_among,
+    hook_blocks,
+    hook_indexers,
+    hook_model,
+    named,
+    strip_hooks,
+    unhook,
+    unwrapped,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -190,7 +202,30 @@ class ExpandLatents(MethodOnModel):
         return expanded
 
 
+class RunIndexer(MethodOnModel):
+    """Replaces the forward of an indexer, which the cache may run several times."""
+
+    name = "forward"
+
+    @untraced
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return cast(torch.Tensor, RunIndexer.__call__.outside(self, *args, **kwargs))
+        cache, method, layer_idx = cache_among(args, kwargs), self.method(), getattr(self.model, "layer_idx", None)
+        if cache is None or layer_idx is None:
+            return cast(torch.Tensor, method(*args, **kwargs))
+        return cache.run_indexer(layer_idx, method, {**named(self.model, args), **kwargs})
+
+
 _METHODS: tuple[type[MethodOnModel], ...] = (PreparePositions, PrepareInputs, Prefill, GivenCache)
+
+
+def _indexer_methods(model: PreTrainedModel) -> Iterator[tuple[type[MethodOnModel], Any]]:
+    """Methods of a model's attention with indexers that are replaced, each with its module."""
+    for attention in with_indexers(model):
+        yield ExpandLatents, attention
+        if isinstance(indexer := getattr(attention, "indexer", None), torch.nn.Module):
+            yield RunIndexer, indexer
 
 
 @dataclass
@@ -326,8 +361,8 @@ def _put_on(model: PreTrainedModel, attachment: _Attachment) -> None:
         attachment.at_death.atexit = False
     assert attachment.state is not None
     hook_indexers(model, attachment.hooks)
-    for attention in with_indexers(model):
-        ExpandLatents.put_on(attention)
+    for method_class, module in _indexer_methods(model):
+        method_class.put_on(module)
     for one in _running(model):
         hook_model(one, attachment.hooks, attachment.state.turn_to_others)
         for method in _METHODS:
@@ -340,8 +375,8 @@ def _take_off(model: PreTrainedModel, attachment: _Attachment) -> None:
     if attachment.at_death is not None:
         attachment.at_death.detach()
     _take_tables(attachment)
-    for attention in with_indexers(model):
-        ExpandLatents.take_off(attention)
+    for method_class, module in _indexer_methods(model):
+        method_class.take_off(module)
     for one in _running(model):
         for method in _METHODS:
             method.take_off(one)
@@ -376,8 +411,8 @@ def _strip_copied(model: PreTrainedModel) -> None:
     """Remove hooks and methods that came with a copy or a pickle of an attached model: nobody counts them."""
     counted = {id(seam) for one in _ATTACHED.values() for seam, _ in (*one.hooks, *one.block_hooks)}
     strip_hooks(model, counted)
-    for attention in with_indexers(model):
-        ExpandLatents.take_off(attention)
+    for method_class, module in _indexer_methods(model):
+        method_class.take_off(module)
     for one in _running(model):
         for method in _METHODS:
             method.take_off(one)

@@ -33,6 +33,8 @@ class LayerShape:
     """Bytes a token of the keys of an indexer, which stay in memory."""
     most_chosen: int = 0
     """The most tokens that the model's indexer chooses for a query; 0: it has none."""
+    topk: int = 0
+    """As of `indexer_topk`."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,10 @@ class Geometry:
                 others = KeptLayer(0, _bytes(_others(layer), item))  # of the one token
             if full and shape is not None:
                 if has_indexer(layer):
-                    shape, others = replace(shape, indexer_bytes=others.token_bytes, most_chosen=chosen), KeptLayer()
+                    shape, others = (
+                        replace(shape, indexer_bytes=others.token_bytes, most_chosen=chosen, topk=indexer_topk(text)),
+                        KeptLayer(),
+                    )
                 offloaded.append(shape)
             elif shape is not None and isinstance(layer, CacheLayerMixin):  # a dummy keeps nothing
                 window = getattr(layer, "sliding_window", None)
@@ -291,6 +296,13 @@ def _most_chosen(config: Any) -> int:
     if isinstance(topk, int):
         return topk + (config_value(config, "index_kpool") or 1) - 1
     return budget + (config_value(config, "indexer_compress_ratio") or 1) - 1 if isinstance(budget, int) else _UNLIMITED
+
+
+def indexer_topk(config: Any) -> int:
+    """The tokens that an indexer chooses for a query if it scores each token by that token's key alone, from a
+    configuration; 0: there is no indexer, or it scores blocks of tokens."""
+    topk = config_value(config, "index_topk")
+    return topk if isinstance(topk, int) and not config_value(config, "index_kpool") else 0
 
 
 def _linear_states(layer: Any, item: int) -> KeptLayer:

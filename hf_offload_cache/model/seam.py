@@ -59,6 +59,13 @@ class Attachable(Protocol):
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
         """After its attention, with its addition to the stream (B, q, hidden)."""
 
+    def run_indexer(
+        self, layer_idx: int, forward: Callable[..., torch.Tensor], given: dict[str, Any]
+    ) -> torch.Tensor:
+        """Instead of a layer's indexer: the tokens that it chose, as of `leave_indexer`. `forward`: its forward, for
+        which arguments are `given`."""
+        return forward(**given)
+
     def leave_indexer(self, layer_idx: int, chosen: torch.Tensor) -> torch.Tensor | None:
         """After a layer's indexer, with the tokens that it chose: indices (B, q, K), or a mask (B, 1, q, T). Returns
         what the model goes on with instead; None: with these."""
@@ -146,7 +153,7 @@ class Seam:
         if self.verb == "begin_step":
             if cache.timeline.on:
                 cache.timeline.begin_step()
-            changed = cache.begin_step(module, {**_named(module, args), **kwargs} if args else kwargs)
+            changed = cache.begin_step(module, {**named(module, args), **kwargs} if args else kwargs)
             return None if changed is None else ((), changed)
         if self.verb == "end_step" and output is None:
             return cache.fail_step()
@@ -184,7 +191,7 @@ Hooks = list[tuple[Seam, RemovableHandle]]
 """Attached hooks with their handles."""
 
 
-def _named(module: torch.nn.Module, args: tuple) -> dict[str, Any]:
+def named(module: torch.nn.Module, args: tuple) -> dict[str, Any]:
     """Positional arguments of the forward of `module`, by name."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     return dict(zip(names, args, strict=False))

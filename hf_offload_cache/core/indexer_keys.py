@@ -1,0 +1,518 @@
+"""An indexer's keys of all stored tokens: in the model's own type, or in 8 bits with the exact ones in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..config import OffloadConfig
+from ..errors import not_whole, shown
+from ..fetch.areas import Areas, records_soon
+from ..fetch.choice import Choice
+from ..fetch.fetcher import Fetcher
+from ..fetch.storage import Storage
+from ..history.base import History
+from ..history.position_history import PositionHistory
+from ..history.records import RecordFormat
+from ..history.state import DTYPES, is_tensor
+from ..kernels.on_a_device import to_device
+from ..memory.account import RECORDS, MemoryAccount
+from ..memory.dry_run import DryRun
+from ..report.trace import NOTHING
+from ..stores.base import DEVICE_BLOCK, FreezableStore
+from ..stores.layered import LayeredStore
+from .plan import LayerKind, stream_bytes
+
+OWNER = "indexer keys"
+"""Owner in the account of the memory of indexers' keys and positions."""
+AT_ONCE = 2048
+"""Tokens whose coded keys an indexer scores at a time, unless it chooses more than half as many."""
+_SCALE_BYTES = 4
+_MORE_ROOM = 16
+"""Fewest tokens for which an indexer's keys get room at a time."""
+
+
+class IndexerKeys:
+    """An indexer's keys of all stored tokens, in the model's own type, on its device; with room for more.
+
+    `parts`: tensors (B, room, width), of which the first `length` tokens count; here the keys alone. Empty before the
+    first token. `positions` (p, B, T) integers, which some models keep there; the holder's `length` says how many of
+    them count.
+    """
+
+    share_of_room = 8
+    """Room for more tokens is one such part of those there are."""
+
+    def __init__(self, account: MemoryAccount, most: int | None) -> None:
+        """`most`: maximum tokens; None: no limit."""
+        self._account, self._most = account, most
+        self.parts: tuple[torch.Tensor, ...] = ()
+        self.positions: torch.Tensor | None = None
+        self.length = 0
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences; 0 before the first token."""
+        return len(self.parts[0]) if self.parts else 0
+
+    def append(self, keys: torch.Tensor, held: int) -> torch.Tensor:
+        """All keys (B, T, D): the first `held`, followed by `keys` (B, t, D), which are copied. A view, valid until the
+        next change. Raises `BudgetError`, with nothing changed."""
+        self._put((keys.detach(),), held)
+        return self.parts[0][:, : self.length]
+
+    def _put(self, new: tuple[torch.Tensor, ...], held: int) -> None:
+        """Copy `new` parts (B, t, width) behind the first `held` tokens. Raises `BudgetError` with nothing changed."""
+        stop = held + new[0].shape[1]
+        if not self.parts or stop > self.parts[0].shape[1]:
+            room = stop + max(_MORE_ROOM, stop // self.share_of_room)
+            room = room if self._most is None else max(stop, min(room, self._most))
+            larger = self._made([(one, (one.shape[0], room, one.shape[2])) for one in new])
+            for old, one in zip(self.parts, larger, strict=bool(self.parts)):
+                one[:, :held] = old[:, :held]
+            self._exchange(larger)
+        for part, one in zip(self.parts, new, strict=True):
+            part[:, held:stop] = one
+        self.length = stop
+
+    def _made(self, shapes: Sequence[tuple[torch.Tensor, tuple[int, ...]]]) -> tuple[torch.Tensor, ...]:
+        """New tensors, each of the type and device of one and of a shape. Raises `BudgetError` with none made."""
+        made: list[torch.Tensor] = []
+        try:
+            for like, shape in shapes:
+                made.append(self._account.empty(OWNER, *shape, dtype=like.dtype, device=like.device))
+        except BaseException:
+            for one in made:
+                self._account.free(OWNER, one)
+            raise
+        return tuple(made)
+
+    def _exchange(self, parts: tuple[torch.Tensor, ...]) -> None:
+        for old in self.parts:
+            self._account.free(OWNER, old)
+        self.parts = parts
+
+    def keep_positions(self, positions: torch.Tensor | None) -> None:
+        """Keep these positions instead of the present ones."""
+        before, after = (0 if one is None else one.nbytes for one in (self.positions, positions))
+        self._account.hold(OWNER, after - before)
+        self.positions = positions
+
+    def truncate(self, length: int) -> None:
+        """Keep at most the first `length` tokens."""
+        self.length = min(self.length, length)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Replace row i by the present row `rows[i]`. Raises `BudgetError` with nothing changed."""
+        new = self._made([(one, (len(rows), *one.shape[1:])) for one in self.parts])
+        for old, one in zip(self.parts, new, strict=True):
+            one[:, : self.length] = old[:, : self.length].index_select(0, rows.to(old.device))
+        self._exchange(new)
+        if self.positions is not None:
+            self.keep_positions(self.positions.index_select(1, rows.to(self.positions.device)))
+
+    def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
+        """Declare the memory of `context` tokens a row, in a dry run."""
+        held = kind.batch * context * kind.indexer_bytes
+        run.keeps(OWNER, held)
+        run.passes(OWNER, prefill=held, decode=held)  # while they get more room, or other rows
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the stored tokens' keys in the model's own type, and of the positions."""
+        keys = sum(part[:, : self.length].nbytes for part in self.parts)
+        return keys + (0 if self.positions is None else self.positions.nbytes)
+
+    @property
+    def tables_nbytes(self) -> int:
+        """Bytes of the tables that say where keys lie in a store."""
+        return 0
+
+    def drop_fetcher(self) -> None:
+        """Free what only steps of few queries need."""
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._exchange(())
+        self.keep_positions(None)
+        self.length = 0
+
+    # --- contexts ----------------------------------------------------------------------------------------------
+
+    num_parts = 0
+    """Number of stores that `freeze` returned."""
+
+    def freeze(self) -> Sequence[FreezableStore]:
+        """As `History.freeze`, of the store of keys."""
+        return ()
+
+    def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
+        """As `History.live`."""
+        return []
+
+    def capture(self) -> dict[str, Any]:
+        """Keys and positions as a tree, without copies."""
+        positions = self.positions
+        return {
+            "keys": self._captured() if self.parts else None,
+            "positions": None if positions is None else positions[..., : self.length],
+        }
+
+    def _captured(self) -> Any:
+        return self.parts[0][:, : self.length]
+
+    def restore(
+        self, tree: dict[str, Any], name: str, rows: int | None, parts: Sequence[FreezableStore], device: torch.device
+    ) -> None:
+        """Take over a captured tree of so many `rows` (None: unknown), over its frozen stores; copies what is in
+        memory. Raises `ContextError`, `BudgetError`."""
+        keys, positions = tree["keys"], tree["positions"]
+        if keys is not None:
+            self._restore(keys, name, rows, parts, device)
+        if positions is not None:
+            if not is_tensor(positions, (None, rows, None), torch.int32, torch.int64):
+                raise not_whole(name, f"its indexer's positions are {shown(positions, 200)}, for {rows} sequences")
+            self.keep_positions(positions.clone())
+
+    def _restore(
+        self, keys: Any, name: str, rows: int | None, parts: Sequence[FreezableStore], device: torch.device
+    ) -> None:
+        if not is_tensor(keys, (rows, None, None), *DTYPES) or not keys.numel():
+            raise not_whole(name, f"its indexer's keys are {shown(keys, 200)}, for {rows} sequences")
+        self.append(keys, 0)
+
+
+class CodedIndexerKeys(IndexerKeys):
+    """Keys in 8 bits: `parts` are codes (B, room, D) int8, and scales (B, room, 1) float32. The exact keys lie in a
+    store, as a history of their own.
+
+    A step ranks all tokens by the coded keys, and scores those next to the edge of the choice by the exact ones.
+    """
+
+    share_of_room = 32
+
+    def __init__(self, storage: Storage, config: OffloadConfig, areas: Areas, layer_idx: int, name: str) -> None:
+        super().__init__(storage.account, config.max_context)
+        self._storage, self._areas, self._layer_idx, self._name = storage, areas, layer_idx, f"{name}'s indexer"
+        self._config = replace(config, group_size=None)
+        self.exact: PositionHistory | None = None
+        """The exact keys (B, 1, T, D), with values of width 0; None before the first token. Longer than `length` after
+        a crop, until it is used."""
+        self._fetcher: Fetcher | None = None
+        self._rows_moved = False
+
+    def _new_history(self, form: RecordFormat, rows: int, device: torch.device) -> PositionHistory:
+        return PositionHistory(self._storage, form, rows, device, self._config, self._name)
+
+    def add(self, keys: torch.Tensor, held: int) -> None:
+        """Add `keys` (B, t, D) behind the first `held` tokens. Raises `BudgetError` and `StoreError`; then the first
+        `held` are as before."""
+        keys = keys.detach()
+        if self.exact is None:
+            form = indexer_form(keys.shape[2], keys.dtype)
+            self.exact = self._new_history(form, len(keys), keys.device)
+        self._cut(held)
+        if self._rows_moved and (freed := self.exact.sweep()) is not None:
+            self._rows_moved = False
+            self._forget(freed)
+        self._put(coded(keys), held)
+        self.exact.append(keys[:, None], keys.new_empty(len(keys), 1, keys.shape[1], 0))
+
+    def append(self, keys: torch.Tensor, held: int) -> torch.Tensor:
+        """As of `IndexerKeys`, with `StoreError`: all exact keys, read from the store."""
+        self.add(keys, held)
+        return keys if not held else self.whole()
+
+    def whole(self) -> torch.Tensor:
+        """All exact keys (B, T, D), new."""
+        assert self.exact is not None
+        return self.exact.whole(self.length)[0][:, 0]
+
+    def coded(self, start: int, stop: int) -> torch.Tensor:
+        """The keys of tokens [start, stop) as their codes have them, (B, stop - start, D), new."""
+        assert self.exact is not None
+        codes, scales = (part[:, start:stop] for part in self.parts)
+        return (codes * scales).to(self.exact.form.dtype)
+
+    def whole_bytes(self, length: int) -> int:
+        """Bytes of `whole` of so many tokens."""
+        assert self.exact is not None
+        return self.batch * length * self.exact.form.entry_bytes
+
+    def block_bytes(self, tokens: int) -> int:
+        """Bytes in use while `coded` makes so many tokens."""
+        assert self.exact is not None
+        return self.batch * tokens * (4 * self.exact.form.key_dim + self.exact.form.entry_bytes)
+
+    def gather(self, seen: np.ndarray, most: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """As `gather_tokens`, of the exact keys; `most`: tokens a row that are usually asked for."""
+        assert self.exact is not None
+        if self._fetcher is not None and self._fetcher.closed:
+            self.drop_fetcher()
+        if self._fetcher is None:
+            self._fetcher = Fetcher(self._storage, self._areas, [], most, self._layer_idx)
+        return gather_tokens(self.exact, self._fetcher, seen)
+
+    def drop_fetcher(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
+
+    def _cut(self, length: int) -> None:
+        """Make the store as long as `length` if it is longer. Raises `StoreError` with nothing changed."""
+        if self.exact is not None and self.exact.length > length and (freed := self.exact.truncate(length)) is not None:
+            self._forget(freed)
+
+    def _forget(self, records: np.ndarray) -> None:
+        if self._fetcher is not None:
+            self._fetcher.forget(records)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        super().select_rows(rows)
+        if self.exact is not None:
+            self.exact.select_rows(rows)
+            self._rows_moved = True
+        if self._fetcher is not None:
+            self._fetcher.rows_changed()
+
+    def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
+        form = indexer_form(kind.indexer_bytes // kind.form.dtype.itemsize, kind.form.dtype)
+        rows, dim, item = kind.batch, form.key_dim, form.dtype.itemsize
+        whole, codes = rows * context * dim * item, rows * context * (dim + _SCALE_BYTES)
+        self.exact = exact = self._new_history(form, rows, torch.device(kind.device))
+        exact.rehearse(run, context)
+        store: Any = exact.store
+        run.keeps("tables", exact.tables_nbytes)
+        run.keeps(RECORDS, store.memory_bytes)
+        own, records = replace(kind, form=form, rows=rows), -(-store.records // rows)
+        reads = stream_bytes(own, self._config, records)
+        run.stages("stream buffers", prefill=reads, decode=reads if self._config.exact else 0)
+        run.keeps(OWNER, codes)
+        block = rows * min(context, most_at_once(kind.topk)) * dim * (4 + item)
+        decode = max(codes, block, whole if self._config.exact else 0)
+        run.passes(OWNER, prefill=max(whole, codes), decode=decode)
+
+    def areas(self, kind: LayerKind) -> tuple[int, int, int]:
+        """Bytes of an area, of the view, and of kept entries, that a gather of a rehearsed history needs."""
+        assert self.exact is not None
+        history, rows, most = self.exact, kind.batch, 2 * margin_of(kind.topk)
+        form, store = history.form, cast(Any, history.store)
+        records = min(most, records_soon(-(-store.records // rows)))
+        latest = -(-history.recent.shape[1] // form.group_size)
+        view = rows * (records + latest) * form.record_width * form.dtype.itemsize
+        return rows * records * form.record_bytes, view, rows * (most + latest * form.group_size) * form.entry_bytes
+
+    @property
+    def full_bytes(self) -> int:
+        return 0 if self.exact is None else self.whole_bytes(self.length)
+
+    @property
+    def tables_nbytes(self) -> int:
+        own = 0 if self.exact is None else self.exact.tables_nbytes
+        return own + (0 if self._fetcher is None else self._fetcher.tables_nbytes)
+
+    def close(self) -> None:
+        self.drop_fetcher()
+        if self.exact is not None:
+            self.exact.close()
+            self.exact = None
+        super().close()
+
+    def freeze(self) -> Sequence[FreezableStore]:
+        if self.exact is None:
+            return ()
+        self._cut(self.length)
+        if (freed := self.exact.sweep(always=True)) is not None and len(freed):
+            self._forget(freed)
+        return self.exact.freeze()
+
+    @property
+    def num_parts(self) -> int:  # type: ignore[override]
+        store = None if self.exact is None else self.exact.store
+        return len(store.parts) if isinstance(store, LayeredStore) else 0
+
+    def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
+        return [] if self.exact is None else self.exact.live(parts)
+
+    def _captured(self) -> Any:
+        assert self.exact is not None
+        codes, scales = (part[:, : self.length] for part in self.parts)
+        return {"codes": codes, "scales": scales, "exact": self.exact.capture(), "parts": self.num_parts}
+
+    def _restore(
+        self, keys: Any, name: str, rows: int | None, parts: Sequence[FreezableStore], device: torch.device
+    ) -> None:
+        if not isinstance(keys, dict) or keys.keys() != {"codes", "scales", "exact", "parts"}:
+            raise not_whole(name, f"its indexer's keys are {shown(keys, 200)}, expected them in 8 bits")
+        codes, scales = keys["codes"], keys["scales"]
+        fits = is_tensor(codes, (rows, None, None), torch.int8) and codes.numel() > 0
+        if not fits or not is_tensor(scales, (*codes.shape[:2], 1), torch.float32):
+            raise not_whole(name, f"its indexer's codes are {shown(codes, 200)}, its scales {shown(scales, 200)}")
+        exact = PositionHistory.restore(self._storage, keys["exact"], parts, device, self._config, self._name)
+        self.exact = exact  # which owns the parts
+        sizes = exact.rows, exact.length, exact.form.entry_width
+        if sizes != codes.shape or exact.form.value_dim:
+            raise not_whole(name, f"its indexer has codes {tuple(codes.shape)}, and exact keys of the sizes {sizes}")
+        self._put((codes, scales), 0)
+
+
+def parts_of(tree: Any, name: str, most: int) -> int:
+    """Number of stores of a captured indexer's keys, of a layer's `most`. Raises `ContextError`."""
+    count = tree["keys"].get("parts") if isinstance(tree["keys"], dict) else 0
+    if type(count) is not int or not 0 <= count <= most:
+        raise not_whole(name, f"its indexer's keys lie in {shown(count)} of {most} files")
+    return count
+
+
+def indexer_form(dim: int, dtype: torch.dtype) -> RecordFormat:
+    """The format of the store of an indexer's keys (B, T, dim): as many tokens as fit the smallest read."""
+    form = RecordFormat.of_sizes((1, dim, 1, 0), dtype, 1)
+    return replace(form, group_size=max(1, DEVICE_BLOCK // form.entry_bytes))
+
+
+def most_at_once(topk: int) -> int:
+    """Tokens whose coded keys an indexer that chooses `topk` scores at a time."""
+    return max(AT_ONCE, 2 * topk)
+
+
+def margin_of(count: int) -> int:
+    """Ranks on each side of the edge of a choice of `count` tokens that are scored exactly at first."""
+    return max(16, count // 8)
+
+
+def coded(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (B, t, D) int8 of `keys` (B, t, D), and scales (B, t, 1) float32: a key is its codes times its scale, and
+    differs from that by at most half a scale."""
+    wide = keys.float()
+    scales = wide.abs().amax(2, keepdim=True).clamp_min(1e-30) / 127
+    return (wide / scales).round_().to(torch.int8), scales
+
+
+# Tokens of a history
+
+def units_of(history: History, seen: np.ndarray) -> np.ndarray:
+    """Units with any token that is `seen` (B, n): (B, units) bool."""
+    group, units = history.form.group_size, history.units
+    stored = np.zeros((len(seen), units * group), dtype=bool)
+    count = min(units * group, seen.shape[1])
+    stored[:, :count] = seen[:, :count]
+    return cast(np.ndarray, stored.reshape(len(seen), units, group).any(2))
+
+
+def gather_tokens(
+    history: History, fetcher: Fetcher, seen: np.ndarray, span: Any = NOTHING
+) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+    """The entries (B, N, width) of the tokens that are `seen` (B, n), the latest ones among the first n included; their
+    positions (B, N), and which of them are seen, (B, N) bool. Valid until the next gather. `span`: context of reads."""
+    group, (batch, stop) = history.form.group_size, seen.shape
+    units = units_of(history, seen)
+    width = int(units.sum(1).max(initial=0))
+    recent = history.recent
+    first = history.length - recent.shape[1]
+    latest = np.arange(first, max(first, stop))
+    at_end = np.broadcast_to(latest, (batch, latest.size)), seen[:, first:]
+    if not width:
+        return recent[:, : latest.size], *at_end
+    rows = np.arange(batch)[:, None]
+    several = np.argsort(~units, axis=1, kind="stable") if batch > 1 else units[0].nonzero()[0][None]
+    order = several[:, :width]  # those of each row first, ascending
+    there = units[rows, order]
+    keep = np.zeros((batch, history.units * group), dtype=bool)
+    keep[:, : min(stop, keep.shape[1])] = seen[:, : keep.shape[1]]
+    keep = keep.reshape(batch, -1, group)[rows, order]
+    choice = Choice(np.where(there, order, -1), None if keep.all() else keep)
+    with span:
+        fetched = fetcher.gather(history, choice)
+    places = fetched.of_chosen(history.positions(choice.units))
+    valid = np.ones(places.shape, dtype=bool) if fetched.valid is None else fetched.valid
+    entries = fetched.entries[:, : fetched.chosen + latest.size]
+    return entries, np.concatenate([places, at_end[0]], 1), np.concatenate([valid, at_end[1]], 1)
+
+
+# A choice by coded keys, and by the exact ones of tokens at its edge
+
+class ScoresOfTopK(TorchFunctionMode):
+    """Keeps the tensor whose best elements the code within takes, by `topk` along the last dimension: the scores by
+    which a model's indexer chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: torch.Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.topk or func is torch.topk:
+            self.latest = args[0]
+        return func(*args, **(kwargs or {}))
+
+    def take(self, *shape: int) -> torch.Tensor | None:
+        """The latest scores, if they have this shape."""
+        scores, self.latest = self.latest, None
+        return scores if scores is not None and scores.shape == shape else None
+
+
+Scorer = Callable[[np.ndarray, torch.Tensor], None]
+"""Replaces the scores (B, q, T) of tokens (B, T) bool by exact ones."""
+
+
+def chosen_at_edge(scores: torch.Tensor, count: int, make_exact: Scorer) -> torch.Tensor:
+    """The `count` tokens of the highest exact scores for each query, (B, q, count) int64, in any order, of
+    approximate `scores` (B, q, T), without the exact scores of all.
+
+    Those of the tokens next to the edge are made exact: at first `margin_of(count)` ranks on each side of it. This
+    ends when every other token is farther from the edge than twice the largest error that was found, and no two tokens
+    are alike at the edge, or when all are exact. So the choice can only differ from the exact one if a token that was
+    left out has more than twice this error.
+    """
+    margin, length, mixed = margin_of(count), scores.shape[2], scores.clone()
+    known = np.zeros((scores.shape[0], length), dtype=bool)
+    rows = np.arange(len(known))[:, None]
+    while True:
+        first, stop = max(0, count - margin), min(length, count + margin)
+        ranked = scores.topk(min(length, stop + 1), dim=2)
+        edge = ranked.indices[..., first:stop]
+        wanted = np.zeros_like(known)
+        wanted[rows, edge.flatten(1).cpu().numpy()] = True
+        wanted &= ~known
+        known |= wanted
+        make_exact(wanted, mixed)
+        if first == 0 and stop == length:
+            break
+        error = 2 * torch.nan_to_num((mixed - scores).abs(), nan=0.0, posinf=0.0).amax(2)
+        at_edge = mixed.gather(2, edge)
+        least = at_edge.topk(count - first, dim=2).values[..., -1]
+        alike = (at_edge >= least.unsqueeze(2)).sum(2) > count - first  # then `topk` decides, which has to see all
+        certain = ~alike | (least <= torch.finfo(least.dtype).min / 2)  # hidden tokens are alike, too
+        if first:
+            certain &= ranked.values[..., first - 1] - error >= least
+        if stop < length:
+            certain &= ranked.values[..., stop] + error <= least
+        if bool(certain.all()):
+            break
+        margin *= 2
+    return mixed.topk(count, dim=2).indices
+
+
+def exact_scorer(
+    keys: CodedIndexerKeys, mask: torch.Tensor, most: int, score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Scorer:
+    """A scorer that reads exact keys, at most `most` tokens a row at a time.
+
+    `mask` (B or 1, q, T); `score` returns scores (B, q, N) for keys (B, N, D) and their part of the mask."""
+
+    def make_exact(wanted: np.ndarray, scores: torch.Tensor) -> None:
+        counts = wanted.cumsum(1)
+        for begin in range(0, int(counts[:, -1].max(initial=0)), most):
+            entries, places, valid = keys.gather(wanted & (counts > begin) & (counts <= begin + most), most)
+            columns = to_device(np.where(valid, places, 0), mask.device)[:, None].expand(-1, mask.shape[1], -1)
+            found = score(entries, mask.expand(len(valid), -1, -1).gather(2, columns))
+            row, column = valid.nonzero()
+            row, column, place = to_device(np.stack([row, column, places[row, column]]), scores.device)
+            scores[row, :, place] = found[row, :, column]
+
+    return make_exact
+
