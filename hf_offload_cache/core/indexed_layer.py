@@ -174,20 +174,20 @@ class IndexedLayer(OffloadLayer):
             self.shared.check_open()
         asked, indexer = self._asked, self.indexer
         held = indexer.length if step is None else min(indexer.length, step.history)
-        try:
-            if asked is None:
-                return indexer.append(indexer_key_states, held)
+        if asked is not None:
             if not asked.added:
                 cast(CodedIndexerKeys, indexer).add(indexer_key_states, held)
                 asked.added = True
             return asked.keys()
+        try:
+            return indexer.append(indexer_key_states, held)
         except BaseException as error:
             self.shared.step_failed(error, taken=True)
             raise
 
     def run_indexer(self, forward: Callable[..., torch.Tensor], given: dict[str, Any]) -> torch.Tensor:
         """What `forward`, a forward of the model's indexer with these arguments, returns. With coded keys, in a step of
-        few queries: indices (B, q, K) by `chosen_at_edge`."""
+        few queries: indices (B, q, K) by `chosen_at_edge`. Raises as `update_indexer` does."""
         indexer, step = self.indexer, self.shared.step
         if not isinstance(indexer, CodedIndexerKeys):
             return forward(**given)
@@ -195,7 +195,8 @@ class IndexedLayer(OffloadLayer):
         if step is None or not held or not isinstance(mask, torch.Tensor) or mask.ndim != 3:
             return forward(**given)
         count = min(self.topk, held + step.tokens)
-        if mask.shape[2] != held + step.tokens or mask.shape[2] == count or not step.selects:
+        plain = not step.selects or self.config.exact == "bitwise"
+        if plain or mask.shape[2] != held + step.tokens or mask.shape[2] == count:
             with self.shared.storage.account.holding(OWNER, indexer.whole_bytes(held + step.tokens)):
                 return forward(**given)
         try:
@@ -547,8 +548,8 @@ class IndexedLayer(OffloadLayer):
             raise not_whole(self.name, f"its indexer's state is {shown(indexer, 200)}")
         rows = None if tree["history"] is None else len(tree["history"]["tail"])
         own = len(parts) - parts_of(indexer, self.name, len(parts))
-        self.indexer.restore(indexer, self.name, rows, parts[own:], device)
         try:
+            self.indexer.restore(indexer, self.name, rows, parts[own:], device)
             super().restore(tree, parts[:own], device)
             if self.is_filled and indexer["keys"] is not None and self.indexer.length != self.length:
                 raise not_whole(self.name, f"its indexer has {self.indexer.length} of {self.length} tokens")

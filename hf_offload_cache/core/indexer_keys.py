@@ -199,7 +199,7 @@ class CodedIndexerKeys(IndexerKeys):
     def __init__(self, storage: Storage, config: OffloadConfig, areas: Areas, layer_idx: int, name: str) -> None:
         super().__init__(storage.account, config.max_context)
         self._storage, self._areas, self._layer_idx, self._name = storage, areas, layer_idx, f"{name}'s indexer"
-        self._config = replace(config, group_size=None)
+        self._config = config
         self.exact: PositionHistory | None = None
         """The exact keys (B, 1, T, D), with values of width 0; None before the first token. Longer than `length` after
         a crop, until it is used."""
@@ -214,7 +214,7 @@ class CodedIndexerKeys(IndexerKeys):
         `held` are as before."""
         keys = keys.detach()
         if self.exact is None:
-            form = indexer_form(keys.shape[2], keys.dtype)
+            form = indexer_form(keys.shape[2], keys.dtype, self._config)
             self.exact = self._new_history(form, len(keys), keys.device)
         self._cut(held)
         if self._rows_moved and (freed := self.exact.sweep()) is not None:
@@ -281,7 +281,7 @@ class CodedIndexerKeys(IndexerKeys):
             self._fetcher.rows_changed()
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
-        form = indexer_form(kind.indexer_bytes // kind.form.dtype.itemsize, kind.form.dtype)
+        form = indexer_form(kind.indexer_bytes // kind.form.dtype.itemsize, kind.form.dtype, self._config)
         rows, dim, item = kind.batch, form.key_dim, form.dtype.itemsize
         whole, codes = rows * context * dim * item, rows * context * (dim + _SCALE_BYTES)
         self.exact = exact = self._new_history(form, rows, torch.device(kind.device))
@@ -369,10 +369,11 @@ def parts_of(tree: Any, name: str, most: int) -> int:
     return count
 
 
-def indexer_form(dim: int, dtype: torch.dtype) -> RecordFormat:
-    """The format of the store of an indexer's keys (B, T, dim): as many tokens as fit the smallest read."""
+def indexer_form(dim: int, dtype: torch.dtype, config: OffloadConfig) -> RecordFormat:
+    """The format of the store of an indexer's keys (B, T, dim): as many tokens as fit the smallest read, unless
+    `group_size` is given."""
     form = RecordFormat.of_sizes((1, dim, 1, 0), dtype, 1)
-    return replace(form, group_size=max(1, DEVICE_BLOCK // form.entry_bytes))
+    return replace(form, group_size=config.group_size or max(1, DEVICE_BLOCK // form.entry_bytes))
 
 
 def most_at_once(topk: int) -> int:
@@ -383,6 +384,15 @@ def most_at_once(topk: int) -> int:
 def margin_of(count: int) -> int:
     """Ranks on each side of the edge of a choice of `count` tokens that are scored exactly at first."""
     return max(16, count // 8)
+
+
+def edge_bytes(kind: LayerKind, config: OffloadConfig, context: int) -> int:
+    """Bytes that a step reads for one sequence to score the tokens at the edge of a choice exactly, if it widens the
+    edge at no time; 0: its choice has none."""
+    if kind.topk == 0 or context <= kind.topk:
+        return 0
+    form = indexer_form(kind.indexer_bytes // kind.form.dtype.itemsize, kind.form.dtype, config)
+    return min(2 * margin_of(kind.topk), -(-context // form.group_size)) * form.record_bytes
 
 
 def coded(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

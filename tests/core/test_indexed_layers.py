@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import harness
+import numpy as np
 import pytest
 import torch
 import walk
@@ -17,8 +19,8 @@ from layered_models import dense_with_indexers, glm5_next, layered, mistral_larg
 from transformers import DynamicCache
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, DiskSwapConfig, SpecCache, offload_cache
-from hf_offload_cache.core import Filling
-from hf_offload_cache.errors import BudgetError, ContextError
+from hf_offload_cache.core import Filling, chosen_at_edge
+from hf_offload_cache.errors import BudgetError, ConfigError, ContextError
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.tuning.which_cache import step_bytes
 
@@ -32,8 +34,11 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     },
 }
 """All that call `update_indexer`. Older versions of transformers store expanded keys and values instead of latents."""
-UNLIKE = "deepseek_v32", "glm5_next", "mistral_large4", "qwen4_exp_text"
-"""Of these, the ones that the default run takes: the others differ by their rotary embeddings, gates and windows."""
+UNLIKE = ("deepseek_v32", 8), ("glm5_next", 8), ("mistral_large4", 8), ("qwen4_exp_text", None)
+"""Of these, and their `indexer_bits`, the ones that the default run takes: the others differ by their rotary
+embeddings, gates and windows."""
+BLOCKS = "glm5_next", "qwen4_exp_text"
+"""Their indexers score blocks of tokens, so that the bits have no effect."""
 CHANGED = "dots3_note_text", "glm5_next", "mistral_large4", "qwen4_exp_text"
 LENGTH, NEW, TOPK = 150, 6, 24
 SMALL: dict[str, Any] = {"group_size": 4, "num_recent": 8, "block_tokens": 16, "reuse_capacity": 12}
@@ -71,13 +76,13 @@ def test_steps_read_what_the_indexer_chose_and_no_more(cache_class: Any, chunk: 
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "bits"),
     [
-        pytest.param(*one.values, marks=[*one.marks, *([LATER] if one.values[0] in CHANGED else [])])
-        for one in walk.usually(UNLIKE, ARCHITECTURES)
+        pytest.param(*one, marks=[pytest.mark.slow] * (one not in UNLIKE) + [LATER] * (one[0] in CHANGED))
+        for one in itertools.product(ARCHITECTURES, (None, 8))
     ],
 )
-def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, tmp_path: Path) -> None:
+def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, bits: int | None, tmp_path: Path) -> None:
     """A padded batch in pieces, steps, other rows; then in a fork and in an opened context candidates, of which some
     are taken back, a turn, and steps."""
     with warnings.catch_warnings():
@@ -115,7 +120,10 @@ def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, tmp_path:
         expected = run(plain, 0, 20, 40, 41, 42, 43)
         swap(plain)
         later = go_on(plain)
-        with harness.unchanged(model), DiskSwapCache(model, path=tmp_path, **SMALL) as cache:
+        fields = {**SMALL, "indexer_bits": bits}
+        with harness.unchanged(model), DiskSwapCache(model, path=tmp_path, **fields) as cache:
+            coded = [layer.num_stores == 2 for layer in cache.layers if hasattr(layer, "indexer")]
+            assert coded and all(coded) == any(coded) == (bits == 8 and name not in BLOCKS)
             for own, other in zip(run(cache, 0, 20, 40, 41, 42, 43), expected, strict=True):
                 assert_close(own, other)
             swap(cache)
@@ -132,20 +140,21 @@ def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, tmp_path:
             closing.close()
 
 
-@pytest.mark.parametrize(("make", "calls"), [
-    (lambda: layered("indexer"), 0), pytest.param(mistral_large4, 1, marks=LATER),
+@pytest.mark.parametrize(("make", "calls", "bits"), [
+    (lambda: layered("indexer"), 0, 8), pytest.param(mistral_large4, 1, None, marks=LATER),
 ])  # fmt: skip
 def test_a_step_that_fails_leaves_the_indexers_as_they_were(
-    make: Callable[[], Any], calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Any], calls: int, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read of the second layer's entries fails, when layers have added the step's keys, and their indexers' too. Of
-    the second model the fifth layer reads them, and the third stores an indexer's keys alone."""
+    """A read of the second layer's entries fails, when layers have added the step's keys, and their indexers' too; of
+    the first model a read of its indexer's exact keys. Of the second model the fifth layer reads the entries, and the
+    third stores an indexer's keys alone."""
     model = make()
     ids, plain = prompt(model, 1, 60), DynamicCache(config=model.config)
-    with torch.no_grad(), DiskSwapCache(model, path=tmp_path, **SMALL) as cache:
+    with torch.no_grad(), DiskSwapCache(model, path=tmp_path, indexer_bits=bits, **SMALL) as cache:
         for one in (plain, cache):
             model(ids[:, :50], past_key_values=one)
-        history = cache.layers[1].history
+        history = cache.layers[1].history if bits is None else cache.layers[1].indexer.exact
         for step in range(50, 54):
             if step == 52:
                 with monkeypatch.context() as broken, pytest.raises(OSError, match="no such record"):
@@ -157,7 +166,8 @@ def test_a_step_that_fails_leaves_the_indexers_as_they_were(
         for one in (plain, cache):
             one.crop(-2)
         for layer, other in zip(cache.layers[1:3], plain.layers[1:3], strict=True):
-            torch.testing.assert_close(layer.capture()["indexer"]["keys"], other.indexer_keys)
+            keys = layer.capture()["indexer"]["keys"] if bits is None else layer.indexer.whole()
+            torch.testing.assert_close(keys, other.indexer_keys)
 
 
 def _failing(history: Any, method: Callable[..., Any], calls: int) -> Callable[..., Any]:
@@ -199,6 +209,71 @@ def test_budgets_hold_and_contexts_are_checked(tmp_path: Path) -> None:
         for wrong in ({"keys": None}, {"keys": torch.zeros(2, 3, 4), "positions": None}):
             with DiskSwapCache(model) as other, pytest.raises(ContextError, match="indexer"):
                 other.layers[0].restore({**tree, "indexer": wrong}, [], torch.device("cpu"))
+
+
+def test_keys_in_8_bits_take_less_memory_and_give_the_same_tokens(tmp_path: Path) -> None:
+    """Within a budget, with candidates; and a context of theirs that is not whole is refused."""
+    model = layered("indexer")
+    ids, tokens, reports = prompt(model, 1, LENGTH), [], []
+    for bits in (None, 8):
+        with DiskSwapCache.for_budget(model, "2MiB", 400, path=tmp_path, indexer_bits=bits) as cache:
+            geometry = Geometry.of(model)
+            plan = cache.plan(geometry, cache.config, 400, 1)
+            counted = step_bytes(geometry, DiskSwapConfig(indexer_bits=bits), 400, 2)
+            tokens.append(generate(model, cache, ids, max_new_tokens=NEW, prompt_lookup_num_tokens=4).tokens)
+            reports.append(report := cache.report())
+            assert report.peak_memory_bytes <= plan.peak_bytes <= 2 * 2**20
+            assert 0 < report.memory_by_owner["indexer keys"] <= plan.decode["indexer keys"]
+            assert counted == 2 * 4096 * len(cache.layers) * (TOPK if bits is None else TOPK + -(-400 // 64))
+            assert cache.layers[0].full_bytes == report.full_kv_bytes // len(cache.layers)
+    assert torch.equal(*tokens) and reports[0].full_kv_bytes == reports[1].full_kv_bytes
+    found, expected = (report.memory_by_owner["indexer keys"] for report in reversed(reports))
+    assert found < expected / 2  # 16 values of 4 bytes; 16 codes and a scale
+    with torch.no_grad(), DiskSwapCache(model, indexer_bits=8, engine="memory") as cache:
+        model(ids[:, :40], past_key_values=cache)
+        parts, tree = cache.layers[0].freeze(), cache.layers[0].capture()
+        keys = tree["indexer"]["keys"]
+        for wrong in (
+            keys["codes"], {**keys, "parts": len(parts) + 1}, {**keys, "codes": keys["codes"][:, 1:]},
+            {**keys, "scales": None}, {**keys, "codes": keys["codes"][:, 1:], "scales": keys["scales"][:, 1:]},
+        ):  # fmt: skip
+            with DiskSwapCache(model, indexer_bits=8) as other, pytest.raises(ContextError, match="indexer"):
+                indexer = {"keys": wrong, "positions": None}
+                other.layers[0].restore({**tree, "indexer": indexer}, parts, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="indexer_bits must be one of"):
+        DiskSwapConfig(indexer_bits=4)
+
+
+def _chosen_at_edge(exact: torch.Tensor, scores: torch.Tensor, count: int) -> tuple[torch.Tensor, np.ndarray]:
+    """What is chosen by `scores`, sorted, and the tokens (B, T) that were scored exactly, none of them twice."""
+    asked = np.zeros((len(exact), exact.shape[2]), dtype=bool)
+
+    def make_exact(wanted: np.ndarray, mixed: torch.Tensor) -> None:
+        assert not (wanted & asked).any()
+        asked[wanted] = True
+        rows, places = map(torch.from_numpy, wanted.nonzero())
+        mixed[rows, :, places] = exact[rows, :, places]
+
+    return chosen_at_edge(scores, count, make_exact).sort(2).values, asked
+
+
+@pytest.mark.parametrize(("error", "most"), [(0.01, 0.1), (1.0, 1.0)])
+def test_the_choice_at_the_edge_is_the_exact_one(error: float, most: float) -> None:
+    """With the exact scores of few tokens if the others' errors are small. Of a row with fewer tokens than are chosen
+    all are; where tokens are alike at the edge, the model's `topk` decides between all."""
+    made, count = torch.Generator().manual_seed(5), 256
+    exact = torch.randn(2, 3, 6000, generator=made)
+    scores = exact + error * (2 * torch.rand(exact.shape, generator=made) - 1)
+    found, asked = _chosen_at_edge(exact, scores, count)
+    assert torch.equal(found, exact.topk(count, dim=2).indices.sort(2).values)
+    assert 0 < asked.mean() <= most
+    for one in (exact, scores):
+        one[:, :, 100:] = float("-inf")
+    found, _ = _chosen_at_edge(exact, scores, count)
+    assert torch.equal(found[..., :100], torch.arange(100).expand(2, 3, -1))
+    exact = (torch.arange(500) % 5 == 0).float().expand(1, 1, -1)
+    found, asked = _chosen_at_edge(exact, exact, 200)
+    assert torch.equal(found, exact.topk(200, dim=2).indices.sort(2).values) and asked.all()
 
 
 @pytest.mark.slow

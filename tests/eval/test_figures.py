@@ -86,9 +86,10 @@ def test_every_study_has_its_figure() -> None:
 
 LIMITS = {
     "memory", "host_memory", "max_context", "max_batch", "engine", "verify", "io_timeout", "encryption_key", "trace",
-    "progress", "graphs",
+    "progress", "graphs", "indexer_bits",
 }  # fmt: skip
-"""Fields of all caches that set a limit or a safeguard, or show something: they change neither quality nor reads."""
+"""Fields of all caches that set a limit or a safeguard, or show something, or concern models with an indexer, whose
+choice stays: they change neither quality nor reads."""
 
 
 def test_every_field_of_a_configuration_has_a_figure() -> None:
