@@ -10,6 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -25,6 +26,7 @@ from ..history.records import stored_dtype
 from ..kernels.on_a_device import to_device
 from ..memory.dry_run import DryRun
 from ..model.attention_call import TAG, AttentionCall, untraced
+from ..model.chosen_latents import attend_to_latents
 from ..model.masks import shown as visible_in
 from ..model.place import no_backward
 from ..model.stream_attention import Block
@@ -386,7 +388,8 @@ class IndexedLayer(OffloadLayer):
         return call.run(keys, values, torch.cat([before, mask[..., seen.shape[1] :]], 3))
 
     def _attend_streamed(self, call: AttentionCall, seen: np.ndarray, mask: torch.Tensor) -> Output:
-        """As `_attend_several`, with the stored tokens streamed in blocks, of which those are used that are seen."""
+        """As `_attend_several`, with the stored tokens streamed in blocks. Keys and values are made of those that any
+        query sees, or of none, if each query sees few of them."""
         assert call.tag is not None and call.tag.own is not None
         wanted, device = cast(np.ndarray, seen.any(0)), call.query.device
         own = self._expanded(call, *call.tag.own)
@@ -406,7 +409,13 @@ class IndexedLayer(OffloadLayer):
                     yield *widened(*used), places + begin
                 begin = stop
 
-        output, weights = call.stream(blocks(), widened(*own), mask, None)
+        chosen, attended = self.indexing.chosen, None
+        if chosen is not None and call.tag.expand is not None:
+            expand, stored = partial(self._expanded, call), partial(self.blocks, seen.shape[1], True)
+            attended = attend_to_latents(call, expand, chosen, mask, call.tag.own, int(wanted.sum()), stored)
+        if attended is not None:
+            attended = torch.nn.functional.pad(attended[0], (0, more)), attended[1]
+        output, weights = call.stream(blocks() if attended is None else (), widened(*own), mask, None, attended)
         return output[..., :width], weights
 
     # --- slots -------------------------------------------------------------------------------------------------

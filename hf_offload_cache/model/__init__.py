@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .attention_call import TAG as TAG
     from .attention_call import AttentionCall as AttentionCall
     from .attention_call import Tag as Tag
+    from .chosen_latents import attend_to_latents as attend_to_latents
     from .fingerprint import check_fingerprint as check_fingerprint
     from .fingerprint import full_fingerprint as full_fingerprint
     from .geometry import Geometry as Geometry
@@ -47,6 +48,7 @@ _HOME = {
     "additive_mask": "masks",
     "attend_block": "stream_attention",
     "attend_block_reference": "stream_attention",
+    "attend_to_latents": "chosen_latents",
     "check_fingerprint": "fingerprint",
     "decoder_blocks": "place",
     "full_fingerprint": "fingerprint",

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..history.records import autocast_dtype
 from .place import no_backward
-from .stream_attention import Block, stream_attention
+from .stream_attention import Attended, Block, stream_attention
 
 # Functions that `torch.compile` must not trace, at the price of one check if nothing is compiled
 
@@ -194,12 +194,12 @@ class AttentionCall:
 
     def stream(
         self, history: Iterable[Block], own: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None,
-        seen: torch.Tensor | None,
+        seen: torch.Tensor | None, attended: Attended | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """`stream_attention` of this query under a mask; no weights. A backward pass through it raises."""
         special = partial(stream_attention, scaling=self.scaling, softcap=self.softcap, s_aux=self.s_aux)
         with torch.no_grad():
-            output = special(self.query, history, own, mask, seen=seen)
+            output = special(self.query, history, own, mask, seen=seen, attended=attended)
         return no_backward(output, self.query), None
 
 

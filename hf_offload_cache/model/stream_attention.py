@@ -154,6 +154,7 @@ def stream_attention(
     mask: torch.Tensor | None,
     *,
     seen: torch.Tensor | None = None,
+    attended: Attended | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -162,11 +163,11 @@ def stream_attention(
 
     `own` is the block that ends with the queries' own tokens, in order. `history` is everything before it that every
     query may see: blocks in any order, all with positions, or all without and in order; without a mask for it, some of
-    them may be without, whose entries are all seen. `mask` (·, 1, q, T) is the
-    model's, with a column per position, the last ones for `own`; None: a query sees the tokens of `own` up to itself,
-    aligned at the lower right. `seen` (·, 1, 1, ·) is the part of the history that all queries see, whatever the mask
-    says of it. `softcap` bounds scores by tanh; `s_aux` (H,) is a logit per head that joins the denominator only. No
-    query sees an entry at position -1; a query that sees nothing gives zeros.
+    them may be without, whose entries are all seen. `mask` (·, 1, q, T) is the model's, with a column per position, the
+    last ones for `own`; None: a query sees the tokens of `own` up to itself, aligned at the lower right. `seen` (·, 1,
+    1, ·) is the part of the history that all queries see, whatever the mask says of it. `attended` is the result for
+    other history, float32, which this call changes. `softcap` bounds scores by tanh; `s_aux` (H,) is a logit per head
+    that joins the denominator only. No query sees an entry at position -1; a query that sees nothing gives zeros.
 
     Each block is merged into a running float32 result by its log-sum-exp: equal to one softmax over all blocks up to
     float32 rounding. A block is finished before the next is requested. Returns (B, q, H, Dv) in the query's dtype,
@@ -177,6 +178,8 @@ def stream_attention(
     before = mask if seen is None else seen
     total: torch.Tensor | None = None
     log_sum: torch.Tensor
+    if attended is not None:
+        total, log_sum = attended
 
     def merge(keys: torch.Tensor, values: torch.Tensor, part_mask: torch.Tensor | None, causal: bool) -> None:
         nonlocal total, log_sum

@@ -140,6 +140,44 @@ def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, bits: int
             closing.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("deepseek_v32", "sdpa"), ("deepseek_v32", "eager"), pytest.param("hy_v4", "eager", marks=LATER)],
+)
+def test_pieces_of_a_long_prompt_make_no_keys_of_its_history(name: str, attention: str, tmp_path: Path) -> None:
+    """Of a padded batch. A projection with a bias is no linear map: then they are made."""
+    model = ARCHITECTURES[name]()
+    model.set_attn_implementation(attention)
+    topk = model.config.index_topk
+    stored, piece = 8 * topk, 40
+    ids, mask = prompt(model, 2, stored + piece), torch.ones(2, stored + piece, dtype=torch.long)
+    mask[1, :50] = 0
+    projections = [module for name, module in model.named_modules() if name.endswith("kv_b_proj")]
+    counts: list[int] = []
+
+    def last_piece(cache: Any) -> torch.Tensor:
+        counts.clear()
+        for begin, end in ((0, stored), (stored, stored + piece)):
+            positions = (mask[:, :end].cumsum(1) - 1).clamp_min(0)[:, begin:]
+            given = {"attention_mask": mask[:, :end], "position_ids": positions, "past_key_values": cache}
+            found = model(ids[:, begin:end], **given).logits
+        return found[0]
+
+    with torch.no_grad(), contextlib.ExitStack() as closing:
+        for one in projections:
+            hook = one.register_forward_hook(lambda _, given, __: counts.append(given[0].shape[-2]))
+            closing.callback(hook.remove)
+        for biased in (False, True):
+            if biased:
+                for one in projections:
+                    one.bias = torch.nn.Parameter(torch.randn(one.out_features))
+            expected = last_piece(DynamicCache(config=model.config))
+            with DiskSwapCache(model, path=tmp_path, **SMALL) as cache:
+                assert_close(last_piece(cache), expected)
+            each = sum(counts[len(projections) :]) / len(projections)  # tokens expanded for a layer
+            assert (each > piece + stored / 2) == biased and each >= piece
+
+
 @pytest.mark.parametrize(("make", "calls", "bits"), [
     (lambda: layered("indexer"), 0, 8), pytest.param(mistral_large4, 1, None, marks=LATER),
 ])  # fmt: skip

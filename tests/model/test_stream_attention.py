@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_offload_cache.model import (
+    AttentionCall,
     additive_mask,
     attend_block,
     attend_block_reference,
+    attend_to_latents,
     mask_at,
     shown,
 )
@@ -386,3 +388,55 @@ def test_columns_of_a_mask_of_one_row_go_for_all_rows() -> None:
     found = mask_at(mask, torch.tensor([[3, 1, -1], [0, 2, 1]]))
     hidden = float("-inf")
     assert found.tolist() == [[[[0.0, hidden, hidden]]], [[[0.0, 0.0, hidden]]]]
+
+
+def test_attention_to_latents_that_each_query_chose() -> None:
+    """Of 600 stored latents each query sees up to 20, with a bias; keys and values are a linear map of them. One query
+    sees none, and one row begins with padding. Then cases for which there is another way."""
+    generator = torch.Generator().manual_seed(0)
+    heads, stored, queries, widths, most = 3, 600, 40, (6, 2), 20
+    latents = [torch.randn(2, 1, stored + queries, width, generator=generator) for width in widths]
+    matrix = torch.randn(6, heads * 9, generator=generator)
+    query = torch.randn(2, heads, queries, 7, generator=generator)
+
+    def expand(latent: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (latent[:, 0] @ matrix).unflatten(2, (heads, 9)).transpose(1, 2).split([5, 4], 3)
+        return torch.cat([keys, other.expand(-1, heads, -1, -1)], 3), values
+
+    chosen = torch.rand(2, queries, stored + queries, generator=generator).topk(most).indices
+    chosen[:, 3], chosen[:, :, :2] = -1, -1
+    visible = torch.zeros(2, queries, stored + queries + 1, dtype=torch.bool)
+    visible.scatter_(2, chosen.masked_fill(chosen < 0, stored + queries), True)[1, :, :90] = False
+    visible = visible[:, None, :, :-1]
+    bias = torch.randn(2, 1, queries, stored + queries, generator=generator)
+    mask = bias.masked_fill(~visible, torch.finfo(torch.float32).min)
+    own = latents[0][:, :, stored:], latents[1][:, :, stored:]
+
+    def blocks() -> Any:
+        for start in range(0, stored, 70):
+            yield (*(part[:, :, start : min(start + 70, stored)] for part in latents), None)
+
+    def attend(mask: torch.Tensor, chosen: torch.Tensor = chosen, expand: Any = expand, seen: int = 600, **more: Any):
+        call = AttentionCall(None, None, query, query, query, mask, kwargs={"scaling": 0.4, **more})  # type: ignore[arg-type]
+        return attend_to_latents(call, expand, chosen, mask, own, seen, blocks)
+
+    keys, values = expand(*latents)
+    for hides, softcap in ((mask, None), (visible, 2.0)):
+        found = attend(hides, softcap=softcap)
+        assert found is not None and bool((found[1][:, :, 3] == float("-inf")).all())
+        expected = dense(
+            query, keys[:, :, :stored], values[:, :, :stored], visible[..., :stored], 0.4, softcap,
+            bias=bias[..., :stored] if hides is mask else None,
+        )  # fmt: skip
+        assert error(found[0].transpose(1, 2).contiguous(), expected, values) < FLOAT32 * 10
+        sinks = torch.randn(heads, generator=generator)
+        output = stream_attention(
+            query, (), expand(*own), hides, attended=found, scaling=0.4, softcap=softcap, s_aux=sinks
+        )
+        expected = dense(query, keys, values, visible, 0.4, softcap, sinks, bias if hides is mask else None)
+        assert error(output, expected, values) < FLOAT32 * 10
+    repeated = chosen.clone().index_fill_(2, torch.tensor([5, 6]), 8)
+    assert attend(torch.ones_like(visible), repeated) is None
+    assert attend(mask, seen=5 * most) is None
+    for unfit in (lambda keys, values: (keys + 1, values), lambda keys, values: (keys, values.abs())):
+        assert attend(mask, expand=lambda *parts, unfit=unfit: unfit(*expand(*parts))) is None
