@@ -46,7 +46,7 @@ _JOBS: dict[str, list[str]] = {
     **{
         name: ["-m", f"eval.studies.{name}"]
         for name in (
-            "quality", "long_decode", "long_growth", "stream_speed", "stream_quality",
+            "quality", "long_decode", "long_growth", "native_sparse", "stream_speed", "stream_quality",
         )
     },
     **{f"quality, {of}": ["-m", "eval.studies.quality", "--of", of] for of in ("chunks", "bits", "guess")},

@@ -23,6 +23,7 @@ TEXT = "--tokens 700 --steps 4 --samples 1"
 CLUSTERS = "num_selected=64,reuse_capacity=32,cluster_size=16"
 SMALL = {
     "long_decode": f"--prompt 320 --steps 32 --every 8 --set adaptive:cache=cluster,{CLUSTERS}",
+    "native_sparse": "--tokens 256 300",
     "long_growth": f"--prompt 320 --marks 32 64 --set adaptive:cache=cluster,{CLUSTERS}",
     "quality": f"{TEXT} --memory none --set a:num_selected=48",
     "quality --of fields": f"{TEXT} --set a:adapter=calibrated,num_selected=48",
