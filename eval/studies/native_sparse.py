@@ -18,7 +18,7 @@ import transformers
 from transformers import DynamicCache
 
 from hf_offload_cache import DiskSwapCache
-from hf_offload_cache.memory.machine import free_memory
+from hf_offload_cache.memory import free_memory
 from hf_offload_cache.tuning import without_seams
 
 from ..contenders import in_turns

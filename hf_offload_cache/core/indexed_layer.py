@@ -6,7 +6,7 @@ as with `DynamicCache`, except that attention gets only the entries that the ind
 
 from __future__ import annotations
 
-import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from ..history.records import stored_dtype
 from ..kernels.on_a_device import to_device
 from ..memory.dry_run import DryRun
 from ..model.attention_call import TAG, AttentionCall, untraced
-from ..model.chosen_latents import attend_to_latents
+from ..model.chosen_latents import attend_to_latents, bytes_of_call, planned_bytes
 from ..model.masks import shown as visible_in
 from ..model.place import no_backward
 from ..model.stream_attention import Block
@@ -46,7 +46,7 @@ from .indexer_keys import (
     units_of,
 )
 from .layer import OffloadLayer, Output, Rows
-from .plan import LayerKind, indexed_form, place_bytes, stream_bytes
+from .plan import LATENTS, LayerKind, indexed_form, place_bytes, stream_bytes, streamed
 from .selecting import most_slots
 from .shared import Shared
 from .step import MOST_CANDIDATES, Step
@@ -111,7 +111,7 @@ class _Asked:
     `added`, and return `keys()`. `dtype`: of the indices that the forward returned."""
 
     added: bool = False
-    keys: Callable[[], torch.Tensor] = lambda: torch.empty(0)
+    keys: Callable[[], torch.Tensor] = lambda: torch.empty(0, dtype=torch.float32, device="cpu")
     dtype: torch.dtype = torch.int32
 
 
@@ -230,7 +230,7 @@ class IndexedLayer(OffloadLayer):
         with ScoresOfTopK() as watch, torch.no_grad():
             with account.holding(OWNER, indexer.block_bytes(min(length, at_once))):
                 blocks = [(start, min(length, start + at_once)) for start in range(0, length, at_once)]
-                coded = [score(functools.partial(indexer.coded, *block), mask[..., slice(*block)]) for block in blocks]
+                coded = [score(partial(indexer.coded, *block), mask[..., slice(*block)]) for block in blocks]
             scores = torch.cat(coded, 2)
             exact = exact_scorer(indexer, mask, 2 * margin_of(count), lambda keys, part: score(lambda: keys, part))
             chosen = chosen_at_edge(scores, count, exact)
@@ -399,9 +399,13 @@ class IndexedLayer(OffloadLayer):
         def widened(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return keys, torch.nn.functional.pad(values, (0, more))
 
+        history = self.blocks(seen.shape[1], True)
+        first = next(history)  # its buffers come before memory that is used only if there is room
+        history = itertools.chain([first], history)
+
         def blocks() -> Iterator[Block]:
             begin = 0
-            for keys, values, _ in self.blocks(seen.shape[1], True):
+            for keys, values, _ in history:
                 stop = begin + keys.shape[2]
                 places = to_device(wanted[begin:stop].nonzero()[0], device)
                 if places.numel():
@@ -409,10 +413,13 @@ class IndexedLayer(OffloadLayer):
                     yield *widened(*used), places + begin
                 begin = stop
 
-        chosen, attended = self.indexing.chosen, None
+        chosen, attended, account = self.indexing.chosen, None, self.shared.storage.account
         if chosen is not None and call.tag.expand is not None:
-            expand, stored = partial(self._expanded, call), partial(self.blocks, seen.shape[1], True)
-            attended = attend_to_latents(call, expand, chosen, mask, call.tag.own, int(wanted.sum()), stored)
+            latents, sizes = call.tag.own, (int(wanted.sum()), wanted.size, first[0].shape[2], width)
+            nbytes = bytes_of_call(call, chosen, latents, *sizes)
+            if nbytes is not None and account.has_room(nbytes):
+                with account.holding(LATENTS, nbytes):
+                    attended = attend_to_latents(call, partial(self._expanded, call), chosen, mask, latents, history)
         if attended is not None:
             attended = torch.nn.functional.pad(attended[0], (0, more)), attended[1]
         output, weights = call.stream(blocks() if attended is None else (), widened(*own), mask, None, attended)
@@ -467,6 +474,11 @@ class IndexedLayer(OffloadLayer):
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         """Rehearse the history, the indexer's keys, slots, and a step's gather."""
         self.rehearse_history(run, kind, context)
+        if kind.topk and kind.form.num_key_heads == 1 and kind.device == "cpu":
+            block, width = streamed(kind, self.config, self._records(kind)), kind.form.entry_width
+            sizes = kind.num_heads, width, kind.most_chosen, block * kind.form.group_size
+            nbytes = planned_bytes(kind.batch, context, *sizes)
+            run.passes(LATENTS, prefill=nbytes)
         if self.config.exact or self.config.candidates:  # more queries than a gather has room for
             run.stages("stream buffers", decode=stream_bytes(kind, self.config, self._records(kind)))
             run.passes("stream buffers", decode=place_bytes(kind, self.config, self._records(kind)), together=True)

@@ -475,8 +475,8 @@ def chosen_at_edge(scores: torch.Tensor, count: int, make_exact: Scorer) -> torc
 
     Those of the tokens next to the edge are made exact: at first `margin_of(count)` ranks on each side of it. This
     ends when every other token is farther from the edge than twice the largest error that was found, and no two tokens
-    are alike at the edge, or when all are exact. So the choice can only differ from the exact one if a token that was
-    left out has more than twice this error.
+    at the edge have the same score, or when all are exact. So the choice can only differ from the exact one if a token
+    that was left out has more than twice this error.
     """
     margin, length, mixed = margin_of(count), scores.shape[2], scores.clone()
     known = np.zeros((scores.shape[0], length), dtype=bool)

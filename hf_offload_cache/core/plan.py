@@ -59,6 +59,9 @@ class LayerKind:
         return cls(form, shape.num_heads, batch * heads, batch, geometry.device, len(geometry.layers))
 
 
+LATENTS = "chosen latents"
+"""Owner of the memory with which many queries attend to stored latents. It is used only if there is room: otherwise
+keys and values are made of the latents."""
 _MOST_TOGETHER = 16
 """Most tokens that a record of an indexed layer has, unless `group_size` is given."""
 
@@ -159,6 +162,10 @@ def plan_cache(
     if config.engine == "mapped":  # pages that were requested and not yet released
         read = [each.get("stream buffers", 0) + each.get("staging", 0) for each in (held.prefill, held.decode)]
         held = held + Planned(*({RECORDS: nbytes} for nbytes in read))
+    if config.memory is not None and held.prefill.get(LATENTS):
+        besides = sum(nbytes for owner, nbytes in held.prefill.items() if owner != LATENTS and owner not in host)
+        room = max(0, parse_size(config.memory) - besides)
+        held = Planned({**held.prefill, LATENTS: min(room, held.prefill[LATENTS])}, held.decode)
     on_disk = 0 if config.engine == "memory" else store_bytes
     sizes = on_disk, geometry.full_kv_bytes(context, batch), geometry.weight_bytes
     return MemoryPlan.of(held, *sizes, host, geometry.device)

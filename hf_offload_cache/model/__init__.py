@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from .attention_call import AttentionCall as AttentionCall
     from .attention_call import Tag as Tag
     from .chosen_latents import attend_to_latents as attend_to_latents
+    from .chosen_latents import bytes_of_call as bytes_of_call
+    from .chosen_latents import planned_bytes as planned_bytes
     from .fingerprint import check_fingerprint as check_fingerprint
     from .fingerprint import full_fingerprint as full_fingerprint
     from .geometry import Geometry as Geometry
@@ -49,6 +51,7 @@ _HOME = {
     "attend_block": "stream_attention",
     "attend_block_reference": "stream_attention",
     "attend_to_latents": "chosen_latents",
+    "bytes_of_call": "chosen_latents",
     "check_fingerprint": "fingerprint",
     "decoder_blocks": "place",
     "full_fingerprint": "fingerprint",
@@ -56,6 +59,7 @@ _HOME = {
     "may_crop": "plain_caches",
     "media_of": "media",
     "no_place": "place",
+    "planned_bytes": "chosen_latents",
     "reason_against_pieces": "look_ahead",
     "release": "attach",
     "seen_before": "masks",

@@ -18,13 +18,55 @@ _PAIRS = 512
 """Pairs of a query and a token whose latents are gathered at a time, about: they fit a core's cache."""
 _JOINED = 4096
 """Fewest tokens of the history at a time: results of more parts take longer to merge."""
-_MOST_BYTES = 1 << 28
-"""Most bytes of the queries that are moved to the latents' width, and of their results."""
+_MOST_BYTES = 160 << 20
+"""Most bytes of the queries that are moved to the latents' width; their results take as many."""
+_ROWS = 32
+"""Most queries at a time."""
+_EXPANDED = 64
+"""A head's key and value together are at most so wide, or as wide as the latents: a plan does not know it."""
 _CHECKED = 8
 """Tokens by which a map is checked."""
 
 Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Makes keys and values (B, H, n, D) and (B, H, n, Dv) of two latents (B, 1, n, ·)."""
+
+
+def latents_bytes(
+    batch: int, queries: int, heads: int, width: int, count: int, expanded: int, stored: int
+) -> int | None:
+    """Most bytes that `attend_to_latents` uses; None: too many, or there is a faster way.
+
+    `width`: of both latents, W; `count`: tokens that a query chooses, K; `expanded`: width of a head's key and value
+    together; `stored`: tokens that are joined, at most."""
+    rows = batch * queries
+    if 4 * rows * heads * width > _MOST_BYTES or expanded > max(width, _EXPANDED):
+        return None
+    maps = 4 * heads * (width + 1 + _CHECKED) * expanded  # in float32, and at first as much in the model's type
+    moved = 8 * rows * heads * width
+    some = 16 * _ROWS * heads * width + 16 * max(_PAIRS, count) * heads
+    joined = 8 * batch * stored * width + 4 * max(_PAIRS, count) * width
+    return max(48 * rows * count, 16 * rows * count + maps + max(maps, moved + some + joined))
+
+
+def planned_bytes(batch: int, context: int, heads: int, width: int, count: int, block: int) -> int:
+    """Most bytes that `attend_to_latents` uses for any piece of a prompt of so many tokens: see `latents_bytes`."""
+    if context <= _SPARSER * count:
+        return 0
+    most, expanded = min(context, _MOST_BYTES // (4 * batch * heads * width)), max(width, _EXPANDED)
+    return latents_bytes(batch, most, heads, width, count, expanded, min(context, _JOINED + block)) or 0
+
+
+def bytes_of_call(
+    call: AttentionCall, chosen: torch.Tensor, own: tuple[torch.Tensor, torch.Tensor], seen: int, stored: int,
+    block: int, value_dim: int,
+) -> int | None:  # fmt: skip
+    """As `latents_bytes`, of a call with the arguments of `attend_to_latents`. None also if the queries together have
+    `seen` few of the `stored` tokens, or on a device. `value_dim`: width Dv of a value."""
+    query, count = call.query, chosen.shape[2]
+    if seen < _SPARSER * count or query.device.type != "cpu" or own[0].shape[1] != 1:
+        return None
+    (batch, heads, queries, dim), width = query.shape, own[0].shape[3] + own[1].shape[3]
+    return latents_bytes(batch, queries, heads, width, count, dim + value_dim, min(stored, _JOINED + block))
 
 
 def attend_to_latents(
@@ -33,26 +75,21 @@ def attend_to_latents(
     chosen: torch.Tensor,
     mask: torch.Tensor,
     own: tuple[torch.Tensor, torch.Tensor],
-    seen: int,
-    blocks: Callable[[], Iterable[tuple[torch.Tensor, torch.Tensor, Any]]],
+    blocks: Iterable[tuple[torch.Tensor, torch.Tensor, Any]],
 ) -> Attended | None:
     """Attention of a call's queries to stored latents: output (B, H, q, Dv), float32, and its log-sum-exp (B, H, q),
-    -inf for a query that sees none. None, with nothing read, if another way is faster or this one does not apply.
+    -inf for a query that sees none. None, with nothing read, if this way does not apply. See `bytes_of_call`.
 
     `chosen` (B, q, K): indices of tokens, -1 for none. `mask` (B, 1, q, T) hides what was not chosen, and padding; its
-    last columns are for the `own` latents (B, 1, q, ·) of the queries. `seen`: stored tokens that any query sees.
-    `blocks` yields the stored latents (B, 1, t, ·) in order. Keys and values must be linear in the latents, which is
-    checked: then the map is moved from the latents to the query and to the output.
+    last columns are for the `own` latents (B, 1, q, ·) of the queries. `blocks` yields the stored latents (B, 1, t, ·)
+    in order. Keys and values must be linear in the latents, which is checked: then the map is moved from the latents to
+    the query and to the output.
     """
     query, end = call.query, mask.shape[3] - own[0].shape[2]
-    if seen < _SPARSER * chosen.shape[2] or query.device.type != "cpu" or own[0].shape[1] != 1:
-        return None
-    if 4 * query[..., 0].numel() * (own[0].shape[3] + own[1].shape[3]) > _MOST_BYTES:
-        return None
-    index = chosen.long().clamp_min(0)
+    index = chosen.long().clamp_min_(0)
     picked = mask[:, 0].gather(2, index)
     visible = shown(picked) & (chosen >= 0) & (index < end)
-    places, order = index.masked_fill(~visible, end).sort(2)
+    places, order = index.masked_fill_(~visible, end).sort(2)
     if bool(((places[..., 1:] == places[..., :-1]) & (places[..., 1:] < end)).any()):
         return None  # the mask counts such a token once
     maps = _linear_map(expand, own)
@@ -62,9 +99,19 @@ def attend_to_latents(
     if mask.dtype != torch.bool:
         bias = picked.masked_fill(~visible, 0.0).gather(2, order).float()
         bias = bias if bool(bias.any()) else None
-    moved = ((query.float() * call.scaling) @ maps[0].transpose(1, 2)).transpose(1, 2)
-    total, log_sum = _attend(moved, places, bias, blocks(), call.softcap)
-    return total.transpose(1, 2) @ maps[1], log_sum.transpose(1, 2)
+    del index, picked, visible, order
+    (batch, heads, queries, dim), width = query.shape, maps[0].shape[1]
+    flat = query.transpose(1, 2).reshape(-1, heads, dim)
+    moved = torch.empty(len(flat), heads, width, dtype=torch.float32, device=query.device)
+    for some, result in zip(flat.split(_ROWS), moved.split(_ROWS), strict=True):
+        result.copy_(((some.float() * call.scaling).transpose(0, 1) @ maps[0].transpose(1, 2)).transpose(0, 1))
+    total, log_sum = _attend(moved, places.reshape(len(flat), -1), queries, bias, blocks, call.softcap)
+    del moved
+    output = total.new_empty(len(flat), heads, maps[1].shape[2])
+    for some, result in zip(total.split(_ROWS), output.split(_ROWS), strict=True):
+        result.copy_((some.transpose(0, 1) @ maps[1]).transpose(0, 1))
+    shape = batch, queries, heads, -1
+    return output.view(shape).transpose(1, 2), log_sum.view(shape)[..., 0].transpose(1, 2)
 
 
 def _linear_map(expand: Expand, own: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -98,12 +145,13 @@ def _joined(blocks: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _attend(
-    query: torch.Tensor, places: torch.Tensor, bias: torch.Tensor | None, blocks: Iterable[Any], softcap: float | None
-) -> Attended:
-    """Attention of scaled queries (B, q, H, W) to the tokens at their `places` (B, q, K), ascending, with a `bias` (B,
-    q, K): output (B, q, H, W) and log-sum-exp (B, q, H). Places behind the last block are for none."""
-    (batch, queries, heads, width), count = query.shape, places.shape[2]
-    query, places = query.reshape(batch * queries, heads, width), places.reshape(-1, count)
+    query: torch.Tensor, places: torch.Tensor, queries: int, bias: torch.Tensor | None, blocks: Iterable[Any],
+    softcap: float | None,
+) -> Attended:  # fmt: skip
+    """Attention of scaled queries (R, H, W), of which so many `queries` are of one sequence, to the tokens at their
+    `places` (R, K), ascending, with a `bias` (B, q, K): output (R, H, W) and log-sum-exp (R, H). Places behind the last
+    block are for none."""
+    (_, heads, width), count = query.shape, places.shape[1]
     bias = None if bias is None else bias.reshape(-1, count)
     total = query.new_zeros(query.shape)
     most = query.new_full((len(query), heads, 1), float("-inf"))
@@ -119,7 +167,7 @@ def _attend(
         sizes, at = counts[counts > 0].tolist(), 0
         while at < len(sizes):
             widest = sizes[at]
-            some = rows[at : min(at + max(1, _PAIRS // widest), len(sizes))]
+            some = rows[at : min(at + max(1, min(_ROWS, _PAIRS // widest)), len(sizes))]
             at += len(some)
             columns = first.index_select(0, some)[:, None] + torch.arange(widest, device=places.device)
             beyond = columns >= last.index_select(0, some)[:, None]
@@ -143,6 +191,5 @@ def _attend(
             sums.index_copy_(0, some, sums.index_select(0, some) * shrink + weights.sum(2, keepdim=True))
             most.index_copy_(0, some, now)
         first = last
-    shape = batch, queries, heads
     total /= sums.clamp_min(torch.finfo(sums.dtype).tiny)
-    return total.reshape(*shape, width), (most + sums.log()).reshape(shape)
+    return total, (most + sums.log())[..., 0]

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,11 @@ def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, bits: int
     ("name", "attention"),
     [("deepseek_v32", "sdpa"), ("deepseek_v32", "eager"), pytest.param("hy_v4", "eager", marks=LATER)],
 )
-def test_pieces_of_a_long_prompt_make_no_keys_of_its_history(name: str, attention: str, tmp_path: Path) -> None:
-    """Of a padded batch. A projection with a bias is no linear map: then they are made."""
+def test_pieces_of_a_long_prompt_make_no_keys_of_its_history(
+    name: str, attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a padded batch. They are made if a projection has a bias, because then it is no linear map, or if the budget
+    has no room, of which a plan counts no more than there is."""
     model = ARCHITECTURES[name]()
     model.set_attn_implementation(attention)
     topk = model.config.index_topk
@@ -167,15 +171,25 @@ def test_pieces_of_a_long_prompt_make_no_keys_of_its_history(name: str, attentio
         for one in projections:
             hook = one.register_forward_hook(lambda _, given, __: counts.append(given[0].shape[-2]))
             closing.callback(hook.remove)
-        for biased in (False, True):
+        for biased, has_room in ((False, True), (False, False), (True, True)):
             if biased:
                 for one in projections:
                     one.bias = torch.nn.Parameter(torch.randn(one.out_features))
             expected = last_piece(DynamicCache(config=model.config))
             with DiskSwapCache(model, path=tmp_path, **SMALL) as cache:
+                account, geometry = cache.storage.account, Geometry.of(model)
+                monkeypatch.setattr(account, "has_room", lambda *_, has_room=has_room: has_room)
                 assert_close(last_piece(cache), expected)
+                assert account.by_owner["chosen latents"] == 0
+                used = account.peak - account.current
+            limits = stored + piece, 2
+            plan = cache.plan(geometry, cache.config, *limits)
+            assert used <= plan.prefill["chosen latents"] + plan.prefill["stream buffers"] + plan.prefill["packing"]
+            memory_limit = plan.prefill_bytes - plan.prefill["chosen latents"] + 5000
+            limited = cache.plan(geometry, replace(cache.config, memory=memory_limit), *limits)
+            assert (limited.peak_bytes, limited.prefill["chosen latents"]) == (memory_limit, 5000)
             each = sum(counts[len(projections) :]) / len(projections)  # tokens expanded for a layer
-            assert (each > piece + stored / 2) == biased and each >= piece
+            assert (each > piece + stored / 2) == (biased or not has_room) and each >= piece
 
 
 @pytest.mark.parametrize(("make", "calls", "bits"), [

@@ -10,7 +10,9 @@ import torch
 from attention_tolerances import BFLOAT16, FLOAT32
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_memory import most_held
 
 from hf_offload_cache.model import (
     AttentionCall,
@@ -18,7 +20,9 @@ from hf_offload_cache.model import (
     attend_block,
     attend_block_reference,
     attend_to_latents,
+    bytes_of_call,
     mask_at,
+    planned_bytes,
     shown,
 )
 from hf_offload_cache.model.stream_attention import _efficient, _flash, stream_attention
@@ -416,13 +420,20 @@ def test_attention_to_latents_that_each_query_chose() -> None:
         for start in range(0, stored, 70):
             yield (*(part[:, :, start : min(start + 70, stored)] for part in latents), None)
 
-    def attend(mask: torch.Tensor, chosen: torch.Tensor = chosen, expand: Any = expand, seen: int = 600, **more: Any):
-        call = AttentionCall(None, None, query, query, query, mask, kwargs={"scaling": 0.4, **more})  # type: ignore[arg-type]
-        return attend_to_latents(call, expand, chosen, mask, own, seen, blocks)
+    def attend(mask: torch.Tensor, chosen: torch.Tensor = chosen, expand: Any = expand, **more: Any):
+        with record_function("attention"):
+            return attend_to_latents(asked(mask, **more), expand, chosen, mask, own, blocks())
+
+    def asked(mask: torch.Tensor, **more: Any) -> AttentionCall:
+        return AttentionCall(None, None, query, query, query, mask, kwargs={"scaling": 0.4, **more})  # type: ignore[arg-type]
 
     keys, values = expand(*latents)
     for hides, softcap in ((mask, None), (visible, 2.0)):
-        found = attend(hides, softcap=softcap)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            found = attend(hides, softcap=softcap)
+        booked = bytes_of_call(asked(hides), chosen, own, stored, stored, 70, 4)
+        assert booked is not None and 0.7 * booked < most_held(seen, "attention") <= booked
+        assert booked <= planned_bytes(2, stored + queries, heads, 8, most, 70)
         assert found is not None and bool((found[1][:, :, 3] == float("-inf")).all())
         expected = dense(
             query, keys[:, :, :stored], values[:, :, :stored], visible[..., :stored], 0.4, softcap,
@@ -435,8 +446,8 @@ def test_attention_to_latents_that_each_query_chose() -> None:
         )
         expected = dense(query, keys, values, visible, 0.4, softcap, sinks, bias if hides is mask else None)
         assert error(output, expected, values) < FLOAT32 * 10
+    assert bytes_of_call(asked(mask), chosen, own, 6 * most - 1, stored, 70, 4) is None
     repeated = chosen.clone().index_fill_(2, torch.tensor([5, 6]), 8)
     assert attend(torch.ones_like(visible), repeated) is None
-    assert attend(mask, seen=5 * most) is None
     for unfit in (lambda keys, values: (keys + 1, values), lambda keys, values: (keys, values.abs())):
         assert attend(mask, expand=lambda *parts, unfit=unfit: unfit(*expand(*parts))) is None
