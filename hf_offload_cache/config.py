@@ -137,9 +137,10 @@ class OffloadConfig:
     group_size: int | None = None
     """Tokens per record on disk. None: as many as fit 16 KiB, a power of two from 4 to 16."""
     indexer_bits: int | None = None
-    """8: of a model that chooses by an indexer what it attends to, the indexer's keys are in memory in 8 bits, and on
-    the disk in the model's own type, in which the tokens at the edge of a choice are scored. None: in memory in the
-    model's own type. Without effect on other models, and on indexers that score blocks of tokens."""
+    """Bits in memory of a value of an indexer's key, for a model that chooses by an indexer what it attends to. None:
+    the model's own type. 8: codes; the keys are on the disk in the model's own type, in which the tokens at the edge of
+    a choice are scored. 0: none; each step reads all keys from the disk. Without effect on other models, and on
+    indexers that score blocks of tokens."""
     exact: bool | str = False
     """True: attend to everything, streamed in blocks. "bitwise": pass a complete layer to the model's own attention."""
     block_tokens: int | None = None
@@ -194,7 +195,7 @@ class OffloadConfig:
                     f"block_tokens ({self.least_block}) must be at least group_size ({self.group_size}), since whole "
                     f"groups are read: use block_tokens={self.group_size} or group_size={self.least_block}"
                 )
-        self._one_of("indexer_bits", (None, 8))
+        self._one_of("indexer_bits", (None, 0, 8))
         self._one_of("exact", (False, True, "bitwise"))
         self._one_of("engine", ("auto", "uring", "direct", "mapped", "memory"))
         if parse_size(self.write_queue, "write_queue") < 2**16:

@@ -148,6 +148,10 @@ class Contender:
             self.cache.storage.reset_counters()
 
 
+Contending = tuple[str, float | None, int | None]
+"""Name, slots and `indexer_bits`; slots None: `DynamicCache`."""
+
+
 def median(seconds: list[float]) -> float:
     """In milliseconds."""
     return 1e3 * statistics.median(seconds)
@@ -155,7 +159,10 @@ def median(seconds: list[float]) -> float:
 
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
     """Add a row for each shape, length and contender: `DynamicCache` where its keys and values fit the free memory, and
-    a `DiskSwapCache` for each number of slots, in units of what the indexer chooses."""
+    a `DiskSwapCache` for each number of slots, in units of what the indexer chooses; for other bits of an indexer's
+    key, with the most slots."""
+    ours: list[Contending] = [(f"slots: {many}", many, None) for many in arguments.slots]
+    ours += [(f"indexer_bits={bits}", arguments.slots[-1], bits) for bits in arguments.bits]
     for name in arguments.shapes:
         shape, model = SHAPES[name], None
         for tokens in arguments.tokens:
@@ -163,9 +170,9 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
                 continue
             model = shape.build() if model is None else model
             if (free_memory() or 0) > 3 * shape.expanded_bytes * tokens:
-                contenders = [(DYNAMIC, None), *((f"slots: {many}", many) for many in arguments.slots)]
+                contenders = [(DYNAMIC, None, None), *ours]
             else:
-                contenders = [(f"slots: {many}", many) for many in arguments.slots]
+                contenders = ours
                 rows.say(f"{name}, {tokens:,} tokens: {DYNAMIC} would not fit")
             for row in _measured(shape, model, tokens, contenders, arguments):
                 rows.add(shape=name, tokens=tokens, **row)
@@ -173,16 +180,16 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
 
 
 def _measured(
-    shape: Attention, model: Any, tokens: int, contenders: list[Any], arguments: argparse.Namespace
+    shape: Attention, model: Any, tokens: int, contenders: list[Contending], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A row for each contender. All take their steps in turns."""
     plain, made = without_seams(model), list[Contender]()
     try:
-        for name, slots in contenders:
+        for name, slots, bits in contenders:
             if slots is None:
                 cache, own = DynamicCache(config=plain.config), plain
             else:
-                fields = {"reuse_capacity": int(slots * shape.topk), "path": arguments.path}
+                fields = {"reuse_capacity": int(slots * shape.topk), "indexer_bits": bits, "path": arguments.path}
                 cache, own = DiskSwapCache(model, **fields), model
             made.append(Contender(name, cache, own, shape, tokens))
         for one, step in in_turns(made, arguments.steps + arguments.settles, arguments.settles):
@@ -191,9 +198,10 @@ def _measured(
             one.step()
         found = {one.name: one.row(tokens) for one in made}
         if arguments.piece:
-            for one, _ in in_turns([made[0], made[-1]], arguments.pieces, 1):
+            last = made[-1 - len(arguments.bits)]
+            for one, _ in in_turns([made[0], last], arguments.pieces, 1):
                 one.piece(arguments.piece)
-            for one in (made[0], made[-1]):
+            for one in (made[0], last):
                 found[one.name]["piece_ms"] = median(one.piece_seconds)
         return [{"name": name, **row} for name, row in found.items()]
     finally:
@@ -208,7 +216,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for shape, tokens in dict.fromkeys((row["shape"], row["tokens"]) for row in rows):
         each = {row["name"]: row for row in rows if (row["shape"], row["tokens"]) == (shape, tokens)}
         full, found = each.pop(DYNAMIC, None), {}
-        last = list(each.values())[-1]
+        last = [row for row in each.values() if row["name"].startswith("slots")][-1]
         for name in ("ms", "piece_ms"):
             if full is not None and name in full:
                 found[f"{name} of {DYNAMIC} over ours"] = full[name] / last[name]
@@ -223,6 +231,7 @@ STUDY = Study(
         "shapes": (["deepseek-v3.2", "glm-5"], "attention's shape", list(SHAPES)),
         "tokens": ([32768, 131072], "tokens of a history"),
         "slots": ([0.0, 1.0, 2.0, 4.0], "slots in memory, over the tokens that an indexer chooses"),
+        "bits": ([8, 0], "also these bits of an indexer's key in memory, with the most slots"),
         "steps": (8, "timed steps"),
         "settles": (2, "steps before them"),
         "piece": (0, "also pieces of a prompt of so many tokens after that history, with the most slots"),

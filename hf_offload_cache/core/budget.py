@@ -26,6 +26,7 @@ from ..model.geometry import Geometry, unknown_shapes
 from ..model.place import device_type, offloaded_layers
 from ..report.report import least_size_text, size_text
 from ..stores.engines import resolve_engine
+from .indexer_keys import read_bytes
 from .plan import layer_kinds, search
 
 if TYPE_CHECKING:
@@ -169,7 +170,17 @@ def notes_of(
     fields the user chose."""
     fields = dict(given) if isinstance(given, Mapping) else {name: getattr(config, name) for name in given}
     slow = slow_blocks(config) if geometry.layers and "block_tokens" not in given else None
-    return [note for note in (_lost_note(cls, config, geometry, fields), slow, plan.needless) if note is not None]
+    notes = _lost_note(cls, config, geometry, fields), slow, _keys_note(config, geometry, given), plan.needless
+    return [note for note in notes if note is not None]
+
+
+def _keys_note(config: OffloadConfig, geometry: Geometry, given: Iterable[str]) -> str | None:
+    """A note that a plan left the keys of the model's indexers on the disk; None: it did not."""
+    if config.indexer_bits != 0 or "indexer_bits" in given or config.max_context is None:
+        return None
+    nbytes = sum(read_bytes(kind, config, config.max_context) for kind, _ in layer_kinds(geometry, config, 1))
+    text = f"each step reads all keys of the model's indexers from the disk, {size_text(nbytes)} a sequence"
+    return f"{text}: raise memory to keep them there" if nbytes else None
 
 
 _MOST_LOST = 0.1

@@ -1,13 +1,17 @@
-"""The mask of a step's gathered entries, taken column by column from the model's own."""
+"""The mask of a step's gathered entries, taken column by column from the model's own; and a gather of single tokens."""
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from ..fetch.choice import Choice, Estimates, Fetched
+from ..fetch.fetcher import Fetcher
 from ..history.base import History
 from ..model.attention_call import AttentionCall
+from ..report.trace import NOTHING
 
 
 def gathered_mask(call: AttentionCall, history: History, choice: Choice, fetched: Fetched) -> torch.Tensor:
@@ -63,3 +67,44 @@ def millionths(call: AttentionCall, scaling: float, keys: torch.Tensor, mask: to
 def _of_query_heads(call: AttentionCall, mask: torch.Tensor) -> torch.Tensor:
     """A mask (B, 1 or key heads, q, n), repeated for each query head."""
     return mask if mask.shape[1] == 1 else mask.repeat_interleave(call.query.shape[1] // mask.shape[1], 1)
+
+
+# Single tokens of a history
+
+def units_of(history: History, seen: np.ndarray) -> np.ndarray:
+    """Units with any token that is `seen` (B, n): (B, units) bool."""
+    group, units = history.form.group_size, history.units
+    stored = np.zeros((len(seen), units * group), dtype=bool)
+    count = min(units * group, seen.shape[1])
+    stored[:, :count] = seen[:, :count]
+    return cast(np.ndarray, stored.reshape(len(seen), units, group).any(2))
+
+
+def gather_tokens(
+    history: History, fetcher: Fetcher, seen: np.ndarray, span: Any = NOTHING
+) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+    """The entries (B, N, width) of the tokens that are `seen` (B, n), the latest ones among the first n included; their
+    positions (B, N), and which of them are seen, (B, N) bool. Valid until the next gather. `span`: context of reads."""
+    group, (batch, stop) = history.form.group_size, seen.shape
+    units = units_of(history, seen)
+    width = int(units.sum(1).max(initial=0))
+    recent = history.recent
+    first = history.length - recent.shape[1]
+    latest = np.arange(first, max(first, stop))
+    at_end = np.broadcast_to(latest, (batch, latest.size)), seen[:, first:]
+    if not width:
+        return recent[:, : latest.size], *at_end
+    rows = np.arange(batch)[:, None]
+    several = np.argsort(~units, axis=1, kind="stable") if batch > 1 else units[0].nonzero()[0][None]
+    order = several[:, :width]  # those of each row first, ascending
+    there = units[rows, order]
+    keep = np.zeros((batch, history.units * group), dtype=bool)
+    keep[:, : min(stop, keep.shape[1])] = seen[:, : keep.shape[1]]
+    keep = keep.reshape(batch, -1, group)[rows, order]
+    choice = Choice(np.where(there, order, -1), None if keep.all() else keep)
+    with span:
+        fetched = fetcher.gather(history, choice)
+    places = fetched.of_chosen(history.positions(choice.units))
+    valid = np.ones(places.shape, dtype=bool) if fetched.valid is None else fetched.valid
+    entries = fetched.entries[:, : fetched.chosen + latest.size]
+    return entries, np.concatenate([places, at_end[0]], 1), np.concatenate([valid, at_end[1]], 1)

@@ -6,6 +6,7 @@ as with `DynamicCache`, except that attention gets only the entries that the ind
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from ..fetch.storage import Storage
 from ..fetch.tier import slot_tiers
 from ..history.records import stored_dtype
 from ..kernels.on_a_device import to_device
+from ..memory.account import LATENTS
 from ..memory.dry_run import DryRun
 from ..model.attention_call import TAG, AttentionCall, untraced
 from ..model.chosen_latents import attend_to_latents, bytes_of_call, planned_bytes
@@ -32,21 +34,22 @@ from ..model.place import no_backward
 from ..model.stream_attention import Block
 from ..report.trace import NOTHING
 from ..stores.base import FreezableStore
+from .gathered_mask import gather_tokens, units_of
 from .indexer_keys import (
     OWNER,
     CodedIndexerKeys,
     IndexerKeys,
     ScoresOfTopK,
+    StoredIndexerKeys,
+    StreamedIndexerKeys,
     chosen_at_edge,
     exact_scorer,
-    gather_tokens,
     margin_of,
     most_at_once,
     parts_of,
-    units_of,
 )
 from .layer import OffloadLayer, Output, Rows
-from .plan import LATENTS, LayerKind, indexed_form, place_bytes, stream_bytes, streamed
+from .plan import LayerKind, indexed_form, place_bytes, stream_bytes, streamed
 from .selecting import most_slots
 from .shared import Shared
 from .step import MOST_CANDIDATES, Step
@@ -147,7 +150,8 @@ class IndexedLayer(OffloadLayer):
         config = shared.config
         if config.indexer_bits is None or not self.topk:
             return IndexerKeys(shared.storage.account, config.max_context)
-        return CodedIndexerKeys(shared.storage, config, self.indexing.areas, layer_idx, f"layer {layer_idx}")
+        kind = CodedIndexerKeys if config.indexer_bits else StreamedIndexerKeys
+        return kind(shared.storage, config, self.indexing.areas, layer_idx, f"layer {layer_idx}")
 
     def _clear(self) -> None:
         super()._clear()
@@ -178,7 +182,7 @@ class IndexedLayer(OffloadLayer):
         held = indexer.length if step is None else min(indexer.length, step.history)
         if asked is not None:
             if not asked.added:
-                cast(CodedIndexerKeys, indexer).add(indexer_key_states, held)
+                cast(StoredIndexerKeys, indexer).add(indexer_key_states, held)
                 asked.added = True
             return asked.keys()
         try:
@@ -188,10 +192,10 @@ class IndexedLayer(OffloadLayer):
             raise
 
     def run_indexer(self, forward: Callable[..., torch.Tensor], given: dict[str, Any]) -> torch.Tensor:
-        """What `forward`, a forward of the model's indexer with these arguments, returns. With coded keys, in a step of
-        few queries: indices (B, q, K) by `chosen_at_edge`. Raises as `update_indexer` does."""
+        """What `forward`, a forward of the model's indexer with these arguments, returns. With keys in a store, in a
+        step of few queries: indices (B, q, K) by scores of the keys in parts. Raises as `update_indexer` does."""
         indexer, step = self.indexer, self.shared.step
-        if not isinstance(indexer, CodedIndexerKeys):
+        if not isinstance(indexer, StoredIndexerKeys):
             return forward(**given)
         mask, held = given.get("attention_mask"), 0 if step is None else min(indexer.length, step.history)
         if step is None or not held or not isinstance(mask, torch.Tensor) or mask.ndim != 3:
@@ -210,7 +214,7 @@ class IndexedLayer(OffloadLayer):
             self._asked = None
 
     def _choose(
-        self, indexer: CodedIndexerKeys, forward: Callable[..., torch.Tensor], given: dict[str, Any],
+        self, indexer: StoredIndexerKeys, forward: Callable[..., torch.Tensor], given: dict[str, Any],
         mask: torch.Tensor, count: int,
     ) -> torch.Tensor:  # fmt: skip
         self._asked = asked = _Asked()
@@ -222,16 +226,17 @@ class IndexedLayer(OffloadLayer):
             shape = indexer.batch, *part.shape[1:]
             if (scores := watch.take(*shape)) is None:
                 raise UnsupportedModelError(
-                    f"indexer_bits=8: the indexer of layer {self.layer_idx} does not choose the best of {shape} scores "
-                    "by one call of topk: leave out indexer_bits"
+                    f"indexer_bits={self.config.indexer_bits}: the indexer of layer {self.layer_idx} does not choose "
+                    f"the best of {shape} scores by one call of topk: leave out indexer_bits"
                 )
             return scores
 
-        with ScoresOfTopK() as watch, torch.no_grad():
-            with account.holding(OWNER, indexer.block_bytes(min(length, at_once))):
-                blocks = [(start, min(length, start + at_once)) for start in range(0, length, at_once)]
-                coded = [score(partial(indexer.coded, *block), mask[..., slice(*block)]) for block in blocks]
-            scores = torch.cat(coded, 2)
+        with ScoresOfTopK() as watch, torch.no_grad(), contextlib.closing(indexer.scored(at_once)) as keys:
+            with account.holding(OWNER, indexer.scored_bytes(min(length, at_once))):
+                parts = [score(lambda: next(keys), part) for part in mask.split(at_once, 2)]
+            scores = torch.cat(parts, 2)
+            if not isinstance(indexer, CodedIndexerKeys):
+                return scores.topk(count, dim=2).indices.to(asked.dtype)
             exact = exact_scorer(indexer, mask, 2 * margin_of(count), lambda keys, part: score(lambda: keys, part))
             chosen = chosen_at_edge(scores, count, exact)
         return chosen.to(asked.dtype)
@@ -301,7 +306,7 @@ class IndexedLayer(OffloadLayer):
             return call.run(*self._expanded(call, *self.whole()), mask)
         if not step.selects and self._fetcher is not None:
             self.indexing.rest()
-        if step.selects and storage.stream_buffers:
+        if step.selects and storage.stream_buffers and not isinstance(self.indexer, StreamedIndexerKeys):
             storage.release_stream_buffers()
         if queries == 1:
             return self._attend_once(call, self._seen_once(call, chosen))
@@ -460,7 +465,7 @@ class IndexedLayer(OffloadLayer):
 
     @property
     def num_stores(self) -> int:  # type: ignore[override]
-        return 1 + isinstance(self.indexer, CodedIndexerKeys)
+        return 1 + isinstance(self.indexer, StoredIndexerKeys)
 
     @property
     def tables_nbytes(self) -> int:
@@ -479,11 +484,12 @@ class IndexedLayer(OffloadLayer):
             sizes = kind.num_heads, width, kind.most_chosen, block * kind.form.group_size
             nbytes = planned_bytes(kind.batch, context, *sizes)
             run.passes(LATENTS, prefill=nbytes)
-        if self.config.exact or self.config.candidates:  # more queries than a gather has room for
-            run.stages("stream buffers", decode=stream_bytes(kind, self.config, self._records(kind)))
-            run.passes("stream buffers", decode=place_bytes(kind, self.config, self._records(kind)), together=True)
         self.topk = kind.topk
         self.indexer = self._new_indexer(self.shared, self.layer_idx)
+        streams = isinstance(self.indexer, StreamedIndexerKeys)
+        if self.config.exact or self.config.candidates or streams:  # more queries than a gather has room for
+            run.stages("stream buffers", decode=stream_bytes(kind, self.config, self._records(kind)))
+            run.passes("stream buffers", decode=place_bytes(kind, self.config, self._records(kind)), together=True)
         self.indexer.rehearse(run, kind, context)
         run.decoding()
         history, form, rows = self.history, kind.form, kind.rows

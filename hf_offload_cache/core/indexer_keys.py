@@ -1,8 +1,8 @@
-"""An indexer's keys of all stored tokens: in the model's own type, or in 8 bits with the exact ones in a store."""
+"""An indexer's keys of all stored tokens: in the model's own type, in 8 bits and exactly in a store, or in a store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,19 +13,17 @@ from torch.overrides import TorchFunctionMode
 from ..config import OffloadConfig
 from ..errors import not_whole, shown
 from ..fetch.areas import Areas, records_soon
-from ..fetch.choice import Choice
 from ..fetch.fetcher import Fetcher
 from ..fetch.storage import Storage
-from ..history.base import History
 from ..history.position_history import PositionHistory
 from ..history.records import RecordFormat
 from ..history.state import DTYPES, is_tensor
 from ..kernels.on_a_device import to_device
 from ..memory.account import RECORDS, MemoryAccount
 from ..memory.dry_run import DryRun
-from ..report.trace import NOTHING
 from ..stores.base import DEVICE_BLOCK, FreezableStore
 from ..stores.layered import LayeredStore
+from .gathered_mask import gather_tokens
 from .plan import LayerKind, stream_bytes
 
 OWNER = "indexer keys"
@@ -33,6 +31,8 @@ OWNER = "indexer keys"
 AT_ONCE = 2048
 """Tokens whose coded keys an indexer scores at a time, unless it chooses more than half as many."""
 _SCALE_BYTES = 4
+_LONGER = 4
+"""Tokens of a block of streamed keys, over those of a block of a history: a key has about a fourth of the bytes."""
 _MORE_ROOM = 16
 """Fewest tokens for which an indexer's keys get room at a time."""
 
@@ -159,7 +159,7 @@ class IndexerKeys:
         """Keys and positions as a tree, without copies."""
         positions = self.positions
         return {
-            "keys": self._captured() if self.parts else None,
+            "keys": self._captured() if self.batch else None,
             "positions": None if positions is None else positions[..., : self.length],
         }
 
@@ -187,14 +187,11 @@ class IndexerKeys:
         self.append(keys, 0)
 
 
-class CodedIndexerKeys(IndexerKeys):
-    """Keys in 8 bits: `parts` are codes (B, room, D) int8, and scales (B, room, 1) float32. The exact keys lie in a
-    store, as a history of their own.
+class StoredIndexerKeys(IndexerKeys):
+    """Exact keys in a store, as a history of their own. The model's indexer scores them in parts: see `scored`."""
 
-    A step ranks all tokens by the coded keys, and scores those next to the edge of the choice by the exact ones.
-    """
-
-    share_of_room = 32
+    streams = False
+    """Whether each step reads all keys."""
 
     def __init__(self, storage: Storage, config: OffloadConfig, areas: Areas, layer_idx: int, name: str) -> None:
         super().__init__(storage.account, config.max_context)
@@ -203,8 +200,11 @@ class CodedIndexerKeys(IndexerKeys):
         self.exact: PositionHistory | None = None
         """The exact keys (B, 1, T, D), with values of width 0; None before the first token. Longer than `length` after
         a crop, until it is used."""
-        self._fetcher: Fetcher | None = None
         self._rows_moved = False
+
+    @property
+    def batch(self) -> int:
+        return 0 if self.exact is None else self.exact.rows
 
     def _new_history(self, form: RecordFormat, rows: int, device: torch.device) -> PositionHistory:
         return PositionHistory(self._storage, form, rows, device, self._config, self._name)
@@ -220,8 +220,12 @@ class CodedIndexerKeys(IndexerKeys):
         if self._rows_moved and (freed := self.exact.sweep()) is not None:
             self._rows_moved = False
             self._forget(freed)
-        self._put(coded(keys), held)
+        self._keep(keys, held)
         self.exact.append(keys[:, None], keys.new_empty(len(keys), 1, keys.shape[1], 0))
+
+    def _keep(self, keys: torch.Tensor, held: int) -> None:
+        """Keep in memory what is needed of `keys` (B, t, D), behind the first `held` tokens, and set the length."""
+        self.length = held + keys.shape[1]
 
     def append(self, keys: torch.Tensor, held: int) -> torch.Tensor:
         """As of `IndexerKeys`, with `StoreError`: all exact keys, read from the store."""
@@ -233,35 +237,28 @@ class CodedIndexerKeys(IndexerKeys):
         assert self.exact is not None
         return self.exact.whole(self.length)[0][:, 0]
 
-    def coded(self, start: int, stop: int) -> torch.Tensor:
-        """The keys of tokens [start, stop) as their codes have them, (B, stop - start, D), new."""
-        assert self.exact is not None
-        codes, scales = (part[:, start:stop] for part in self.parts)
-        return (codes * scales).to(self.exact.form.dtype)
+    def scored(self, at_once: int) -> Generator[torch.Tensor]:
+        """The keys that a step's indexer scores, in order: (B, t, D), of `at_once` tokens and at last of those that are
+        left, each valid until the next. Nothing is read before the first."""
+        raise NotImplementedError
 
     def whole_bytes(self, length: int) -> int:
         """Bytes of `whole` of so many tokens."""
         assert self.exact is not None
         return self.batch * length * self.exact.form.entry_bytes
 
-    def block_bytes(self, tokens: int) -> int:
-        """Bytes in use while `coded` makes so many tokens."""
+    def scored_bytes(self, tokens: int) -> int:
+        """Bytes in use while `scored` gives so many tokens at once."""
         assert self.exact is not None
-        return self.batch * tokens * (4 * self.exact.form.key_dim + self.exact.form.entry_bytes)
+        return self.batch * tokens * self._bytes_each(self.exact.form)
 
-    def gather(self, seen: np.ndarray, most: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-        """As `gather_tokens`, of the exact keys; `most`: tokens a row that are usually asked for."""
-        assert self.exact is not None
-        if self._fetcher is not None and self._fetcher.closed:
-            self.drop_fetcher()
-        if self._fetcher is None:
-            self._fetcher = Fetcher(self._storage, self._areas, [], most, self._layer_idx)
-        return gather_tokens(self.exact, self._fetcher, seen)
+    def _bytes_each(self, form: RecordFormat) -> int:
+        """Bytes a token of a part that is scored."""
+        return form.entry_bytes
 
-    def drop_fetcher(self) -> None:
-        if self._fetcher is not None:
-            self._fetcher.close()
-            self._fetcher = None
+    def _kept_each(self, form: RecordFormat) -> int:
+        """Bytes a token that stay in memory."""
+        return 0
 
     def _cut(self, length: int) -> None:
         """Make the store as long as `length` if it is longer. Raises `StoreError` with nothing changed."""
@@ -269,43 +266,29 @@ class CodedIndexerKeys(IndexerKeys):
             self._forget(freed)
 
     def _forget(self, records: np.ndarray) -> None:
-        if self._fetcher is not None:
-            self._fetcher.forget(records)
+        """These records are not used any more."""
 
     def select_rows(self, rows: torch.Tensor) -> None:
         super().select_rows(rows)
         if self.exact is not None:
             self.exact.select_rows(rows)
             self._rows_moved = True
-        if self._fetcher is not None:
-            self._fetcher.rows_changed()
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         form = indexer_form(kind.indexer_bytes // kind.form.dtype.itemsize, kind.form.dtype, self._config)
-        rows, dim, item = kind.batch, form.key_dim, form.dtype.itemsize
-        whole, codes = rows * context * dim * item, rows * context * (dim + _SCALE_BYTES)
+        rows = kind.batch
         self.exact = exact = self._new_history(form, rows, torch.device(kind.device))
         exact.rehearse(run, context)
         store: Any = exact.store
         run.keeps("tables", exact.tables_nbytes)
         run.keeps(RECORDS, store.memory_bytes)
         own, records = replace(kind, form=form, rows=rows), -(-store.records // rows)
-        reads = stream_bytes(own, self._config, records)
-        run.stages("stream buffers", prefill=reads, decode=reads if self._config.exact else 0)
-        run.keeps(OWNER, codes)
-        block = rows * min(context, most_at_once(kind.topk)) * dim * (4 + item)
-        decode = max(codes, block, whole if self._config.exact else 0)
-        run.passes(OWNER, prefill=max(whole, codes), decode=decode)
-
-    def areas(self, kind: LayerKind) -> tuple[int, int, int]:
-        """Bytes of an area, of the view, and of kept entries, that a gather of a rehearsed history needs."""
-        assert self.exact is not None
-        history, rows, most = self.exact, kind.batch, 2 * margin_of(kind.topk)
-        form, store = history.form, cast(Any, history.store)
-        records = min(most, records_soon(-(-store.records // rows)))
-        latest = -(-history.recent.shape[1] // form.group_size)
-        view = rows * (records + latest) * form.record_width * form.dtype.itemsize
-        return rows * records * form.record_bytes, view, rows * (most + latest * form.group_size) * form.entry_bytes
+        reads, all_read = stream_bytes(own, self._config, records), bool(self._config.exact)
+        run.stages("stream buffers", prefill=reads, decode=reads if all_read or self.streams else 0)
+        whole, kept = (rows * context * each for each in (form.entry_bytes, self._kept_each(form)))
+        run.keeps(OWNER, kept)
+        part = rows * min(context, most_at_once(kind.topk)) * self._bytes_each(form)
+        run.passes(OWNER, prefill=max(whole, kept), decode=max(kept, part, whole if all_read else 0))
 
     @property
     def full_bytes(self) -> int:
@@ -313,8 +296,7 @@ class CodedIndexerKeys(IndexerKeys):
 
     @property
     def tables_nbytes(self) -> int:
-        own = 0 if self.exact is None else self.exact.tables_nbytes
-        return own + (0 if self._fetcher is None else self._fetcher.tables_nbytes)
+        return 0 if self.exact is None else self.exact.tables_nbytes
 
     def close(self) -> None:
         self.drop_fetcher()
@@ -341,8 +323,114 @@ class CodedIndexerKeys(IndexerKeys):
 
     def _captured(self) -> Any:
         assert self.exact is not None
+        return {"exact": self.exact.capture(), "parts": self.num_parts}
+
+    def _restore(
+        self, keys: Any, name: str, rows: int | None, parts: Sequence[FreezableStore], device: torch.device
+    ) -> None:
+        if not isinstance(keys, dict) or keys.keys() != {"exact", "parts"}:
+            raise not_whole(name, f"its indexer's keys are {shown(keys, 200)}, expected them on the disk")
+        exact = PositionHistory.restore(self._storage, keys["exact"], parts, device, self._config, self._name)
+        self.exact = exact  # which owns the parts
+        if (rows or exact.rows) != exact.rows or exact.form.value_dim or not exact.length:
+            raise not_whole(name, f"its indexer has keys of {exact.rows} sequences, expected {rows}")
+        self.length = exact.length
+
+
+class StreamedIndexerKeys(StoredIndexerKeys):
+    """Keys on the disk only: each step reads all of them, in blocks, for the model's indexer to score."""
+
+    streams = True
+
+    def __init__(self, storage: Storage, config: OffloadConfig, areas: Areas, layer_idx: int, name: str) -> None:
+        config = replace(config, block_tokens=_LONGER * config.least_block)
+        super().__init__(storage, config, areas, layer_idx, name)
+
+    def scored(self, at_once: int) -> Generator[torch.Tensor]:
+        assert self.exact is not None
+        form, filled = self.exact.form, 0
+        shape = self.batch, min(at_once, self.length), form.key_dim
+        part = torch.empty(shape, dtype=form.dtype, device=self.exact.device)
+        for block in self.exact.blocks(self.length):
+            keys = block.keys[:, 0]
+            while keys.shape[1]:
+                some = keys[:, : shape[1] - filled]
+                part[:, filled : filled + some.shape[1]] = some
+                filled, keys = filled + some.shape[1], keys[:, some.shape[1] :]
+                if filled == shape[1]:
+                    yield part
+                    filled = 0
+        if filled:
+            yield part[:, :filled]
+
+
+class CodedIndexerKeys(StoredIndexerKeys):
+    """Keys in 8 bits: `parts` are codes (B, room, D) int8, and scales (B, room, 1) float32.
+
+    A step ranks all tokens by the coded keys, and scores those next to the edge of the choice by the exact ones.
+    """
+
+    share_of_room = 32
+
+    def __init__(self, storage: Storage, config: OffloadConfig, areas: Areas, layer_idx: int, name: str) -> None:
+        super().__init__(storage, config, areas, layer_idx, name)
+        self._fetcher: Fetcher | None = None
+
+    def _keep(self, keys: torch.Tensor, held: int) -> None:
+        self._put(coded(keys), held)
+
+    def scored(self, at_once: int) -> Generator[torch.Tensor]:
+        assert self.exact is not None
+        for start in range(0, self.length, at_once):
+            codes, scales = (part[:, start : min(start + at_once, self.length)] for part in self.parts)
+            yield (codes * scales).to(self.exact.form.dtype)
+
+    def _bytes_each(self, form: RecordFormat) -> int:
+        return 4 * form.key_dim + form.entry_bytes
+
+    def _kept_each(self, form: RecordFormat) -> int:
+        return form.key_dim + _SCALE_BYTES
+
+    def gather(self, seen: np.ndarray, most: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
+        """As `gather_tokens`, of the exact keys; `most`: tokens a row that are usually asked for."""
+        assert self.exact is not None
+        if self._fetcher is not None and self._fetcher.closed:
+            self.drop_fetcher()
+        if self._fetcher is None:
+            self._fetcher = Fetcher(self._storage, self._areas, [], most, self._layer_idx)
+        return gather_tokens(self.exact, self._fetcher, seen)
+
+    def drop_fetcher(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.close()
+            self._fetcher = None
+
+    def _forget(self, records: np.ndarray) -> None:
+        if self._fetcher is not None:
+            self._fetcher.forget(records)
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        super().select_rows(rows)
+        if self._fetcher is not None:
+            self._fetcher.rows_changed()
+
+    def areas(self, kind: LayerKind) -> tuple[int, int, int]:
+        """Bytes of an area, of the view, and of kept entries, that a gather of a rehearsed history needs."""
+        assert self.exact is not None
+        history, rows, most = self.exact, kind.batch, 2 * margin_of(kind.topk)
+        form, store = history.form, cast(Any, history.store)
+        records = min(most, records_soon(-(-store.records // rows)))
+        latest = -(-history.recent.shape[1] // form.group_size)
+        view = rows * (records + latest) * form.record_width * form.dtype.itemsize
+        return rows * records * form.record_bytes, view, rows * (most + latest * form.group_size) * form.entry_bytes
+
+    @property
+    def tables_nbytes(self) -> int:
+        return super().tables_nbytes + (0 if self._fetcher is None else self._fetcher.tables_nbytes)
+
+    def _captured(self) -> Any:
         codes, scales = (part[:, : self.length] for part in self.parts)
-        return {"codes": codes, "scales": scales, "exact": self.exact.capture(), "parts": self.num_parts}
+        return {"codes": codes, "scales": scales, **super()._captured()}
 
     def _restore(
         self, keys: Any, name: str, rows: int | None, parts: Sequence[FreezableStore], device: torch.device
@@ -353,10 +441,10 @@ class CodedIndexerKeys(IndexerKeys):
         fits = is_tensor(codes, (rows, None, None), torch.int8) and codes.numel() > 0
         if not fits or not is_tensor(scales, (*codes.shape[:2], 1), torch.float32):
             raise not_whole(name, f"its indexer's codes are {shown(codes, 200)}, its scales {shown(scales, 200)}")
-        exact = PositionHistory.restore(self._storage, keys["exact"], parts, device, self._config, self._name)
-        self.exact = exact  # which owns the parts
-        sizes = exact.rows, exact.length, exact.form.entry_width
-        if sizes != codes.shape or exact.form.value_dim:
+        super()._restore({"exact": keys["exact"], "parts": keys["parts"]}, name, rows, parts, device)
+        assert self.exact is not None
+        sizes = self.exact.rows, self.exact.length, self.exact.form.entry_width
+        if sizes != codes.shape:
             raise not_whole(name, f"its indexer has codes {tuple(codes.shape)}, and exact keys of the sizes {sizes}")
         self._put((codes, scales), 0)
 
@@ -386,13 +474,14 @@ def margin_of(count: int) -> int:
     return max(16, count // 8)
 
 
-def edge_bytes(kind: LayerKind, config: OffloadConfig, context: int) -> int:
-    """Bytes that a step reads for one sequence to score the tokens at the edge of a choice exactly, if it widens the
-    edge at no time; 0: its choice has none."""
-    if kind.topk == 0 or context <= kind.topk:
+def read_bytes(kind: LayerKind, config: OffloadConfig, context: int) -> int:
+    """Bytes that a step reads for one sequence so that its indexer chooses: all exact keys if they are streamed; with
+    codes those at the edge of the choice, if it widens the edge at no time; 0: the keys are in memory."""
+    if kind.topk == 0 or context <= kind.topk or config.indexer_bits is None:
         return 0
     form = indexer_form(kind.indexer_bytes // kind.form.dtype.itemsize, kind.form.dtype, config)
-    return min(2 * margin_of(kind.topk), -(-context // form.group_size)) * form.record_bytes
+    most = context if config.indexer_bits == 0 else 2 * margin_of(kind.topk)
+    return min(most, -(-context // form.group_size)) * form.record_bytes
 
 
 def coded(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -401,47 +490,6 @@ def coded(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = keys.float()
     scales = wide.abs().amax(2, keepdim=True).clamp_min(1e-30) / 127
     return (wide / scales).round_().to(torch.int8), scales
-
-
-# Tokens of a history
-
-def units_of(history: History, seen: np.ndarray) -> np.ndarray:
-    """Units with any token that is `seen` (B, n): (B, units) bool."""
-    group, units = history.form.group_size, history.units
-    stored = np.zeros((len(seen), units * group), dtype=bool)
-    count = min(units * group, seen.shape[1])
-    stored[:, :count] = seen[:, :count]
-    return cast(np.ndarray, stored.reshape(len(seen), units, group).any(2))
-
-
-def gather_tokens(
-    history: History, fetcher: Fetcher, seen: np.ndarray, span: Any = NOTHING
-) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-    """The entries (B, N, width) of the tokens that are `seen` (B, n), the latest ones among the first n included; their
-    positions (B, N), and which of them are seen, (B, N) bool. Valid until the next gather. `span`: context of reads."""
-    group, (batch, stop) = history.form.group_size, seen.shape
-    units = units_of(history, seen)
-    width = int(units.sum(1).max(initial=0))
-    recent = history.recent
-    first = history.length - recent.shape[1]
-    latest = np.arange(first, max(first, stop))
-    at_end = np.broadcast_to(latest, (batch, latest.size)), seen[:, first:]
-    if not width:
-        return recent[:, : latest.size], *at_end
-    rows = np.arange(batch)[:, None]
-    several = np.argsort(~units, axis=1, kind="stable") if batch > 1 else units[0].nonzero()[0][None]
-    order = several[:, :width]  # those of each row first, ascending
-    there = units[rows, order]
-    keep = np.zeros((batch, history.units * group), dtype=bool)
-    keep[:, : min(stop, keep.shape[1])] = seen[:, : keep.shape[1]]
-    keep = keep.reshape(batch, -1, group)[rows, order]
-    choice = Choice(np.where(there, order, -1), None if keep.all() else keep)
-    with span:
-        fetched = fetcher.gather(history, choice)
-    places = fetched.of_chosen(history.positions(choice.units))
-    valid = np.ones(places.shape, dtype=bool) if fetched.valid is None else fetched.valid
-    entries = fetched.entries[:, : fetched.chosen + latest.size]
-    return entries, np.concatenate([places, at_end[0]], 1), np.concatenate([valid, at_end[1]], 1)
 
 
 # A choice by coded keys, and by the exact ones of tokens at its edge

@@ -13,7 +13,7 @@ from ..config import OffloadConfig, parse_size
 from ..fetch.areas import PLACE_BYTES
 from ..fetch.write_queue import WriteQueue
 from ..history.records import RecordFormat, block_groups, latest_tokens, longest_block
-from ..memory.account import RECORDS, host_side
+from ..memory.account import LATENTS, RECORDS, host_side
 from ..memory.fit import Search
 from ..memory.plan import LayerPlan, MemoryPlan, Planned
 from ..model.geometry import Geometry, LayerShape
@@ -59,9 +59,6 @@ class LayerKind:
         return cls(form, shape.num_heads, batch * heads, batch, geometry.device, len(geometry.layers))
 
 
-LATENTS = "chosen latents"
-"""Owner of the memory with which many queries attend to stored latents. It is used only if there is room: otherwise
-keys and values are made of the latents."""
 _MOST_TOGETHER = 16
 """Most tokens that a record of an indexed layer has, unless `group_size` is given."""
 

@@ -86,6 +86,9 @@ HOST_SLOTS = "host slots"
 
 GRAPHS = "graphs"
 """Owner of what a CUDA graph of a step keeps: its inputs, its results, and what a layer of it computes with."""
+LATENTS = "chosen latents"
+"""Owner of the memory with which many queries attend to stored latents. It is used only if there is room: otherwise
+keys and values are made of the latents."""
 ADAPTERS = "adapters"
 """Owner of what is fitted to keys; on CUDA of the part on the device."""
 

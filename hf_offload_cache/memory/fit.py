@@ -283,10 +283,12 @@ def fit_stream(search: Search[Config]) -> Config:
 
 
 def fit_slots(search: Search[Config]) -> Config:
-    """For a model that chooses by itself what steps attend to: the largest streams that fit, and slots in the rest.
-    Raises `BudgetError` with the minimum memory."""
-    none = {"reuse_capacity": 0}
-    chosen = search.first_fit({**streams, **none} for streams in (*search.all_streams(), *search.short_tails()))
+    """For a model that chooses by itself what steps attend to: its indexer's keys in memory, or on the disk if they do
+    not fit (`indexer_bits=0`); the largest streams that fit, and slots in the rest. Raises `BudgetError` with the
+    minimum memory."""
+    none, streams = {"reuse_capacity": 0}, [*search.all_streams(), *search.short_tails()]
+    kept: list[dict[str, Any]] = [{}] if "indexer_bits" in search.fields else [{}, {"indexer_bits": 0}]
+    chosen = search.first_fit({**one, **bits, **none} for bits in kept for one in streams)
     return search.config(search.most({**chosen, **none, **search.fields}, "reuse_capacity", search.max_context))
 
 

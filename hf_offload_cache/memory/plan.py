@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from ..report.report import html_table, kv_share_text, size_text
+from .account import LATENTS
 
 Bytes = Mapping[str, int]
 """Bytes by owner."""
@@ -122,11 +123,13 @@ class MemoryPlan:
 
     @property
     def needless(self) -> str | None:
-        """The reason why no cache is needed: the full KV takes no more memory than this plan. None if it takes more."""
-        if self.full_kv_bytes > self.peak_bytes:
+        """The reason why no cache is needed: the full KV takes no more memory than this plan, without what is used only
+        if there is room. None if it takes more."""
+        least = max(self.prefill_bytes - self.prefill.get(LATENTS, 0), self.decode_bytes)
+        if self.full_kv_bytes > least:
             return None
         return (
-            f"no cache is needed: this plan takes {size_text(self.peak_bytes)}, and the full KV (DynamicCache) "
+            f"no cache is needed: this plan takes {size_text(least)}, and the full KV (DynamicCache) "
             f"{size_text(self.full_kv_bytes)}; leave the cache out, or plan for more tokens"
         )
 

@@ -30,7 +30,7 @@ class LayerShape:
     num_value_heads: int
     value_dim: int
     indexer_bytes: int = 0
-    """Bytes a token of the keys of an indexer, which stay in memory."""
+    """Bytes a token of the keys of an indexer."""
     most_chosen: int = 0
     """The most tokens that the model's indexer chooses for a query; 0: it has none."""
     topk: int = 0

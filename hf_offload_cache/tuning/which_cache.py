@@ -105,15 +105,15 @@ def _planned(
 def step_bytes(geometry: Geometry, config: OffloadConfig, context: int, batch: int) -> int:
     """Estimate of the records that one step of all rows reads, if nothing it needs is in memory: all of an exact cache,
     otherwise those of `tokens_fetched` in the bits they are stored in. Tokens that a model's indexer chooses lie in a
-    record each at worst, and so do the exact keys at the edge of its choice."""
+    record each at worst; exact keys of the indexer are added: see `read_bytes`."""
     if geometry.is_indexed:
-        from ..core.indexer_keys import edge_bytes
+        from ..core.indexer_keys import read_bytes
         from ..core.plan import layer_kinds
 
         kinds = [kind for kind, _ in layer_kinds(geometry, config, batch)]
         most = [min(kind.most_chosen, -(-context // kind.form.group_size)) for kind in kinds]
-        edges = 0 if config.indexer_bits is None else sum(batch * edge_bytes(kind, config, context) for kind in kinds)
-        return edges + sum(count * batch * kind.form.record_bytes for count, kind in zip(most, kinds, strict=True))
+        keys = batch * sum(read_bytes(kind, config, context) for kind in kinds)
+        return keys + sum(count * batch * kind.form.record_bytes for count, kind in zip(most, kinds, strict=True))
     tokens = context
     if isinstance(config, SelectiveConfig) and not config.exact:
         tokens = min(context, config.tokens_fetched(context))

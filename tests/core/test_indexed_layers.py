@@ -35,7 +35,7 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     },
 }
 """All that call `update_indexer`. Older versions of transformers store expanded keys and values instead of latents."""
-UNLIKE = ("deepseek_v32", 8), ("glm5_next", 8), ("mistral_large4", 8), ("qwen4_exp_text", None)
+UNLIKE = ("deepseek_v32", 8), ("glm5_next", 8), ("mistral_large4", 0), ("qwen4_exp_text", None)
 """Of these, and their `indexer_bits`, the ones that the default run takes: the others differ by their rotary
 embeddings, gates and windows."""
 BLOCKS = "glm5_next", "qwen4_exp_text"
@@ -80,7 +80,7 @@ def test_steps_read_what_the_indexer_chose_and_no_more(cache_class: Any, chunk: 
     ("name", "bits"),
     [
         pytest.param(*one, marks=[pytest.mark.slow] * (one not in UNLIKE) + [LATER] * (one[0] in CHANGED))
-        for one in itertools.product(ARCHITECTURES, (None, 8))
+        for one in itertools.product(ARCHITECTURES, (None, 0, 8))
     ],
 )
 def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, bits: int | None, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, bits: int
         fields = {**SMALL, "indexer_bits": bits}
         with harness.unchanged(model), DiskSwapCache(model, path=tmp_path, **fields) as cache:
             coded = [layer.num_stores == 2 for layer in cache.layers if hasattr(layer, "indexer")]
-            assert coded and all(coded) == any(coded) == (bits == 8 and name not in BLOCKS)
+            assert coded and all(coded) == any(coded) == (bits is not None and name not in BLOCKS)
             for own, other in zip(run(cache, 0, 20, 40, 41, 42, 43), expected, strict=True):
                 assert_close(own, other)
             swap(cache)
@@ -263,24 +263,41 @@ def test_budgets_hold_and_contexts_are_checked(tmp_path: Path) -> None:
                 other.layers[0].restore({**tree, "indexer": wrong}, [], torch.device("cpu"))
 
 
-def test_keys_in_8_bits_take_less_memory_and_give_the_same_tokens(tmp_path: Path) -> None:
-    """Within a budget, with candidates; and a context of theirs that is not whole is refused."""
+def test_keys_in_fewer_bits_take_less_memory_and_give_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a budget, with candidates, and scored in several parts; without bits in memory, each step reads all keys.
+    A context of theirs that is not whole is refused."""
+    monkeypatch.setattr("hf_offload_cache.core.indexer_keys.AT_ONCE", 2 * TOPK)
     model = layered("indexer")
-    ids, tokens, reports = prompt(model, 1, LENGTH), [], []
-    for bits in (None, 8):
+    ids, geometry = prompt(model, 1, LENGTH), Geometry.of(model)
+    tokens, reports, keys_read = [], [], []
+    for bits in (None, 8, 0):
         with DiskSwapCache.for_budget(model, "2MiB", 400, path=tmp_path, indexer_bits=bits) as cache:
-            geometry = Geometry.of(model)
             plan = cache.plan(geometry, cache.config, 400, 1)
-            counted = step_bytes(geometry, DiskSwapConfig(indexer_bits=bits), 400, 2)
+            in_all, without = (step_bytes(geometry, one, 400, 2) for one in (cache.config, DiskSwapConfig()))
+            keys_read.append(in_all - without)
             tokens.append(generate(model, cache, ids, max_new_tokens=NEW, prompt_lookup_num_tokens=4).tokens)
             reports.append(report := cache.report())
             assert report.peak_memory_bytes <= plan.peak_bytes <= 2 * 2**20
-            assert 0 < report.memory_by_owner["indexer keys"] <= plan.decode["indexer keys"]
-            assert counted == 2 * 4096 * len(cache.layers) * (TOPK if bits is None else TOPK + -(-400 // 64))
+            assert report.memory_by_owner.get("indexer keys", 0) <= plan.decode["indexer keys"]
             assert cache.layers[0].full_bytes == report.full_kv_bytes // len(cache.layers)
-    assert torch.equal(*tokens) and reports[0].full_kv_bytes == reports[1].full_kv_bytes
-    found, expected = (report.memory_by_owner["indexer keys"] for report in reversed(reports))
-    assert found < expected / 2  # 16 values of 4 bytes; 16 codes and a scale
+            if bits == 0:
+                store, records = cache.layers[0].indexer.exact.store, cache.layers[0].indexer.exact.units
+                before = store.bytes_read
+                model(ids[:, :1], past_key_values=cache)
+                assert store.bytes_read - before == records * 4096 > 0
+    assert keys_read == [0, *[2 * 4096 * len(geometry.layers) * -(-400 // 64)] * 2]
+    for one, report in zip(tokens[1:], reports[1:], strict=True):
+        assert torch.equal(one, tokens[0]) and report.full_kv_bytes == reports[0].full_kv_bytes
+    full, coded, streamed = (report.memory_by_owner.get("indexer keys", 0) for report in reports)
+    assert full > 2 * coded > streamed == 0  # 16 values of 4 bytes; 16 codes and a scale
+    with pytest.raises(BudgetError) as caught:
+        DiskSwapCache.fit(geometry, 1 << 16, 4000, 1, {"indexer_bits": None})
+    fitted = DiskSwapCache.fit(geometry, caught.value.needed - 1, 4000, 1, {})
+    plan = DiskSwapCache.plan(geometry, fitted, 4000, 1)
+    assert fitted.indexer_bits == 0 and plan.peak_bytes < caught.value.needed and fitted.reuse_capacity > 0
+    assert any("reads all keys of the model's indexers" in one for one in DiskSwapCache.notes(plan, fitted, geometry))
     with torch.no_grad(), DiskSwapCache(model, indexer_bits=8, engine="memory") as cache:
         model(ids[:, :40], past_key_values=cache)
         parts, tree = cache.layers[0].freeze(), cache.layers[0].capture()
@@ -290,6 +307,13 @@ def test_keys_in_8_bits_take_less_memory_and_give_the_same_tokens(tmp_path: Path
             {**keys, "scales": None}, {**keys, "codes": keys["codes"][:, 1:], "scales": keys["scales"][:, 1:]},
         ):  # fmt: skip
             with DiskSwapCache(model, indexer_bits=8) as other, pytest.raises(ContextError, match="indexer"):
+                indexer = {"keys": wrong, "positions": None}
+                other.layers[0].restore({**tree, "indexer": indexer}, parts, torch.device("cpu"))
+    with torch.no_grad(), DiskSwapCache(model, indexer_bits=0, engine="memory") as cache:
+        model(ids[:, :40], past_key_values=cache)
+        parts, tree = cache.layers[0].freeze(), cache.layers[0].capture()
+        for wrong in (keys, {**tree["indexer"]["keys"], "exact": tree["history"]}):
+            with DiskSwapCache(model, indexer_bits=0) as other, pytest.raises(ContextError, match="indexer"):
                 indexer = {"keys": wrong, "positions": None}
                 other.layers[0].restore({**tree, "indexer": indexer}, parts, torch.device("cpu"))
     with pytest.raises(ConfigError, match="indexer_bits must be one of"):
