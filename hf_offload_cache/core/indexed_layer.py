@@ -45,7 +45,6 @@ from .indexer_keys import (
     chosen_at_edge,
     exact_scorer,
     margin_of,
-    most_at_once,
     parts_of,
 )
 from .layer import OffloadLayer, Output, Rows
@@ -69,14 +68,14 @@ class Indexing:
         self.layers: list[weakref.ref[IndexedLayer]] = []
         self.areas = Areas(storage.account, 0)
         self.chosen: torch.Tensor | None = None
-        self._step: Step | None = None
+        self._step: weakref.ref[Step] | None = None  # weak: a step has its token ids
         self._sparse = False
 
     def is_sparse(self, step: Step | None) -> bool:
         """Whether layers give attention only what it attends to in this `step`: all of them or none, because layers may
         share keys and indexers."""
-        if step is None or step is not self._step:
-            self._step, self.chosen = step, None
+        if step is None or self._step is None or step is not self._step():
+            self._step, self.chosen = None if step is None else weakref.ref(step), None
             filled = [layer for layer in self._present() if layer.is_filled]
             ready = all(layer.state == "tagged" for layer in filled)
             self._sparse = step is not None and step.history > 0 and bool(filled) and ready
@@ -218,7 +217,7 @@ class IndexedLayer(OffloadLayer):
         mask: torch.Tensor, count: int,
     ) -> torch.Tensor:  # fmt: skip
         self._asked = asked = _Asked()
-        length, at_once, account = mask.shape[2], most_at_once(self.topk), self.shared.storage.account
+        length, at_once, account = mask.shape[2], indexer.at_once(self.topk), self.shared.storage.account
 
         def score(keys: Callable[[], torch.Tensor], part: torch.Tensor) -> torch.Tensor:
             asked.keys = keys

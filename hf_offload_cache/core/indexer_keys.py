@@ -29,7 +29,7 @@ from .plan import LayerKind, stream_bytes
 OWNER = "indexer keys"
 """Owner in the account of the memory of indexers' keys and positions."""
 AT_ONCE = 2048
-"""Tokens whose coded keys an indexer scores at a time, unless it chooses more than half as many."""
+"""Tokens whose coded keys an indexer scores at a time, unless it chooses more than half as many: see `at_once`."""
 _SCALE_BYTES = 4
 _LONGER = 4
 """Tokens of a block of streamed keys, over those of a block of a history: a key has about a fourth of the bytes."""
@@ -193,6 +193,11 @@ class StoredIndexerKeys(IndexerKeys):
     streams = False
     """Whether each step reads all keys."""
 
+    @staticmethod
+    def at_once(topk: int) -> int:
+        """Tokens that an indexer that chooses `topk` scores at a time."""
+        return max(AT_ONCE, 2 * topk)
+
     def __init__(self, storage: Storage, config: OffloadConfig, areas: Areas, layer_idx: int, name: str) -> None:
         super().__init__(storage.account, config.max_context)
         self._storage, self._areas, self._layer_idx, self._name = storage, areas, layer_idx, f"{name}'s indexer"
@@ -287,7 +292,7 @@ class StoredIndexerKeys(IndexerKeys):
         run.stages("stream buffers", prefill=reads, decode=reads if all_read or self.streams else 0)
         whole, kept = (rows * context * each for each in (form.entry_bytes, self._kept_each(form)))
         run.keeps(OWNER, kept)
-        part = rows * min(context, most_at_once(kind.topk)) * self._bytes_each(form)
+        part = rows * min(context, self.at_once(kind.topk)) * self._bytes_each(form)
         run.passes(OWNER, prefill=max(whole, kept), decode=max(kept, part, whole if all_read else 0))
 
     @property
@@ -341,6 +346,10 @@ class StreamedIndexerKeys(StoredIndexerKeys):
     """Keys on the disk only: each step reads all of them, in blocks, for the model's indexer to score."""
 
     streams = True
+
+    @staticmethod
+    def at_once(topk: int) -> int:
+        return max(4 * AT_ONCE, 2 * topk)  # the model's own projections of a query run again each time
 
     def __init__(self, storage: Storage, config: OffloadConfig, areas: Areas, layer_idx: int, name: str) -> None:
         config = replace(config, block_tokens=_LONGER * config.least_block)
@@ -462,11 +471,6 @@ def indexer_form(dim: int, dtype: torch.dtype, config: OffloadConfig) -> RecordF
     `group_size` is given."""
     form = RecordFormat.of_sizes((1, dim, 1, 0), dtype, 1)
     return replace(form, group_size=config.group_size or max(1, DEVICE_BLOCK // form.entry_bytes))
-
-
-def most_at_once(topk: int) -> int:
-    """Tokens whose coded keys an indexer that chooses `topk` scores at a time."""
-    return max(AT_ONCE, 2 * topk)
 
 
 def margin_of(count: int) -> int:

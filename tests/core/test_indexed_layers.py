@@ -268,7 +268,7 @@ def test_keys_in_fewer_bits_take_less_memory_and_give_the_same_tokens(
 ) -> None:
     """Within a budget, with candidates, and scored in several parts; without bits in memory, each step reads all keys.
     A context of theirs that is not whole is refused."""
-    monkeypatch.setattr("hf_offload_cache.core.indexer_keys.AT_ONCE", 2 * TOPK)
+    monkeypatch.setattr("hf_offload_cache.core.indexer_keys.AT_ONCE", TOPK // 2)
     model = layered("indexer")
     ids, geometry = prompt(model, 1, LENGTH), Geometry.of(model)
     tokens, reports, keys_read = [], [], []

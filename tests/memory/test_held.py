@@ -95,17 +95,19 @@ def test_what_a_cache_keeps_is_what_it_reports(name: str, model_name: str, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("model_name", "owner"),
+    ("model_name", "owner", "bits"),
     [
-        ("deepseek_v32", "indexer keys"),
-        ("deepseek_v4", "layers not offloaded"),
-        ("minimax_m3_vl_text", "layers not offloaded"),
+        ("deepseek_v32", "indexer keys", None),
+        ("deepseek_v32", "indexer keys", 8),
+        ("deepseek_v32", "stream buffers", 0),
+        ("deepseek_v4", "layers not offloaded", None),
+        ("minimax_m3_vl_text", "layers not offloaded", None),
     ],
 )
-def test_indexers_and_compressors_are_counted(model_name: str, owner: str) -> None:
+def test_indexers_and_compressors_are_counted(model_name: str, owner: str, bits: int | None) -> None:
     """What layers keep beside keys and values: in the account, in the plan, and no view of a whole piece."""
-    model = long_tiny(model_name)
-    with quiet(), DiskSwapCache(model, max_context=TOKENS, max_batch=1, engine="direct", **own(DiskSwapCache)) as cache:
+    model, fields = long_tiny(model_name), {"engine": "direct", "indexer_bits": bits, **own(DiskSwapCache)}
+    with quiet(), DiskSwapCache(model, max_context=TOKENS, max_batch=1, **fields) as cache:
         decode(model, cache, ids_of(model))
         check(cache, model)
         held = cache.report().memory_by_owner[owner]
