@@ -84,6 +84,20 @@ def decoded(model: Any, cache: Any, ids: torch.Tensor, put: Any, tokens: int = T
     return torch.cat([fed(model, cache, part, put) for part in ids[:, tokens:].split(1, 1)], 1)
 
 
+def test_a_limit_changes_no_logits() -> None:
+    """Nor clusters, if later pieces of a prompt attend to blocks of the same size. These are longer on a device without
+    a limit, and sums over other blocks are rounded differently."""
+    ids, found = prompt(llama(), 1, 304), []
+    for limit in (None, "64MiB"):
+        with a_device(memory=limit, block_tokens=32, max_context=320) as (model, cache, _):
+            parts = [*ids[:, :288].split(96, 1), *ids[:, 288:].split(1, 1)]
+            logits = torch.cat([fed(model, cache, part, Fake) for part in parts], 1)
+            found.append((logits, [layer.history.clustered.labels for layer in cache.selective]))
+    (free, labels), (limited, others) = found
+    assert torch.equal(free, limited) and all(map(np.array_equal, labels, others))
+    assert all(own.max() > 8 for own in labels)
+
+
 @pytest.mark.parametrize(("way", "rows", "seed"), [(way, 1 + index % 2, index) for index, way in enumerate(WAYS)])
 def test_steps_on_a_device_compute_what_those_on_the_host_do(way: str, rows: int, seed: int) -> None:
     """Also while clusters grow and are split. The host waits for nothing, unless tokens join in each step: then for the
