@@ -26,7 +26,7 @@ LAYERS = 4
 STEPS = 7
 """Some of them seal a group, or wait for the device: the median does neither."""
 LIMITS = [
-    (DiskSwapCache, {"engine": "memory", "look_ahead": False, "num_selected": 399}, 40, 155),
+    (DiskSwapCache, {"engine": "memory", "look_ahead": False, "num_selected": 399}, 40, 153),
     (ClusterCache, {"engine": "memory", "look_ahead": False, "num_selected": 399}, 42, 165),
     (SpecCache, {"engine": "mapped", "num_selected": 63}, 38, 170),
     (AbstractTreeCache, {"engine": "mapped", "look_ahead": False, "num_selected": 399}, 42, 190),

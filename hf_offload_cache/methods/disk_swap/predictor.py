@@ -242,10 +242,6 @@ def _best(importance: np.ndarray, budget: int, among: int | None = None) -> Choi
         return Choice(units, importance=importance[every, units])
     best = mark_largest(importance, count if among < 0 else min(among, count)).nonzero()[1].reshape(rows, -1)
     of_best = importance[every, best]
-    ordered, left = of_best.copy(), best.shape[1] - budget
-    ordered.partition(left, 1)
-    chosen = ~(of_best < ordered[:, left, None])  # as in `mark_largest`, without another call
-    if np.count_nonzero(chosen) != rows * budget:
-        chosen = mark_largest(of_best, budget)
-    units, others = best[chosen].reshape(rows, budget), best[~chosen].reshape(rows, left)
+    chosen = mark_largest(of_best, budget)
+    units, others = best[chosen].reshape(rows, budget), best[~chosen].reshape(rows, -1)
     return Choice(units, importance=of_best[chosen].reshape(rows, budget), next=others)
