@@ -201,7 +201,7 @@ class RollingTail:
 
     def take_back(self, entries: torch.Tensor) -> None:
         """Undo the latest `seal`, which returned `entries`."""
-        self.replace(torch.cat([entries, self.entries], 1))
+        self.replace(torch.cat([entries, self.entries], 1), apart=True)
 
     def drop_first(self, count: int) -> None:
         """Drop the oldest `count` tokens."""

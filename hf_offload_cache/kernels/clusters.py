@@ -31,7 +31,7 @@ def centroids_bytes(rows: int, heads: int, clusters: int, dim: int, value_dim: i
     together, parts = max(16, 1 << (heads - 1).bit_length()), max(1, PROGRAMS // rows)
     sums = parts * together * ((1 << (dim - 1).bit_length()) + 2)
     scores = heads * (clusters + 2 * ((clusters + near) // BLOCK + 2) + value_dim + 1)
-    return 4 * rows * (sums + scores + 3 * clusters) + 5 * rows * listed
+    return 4 * rows * (sums + scores + 3 * clusters + 2) + 5 * rows * listed
 
 
 @with_kernel()

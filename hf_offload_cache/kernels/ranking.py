@@ -53,7 +53,7 @@ def ranking_bytes(
     programs = max(programs, min(PROGRAMS, programs * (others // 64 + 1)))
     sums = 4 * programs * together * (max(16, 1 << rank.bit_length()) + 2) if others else 0
     results = 4 * batch * heads * (2 * rank + near + units + 2 * (units // BLOCK + 1) + dim + 4)
-    return results + sums + 4 * rows * (units + among)
+    return results + sums + 4 * rows * (units + among + 1)
 
 
 @with_kernel()
