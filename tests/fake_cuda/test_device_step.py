@@ -645,12 +645,12 @@ def test_a_budget_holds_on_a_device() -> None:
 
 
 BY_KERNELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "disk-swap": (560, {"num_selected": 48, "entry_bits": 8}),
-    "abstract-tree": (90, {"num_selected": 16, "chunk_size": 8, "early_steps": 0}),
+    "disk-swap": (574, {"num_selected": 48, "entry_bits": 8}),
+    "abstract-tree": (94, {"num_selected": 16, "chunk_size": 8, "early_steps": 0}),
     "cluster": (90, {"num_selected": 16, "join_every": 8, "append_buffer": 8, "remainder": True}),
-    "spec": (100, {"num_selected": 8, "quant_group": 32}),
+    "spec": (126, {"num_selected": 8, "quant_group": 32}),
 }
-"""Tokens of a prompt, and fields with which a step after it selects."""
+"""Tokens of a prompt, and fields with which a step after it selects; but for "cluster", the second one seals a unit."""
 
 
 @pytest.mark.kernels
@@ -685,4 +685,4 @@ def test_complete_steps_by_kernels_are_those_by_twins(name: str, monkeypatch: py
         return torch.cat(found, 1)
 
     torch.testing.assert_close(steps(kernel), steps(twin), rtol=1e-3, atol=1e-3)
-    assert launched >= {"attend", "bring", "exchange"}
+    assert launched >= {"attend", "bring", "exchange"} and ("seal" in launched or name == "cluster")
