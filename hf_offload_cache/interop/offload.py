@@ -375,6 +375,10 @@ def _way(
     path: str | Path | None, library: ContextLibrary | str | Path | None, library_memory: int | str,
     fields: dict[str, Any],
 ) -> Iterator[_Way]:  # fmt: skip
+    if library is None and library_memory:
+        raise ConfigError("library_memory is for contexts of a library: give library too, or leave library_memory out")
+    if library is not None and "encryption_key" in fields:
+        raise ConfigError("encryption_key is that of the library: give it as ContextLibrary(FOLDER, key=FILE)")
     reuse = None if library is None else Reuse(library, library_memory)
     with contextlib.nullcontext() if reuse is None else contextlib.closing(reuse):
         if reuse is not None:

@@ -523,9 +523,11 @@ def test_a_memory_in_bytes_is_never_exceeded(tmp_path: Path) -> None:
         ({"memory": "1/13", "floor": "1/2"}, "floor must be"), ({"goal": "speed"}, "give memory too"),
         ({"memory": "1/13", "goal": "fast"}, "one of fidelity, speed"),
         ({"memory": "1/13", "goal": "fidelity", "cache": "spec"}, "SpecCache has no fields"),
+        ({"library_memory": "1GiB"}, "give library too"),
+        ({"library": "nowhere/at/all", "encryption_key": "a file"}, "encryption_key is that of the library"),
     ],
 )  # fmt: skip
-def test_a_memory_that_cannot_be_is_told_before_a_request(given: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_told_before_a_request(given: dict[str, Any], said: str) -> None:
     own = model()
     with pytest.raises(ConfigError, match=said), offload(own, **given):
         pass
