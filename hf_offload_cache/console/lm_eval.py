@@ -32,7 +32,8 @@ def add(verbs: Any) -> None:
         "Run lm-eval. All its options and commands may follow, unchanged: hf-offload-cache lm-eval --memory 1/13 "
         "--model hf --model_args pretrained=MODEL --tasks TASKS. Its model hf gets one cache of this library per "
         "request. lm_eval --help lists its options.",
-        max_context="", max_batch="", max_bytes="--library-bytes", folder="--library", encryption_key="--key",
+        max_context="the length of requests", max_batch="--batch_size", max_bytes="--library-bytes",
+        folder="--library", encryption_key="--key",
     )  # fmt: skip
     parser.allow_abbrev = False  # an abbreviation is lm-eval's
     add_cache_arguments(parser, "dynamic")

@@ -32,7 +32,8 @@ def add(verbs: Any) -> None:
         "Run a Python program. Its calls of generate that pass no cache use one of this library, one per request: "
         "hf-offload-cache run --memory 1/13 transformers serve. PROGRAM is a Python script that the shell finds as a "
         "command, a file (NAME.py, or with its folder, ./NAME), or a module after -m. The exit code is the program's.",
-        max_bytes="--library-bytes", key="--key", encryption_key="--key", folder="--library",
+        max_context="the length of requests", max_batch="", max_bytes="--library-bytes", key="--key",
+        encryption_key="--key", folder="--library",
     )  # fmt: skip
     add_cache_arguments(parser)
     add = parser.add_argument

@@ -171,7 +171,7 @@ def test_requests_that_were_left_plain_are_told(
     for strict in (["--strict"], ["--floor", "1KiB"]):
         assert cli.main([*own, *strict, str(program), str(tiny), "0"]) == 2
         out, err = capsys.readouterr()
-        assert not out and "BudgetError" in err
+        assert not out and "BudgetError" in err and "raise --memory, or lower the length of requests" in err
 
 
 SHELL = "#!/bin/sh\n"
