@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import GOALS
-from ..errors import ContextError, StoreError
+from ..errors import ConfigError, ContextError, StoreError
 from ..registry import CACHES, cache_class
 
 if TYPE_CHECKING:
@@ -92,6 +92,12 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     add_goal_argument(parser)
     add("--floor", metavar="SIZE", help="memory per sequence if that fraction is too small (default: 64MiB)")
     add("--strict", action="store_true", help="raise an error for such a request instead")
+
+
+def check_floor(floor: object, memory: object, library: object) -> None:
+    """Raise `ConfigError` for a --floor without effect. A library needs it where the disk is full."""
+    if floor is not None and library is None and "/" not in str(memory):
+        raise ConfigError(f"--floor {floor} is for a memory that is a fraction: give --memory 1/13, or leave it out")
 
 
 def add_library_arguments(parser: argparse.ArgumentParser) -> None:

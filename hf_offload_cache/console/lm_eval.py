@@ -15,7 +15,14 @@ from typing import Any
 
 from ..errors import OURS, ConfigError
 from ..registry import CACHES
-from .arguments import add_cache_arguments, add_library_arguments, add_request_arguments, add_verb, complain
+from .arguments import (
+    add_cache_arguments,
+    add_library_arguments,
+    add_request_arguments,
+    add_verb,
+    check_floor,
+    complain,
+)
 
 _INSTALL = "pip install 'hf-offload-cache[eval]'"
 _PLAIN_NAMES = ("hf", "hf-auto", "huggingface")
@@ -96,6 +103,7 @@ def _with_cache(evaluate: Callable[..., Any], given: dict[str, Any]) -> Callable
         for name in ("library_bytes", "key"):
             if name in together and together.get("library") is None:
                 raise ConfigError(f"--{name.replace('_', '-')} is for a library: give --library DIR too")
+        check_floor(*(together.get(name) for name in ("floor", "memory", "library")))
         if others.get("use_cache") is not None:
             others["use_cache"] += _of_cache(together)
         return evaluate(model=_NAME, model_args=together, **others)

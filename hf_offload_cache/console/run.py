@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from .arguments import add_cache_arguments, add_library_arguments, add_request_arguments, add_verb
+from .arguments import add_cache_arguments, add_library_arguments, add_request_arguments, add_verb, check_floor
 
 if TYPE_CHECKING:
     from ..contexts.library import ContextLibrary
@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     fields = dict(arguments.fields)
     named_cache.offloading_class(name)
     named_cache.check_fields(name, fields, arguments.path, arguments.memory, arguments.goal)
+    check_floor(arguments.floor, arguments.memory, arguments.library)
     place = arguments.program if module else _find_program(arguments.program)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_as_main(place, arguments.rest, module=module))

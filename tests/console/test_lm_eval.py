@@ -503,6 +503,7 @@ def test_answers_that_lm_eval_keeps_are_of_one_cache(monkeypatch: pytest.MonkeyP
     (["--model_args", "library=a", "--library", "b"], "library is both an option and in --model_args"),
     (["--library-bytes", "1GB"], "--library-bytes is for a library: give --library DIR too"),
     (["--key", "nowhere"], "--key is for a library: give --library DIR too"),
+    (["--floor", "1MiB"], "--floor 1MiB is for a memory that is a fraction"),
     (["--library", "a", "--set", "exact=bitwise"], "--library: with --set exact=bitwise each text is computed in one"),
     (["--library", "a", "--library-bytes", "a lot"], "--library-bytes must be"),
 ])  # fmt: skip

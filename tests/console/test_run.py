@@ -257,6 +257,8 @@ def test_a_module_that_is_not_there_is_one_line(
         (["--cache", "disk-swp", "x.py"], "did you mean 'disk-swap'"),
         (["--set", "num_selekted=3", "x.py"], "num_selekted"),
         (["--goal", "speed", "-m", "this"], "give memory too"),
+        (["--floor", "1MiB", "-m", "this"], "--floor 1MiB is for a memory that is a fraction"),
+        (["--floor", "1MiB", "--memory", "9MiB", "-m", "this"], "give --memory 1/13, or leave it out"),
     ],
 )
 def test_a_wrong_request_is_one_line(wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
