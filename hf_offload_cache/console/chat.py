@@ -27,6 +27,7 @@ from .arguments import (
     add_verb,
     cell,
     complain,
+    in_options,
     new_console,
     new_table,
     positive,
@@ -105,14 +106,23 @@ def run(arguments: argparse.Namespace) -> int:
     document = document_part(tokenizer, text)
     positions = named_cache.load_positions(arguments.model)
     first = question_part(tokenizer, (arguments.questions or [""])[0])
-    _check_length(document.shape[1] + first.shape[1], arguments.max_new_tokens, positions)
-    limit = fields.pop("max_context", None) or positions or document.shape[1] + _UNSTATED
-    if arguments.memory is not None:
-        limit = min(limit, document.shape[1] + _PLANNED)
+    asked = document.shape[1] + first.shape[1], arguments.max_new_tokens
+    _check_length(*asked, positions)
+    planned = document.shape[1] + (_UNSTATED if arguments.memory is None else _PLANNED)
+    if (chosen := fields.pop("max_context", None)) is not None:
+        planned = chosen
+        if chosen < sum(asked):
+            needed = f"{sum(asked):,} tokens of the documents, a question and an answer"
+            raise ConfigError(f"--set max_context={chosen} is less than the {needed}: raise it, or leave it out")
+    elif arguments.memory is None:
+        planned = positions or planned
+    limit = min(planned, positions or planned)
 
     model, tokenizer = named_cache.load_for(arguments)
     with contextlib.ExitStack() as closing, warnings.catch_warnings():
-        warnings.showwarning = lambda message, *where: say(f"{PROGRAM}: {' '.join(str(message).split())}")
+        warnings.showwarning = lambda message, *where: say(
+            f"{PROGRAM}: {in_options(' '.join(str(message).split()), arguments)}"
+        )
         reuse = None if library is None else closing.enter_context(contextlib.closing(Reuse(library)))
         settings = {"path": arguments.path, "fields": fields, "memory": arguments.memory}
         chat = Chat(model, tokenizer, document, name, reuse, limit, arguments.prefill_chunk, **settings)
@@ -273,7 +283,8 @@ def _check_length(prompt_tokens: int, new_tokens: int, positions: int | None) ->
             f"the documents and a question have {prompt_tokens:,} tokens and an answer may have {new_tokens:,}, "
             f"together {prompt_tokens + new_tokens:,}, but the model has {positions:,} positions: name a model for "
             f"longer texts with --model (`hf-offload-cache models` lists some), or shorten the documents by "
-            f"{prompt_tokens + new_tokens - positions:,} tokens, or lower --max-new-tokens"
+            f"{prompt_tokens + new_tokens - positions:,} tokens"
+            + (f", or give --max-new-tokens {positions - prompt_tokens}" if prompt_tokens < positions else "")
         )
 
 

@@ -233,6 +233,16 @@ def test_memory_limits_the_cache(run):
     assert (code, out) == (2, "") and "--memory is" in err.strip().splitlines()[-1]
 
 
+def test_what_a_memory_is_planned_for(run, monkeypatch):
+    """The documents and some tokens more, or --set max_context; no more than the positions."""
+    monkeypatch.setattr(verb, "_PLANNED", 100)
+    most = DOCUMENT_WORDS + 200
+    for given, room in ((None, DOCUMENT_WORDS + 100), (most, most), (10 * POSITIONS, POSITIONS)):
+        fields = () if given is None else ("--set", f"max_context={given}")
+        code, out, err = run("--memory", "2MiB", "--question", "w5", fields=fields)
+        assert code == 0 and out and f"; {room - DOCUMENT_WORDS} are left for questions" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -265,8 +275,12 @@ def test_a_text_that_is_too_long_is_known_before_weights_are_loaded(run, tiny, t
     assert (
         f"the documents and a question have {POSITIONS - 5} tokens and an answer may have {NEW}, together "
         f"{POSITIONS + 1}, but the model has {POSITIONS} positions: name a model for longer texts with --model "
-        "(`hf-offload-cache models` lists some), or shorten the documents by 1 tokens, or lower --max-new-tokens"
+        "(`hf-offload-cache models` lists some), or shorten the documents by 1 tokens, or give --max-new-tokens 5\n"
     ) in err
+    _, _, err = run("--question", "w5", "--set", "max_context=60", "--max-new-tokens", "2", file=file)
+    assert f"--set max_context=60 is less than the {POSITIONS - 3} tokens of the documents, a question and" in err
+    file.write_text("w1 " * POSITIONS)
+    assert run("--question", "w5", file=file)[2].endswith(f" or shorten the documents by {NEW + 5} tokens\n")
     assert not (tmp_path / "lib").exists() or list((tmp_path / "lib").iterdir()) == []
 
 
