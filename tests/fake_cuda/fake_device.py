@@ -16,7 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -103,6 +104,10 @@ def _copied_there(index: Any) -> Any:
 
 class _Mode(TorchDispatchMode):
     """For calls that make a tensor on the device out of none."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and to see to it takes a third of a call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -230,15 +235,17 @@ def _copy(into: Any, source: Any, waits: bool) -> None:
 
 # Work of a stream, and the memory that it fills
 
-def _inner(tree: Any) -> Any:
-    """`tree` with the tensors within: `tree_map_only` in less time."""
-    if isinstance(tree, Fake):
-        return tree.inner
+def _inner(tree: Any, of_host: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+    """`tree` with the tensors within: `tree_map_only` in less time. `of_host` is called with those of the host."""
+    if isinstance(tree, torch.Tensor):
+        return tree.inner if isinstance(tree, Fake) else tree if of_host is None else of_host(tree)
     if isinstance(tree, dict):
-        return {name: _inner(one) for name, one in tree.items()}
+        return {name: _inner(one, of_host) for name, one in tree.items()}
     if type(tree) in (tuple, list):
-        return type(tree)(map(_inner, tree))
-    return tree_map_only(Fake, lambda fake: fake.inner, tree) if isinstance(tree, (tuple, list)) else tree
+        return type(tree)([_inner(one, of_host) for one in tree])
+    if isinstance(tree, (tuple, list)):
+        return tree_map_only(torch.Tensor, lambda one: _inner(one, of_host), tree)
+    return tree
 
 
 def _there(tree: Any) -> Any:
@@ -285,9 +292,7 @@ def _queued(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _at_launch(tree: Any) -> Any:
     """The tensors within, and copies of what the host may change after a launch."""
-    if QUEUES.random is None:
-        return _inner(tree)
-    return _inner(tree_map_only(torch.Tensor, lambda one: one if isinstance(one, Fake) else one.clone(), tree))
+    return _inner(tree, None if QUEUES.random is None else torch.clone)
 
 
 def _pinned(tensor: Any) -> Any:
@@ -302,15 +307,7 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any], made: Any = None) -> A
     inner_args, inner_kwargs = _at_launch((args, kwargs))
     deferred, views = QUEUES.random is not None or capturing() is not None, False
     if deferred and made is None:
-        with contextlib.suppress(Exception), _disable_current_modes(), torch.no_grad():
-            shapes = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (inner_args, inner_kwargs))
-            of_host = {"device": torch.device("meta")} if "device" in kwargs else {}
-            shaped = func(*shapes[0], **{**shapes[1], **of_host})
-            known = {one.untyped_storage()._cdata for one in leaves(shapes) if isinstance(one, torch.Tensor)}
-            given = [one for one in leaves(shaped) if isinstance(one, torch.Tensor)]
-            views = bool(given) and all(one.untyped_storage()._cdata in known for one in given)
-            if all(one.is_meta and one.untyped_storage()._cdata not in known for one in given):
-                made = tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device="cpu"), shaped)
+        made, views = _shaped(func, inner_args, inner_kwargs)
     if capturing() is not None and made is None and not views:
         if getattr(func, "__annotations__", {}).get("return") != "None":
             refuse(f"{func}, whose results have no known sizes,")
@@ -320,7 +317,8 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any], made: Any = None) -> A
         if capturing() is None:
             current().run()
             current().use(args, kwargs)
-        return func(*inner_args, **inner_kwargs)
+        with torch._C._DisableTorchDispatch():
+            return func(*inner_args, **inner_kwargs)
     outputs = [one for one in leaves(made) if isinstance(one, torch.Tensor)]
     for output in outputs:
         _undefine(output)
@@ -334,6 +332,72 @@ def _launch(func: Any, args: Any, kwargs: dict[str, Any], made: Any = None) -> A
 
     current().give(fill, args, kwargs)
     return made
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What memory has to be like."""
+
+    sizes: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Shape:
+        packed = torch.empty_like(tensor, device="cpu")
+        return _Shape(packed.size(), packed.stride(), packed.dtype)
+
+    def memory(self) -> torch.Tensor:
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype)
+
+
+_SHAPES: dict[Any, tuple[Any, bool]] = {}
+"""What `_shaped_now` says of a function and its arguments, which are the same in each layer and in many steps."""
+_MOST_SHAPES = 20_000
+
+
+def _shaped(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """Memory for what `func` returns of these arguments, and whether that would be views of them. None for memory: they
+    are, or `func` does not run on `meta` tensors."""
+    try:
+        key = (func, torch.get_default_dtype(), _described(args), _described(kwargs))
+        known = _SHAPES.get(key)
+    except TypeError:  # an argument has no hash
+        key, known = None, None
+    if known is None:
+        known = _shaped_now(func, args, kwargs)
+        if key is not None:
+            if len(_SHAPES) >= _MOST_SHAPES:
+                _SHAPES.clear()
+            _SHAPES[key] = known
+    shaped, views = known
+    return tree_map_only(_Shape, _Shape.memory, shaped), views
+
+
+def _described(tree: Any) -> Any:
+    """What `tree` is but for its tensors' values. Numbers go with their types: 1 equals True."""
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.stride(), tree.dtype, tree.device
+    if isinstance(tree, (tuple, list)):
+        return type(tree), *map(_described, tree)
+    if isinstance(tree, dict):
+        return dict, *((name, _described(one)) for name, one in tree.items())
+    return type(tree), tree
+
+
+def _shaped_now(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """`_shaped`, but with a `_Shape` for memory."""
+    made, views = None, False
+    with contextlib.suppress(Exception), _disable_current_modes(), torch.no_grad():
+        shapes = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (args, kwargs))
+        of_host = {"device": torch.device("meta")} if "device" in kwargs else {}
+        shaped = func(*shapes[0], **{**shapes[1], **of_host})
+        known = {one.untyped_storage()._cdata for one in leaves(shapes) if isinstance(one, torch.Tensor)}
+        given = [one for one in leaves(shaped) if isinstance(one, torch.Tensor)]
+        views = bool(given) and all(one.untyped_storage()._cdata in known for one in given)
+        if all(one.is_meta and one.untyped_storage()._cdata not in known for one in given):
+            made = tree_map_only(torch.Tensor, _Shape.of, shaped)
+    return made, views
 
 
 def _checks_errors(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -24,6 +24,7 @@ import torch
 
 CUDA = torch.device("cuda", 0)
 PACKAGE = "/hf_offload_cache/"
+MODEL = "model"
 BEHIND = (0, 2, 8, 32)
 """Operations that a stream may lag behind."""
 
@@ -79,18 +80,27 @@ COUNTS = Counts()
 
 
 def _caller() -> str:
-    frame = sys._getframe(2)
+    frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
-        if (name := _of_package(frame.f_code)) is not None:
+        code = frame.f_code
+        if (name := _CALLERS.get(code, "")) == "":
+            name = _CALLERS[code] = _of_package(code)
+        if name is not None:
             return name
-        frame = frame.f_back  # type: ignore[assignment]
-    return "model"
+        frame = frame.f_back
+    return MODEL
 
 
-@functools.cache
+_CALLERS: dict[types.CodeType, str | None] = {}
+"""`_of_package` of what was asked for before: each operation asks for dozens."""
+
+
 def _of_package(code: types.CodeType) -> str | None:
-    """ "file:function" of a function of the library; None for any other."""
+    """ "file:function" of a function of the library; "model" of one of pytest's, which the library does not call; None
+    for any other."""
     name = code.co_filename
+    if "/_pytest/" in name:
+        return MODEL
     here = PACKAGE in name and "site-packages" not in name
     return f"{name.split(PACKAGE, 1)[1]}:{code.co_name}" if here else None
 
@@ -165,7 +175,8 @@ class Stream:
         if isinstance(work, Event):
             work.run()
         else:
-            with torch._C._AutoDispatchBelowADInplaceOrView():  # memory made in any mode
+            # Memory made in any mode, and nothing of the device: the work is given tensors of the CPU.
+            with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableTorchDispatch():
                 work()
         self.done += 1
 
