@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import os
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -67,6 +69,31 @@ def assert_none(found: list[str]) -> None:
         raise AssertionError(f"{len(found)} found:\n" + "\n".join(f"  {line}" for line in found))
 
 
+class Read(NamedTuple):
+    """What a file says of names."""
+
+    imports: list[ast.Import | ast.ImportFrom]
+    attributes: list[tuple[int, str, str]]
+    """Line, name and attribute, of each attribute of a name."""
+    given: set[tuple[str, object]]
+    """A name and a constant that a call begins with, as one that replaces an attribute does."""
+
+
+@functools.cache
+def read_from(path: Path) -> Read:
+    found = Read([], [], set())
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.imports.append(node)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found.attributes.append((node.lineno, node.value.id, node.attr))
+        elif isinstance(node, ast.Call) and len(node.args) > 1:
+            first, second = node.args[:2]
+            if isinstance(first, ast.Name) and isinstance(second, ast.Constant):
+                found.given.add((first.id, second.value))
+    return found
+
+
 def imported_by(node: ast.AST) -> list[str]:
     """Names of the modules that an absolute import reads; none of another statement."""
     if isinstance(node, ast.ImportFrom):
@@ -115,9 +142,9 @@ def test_tests_take_from_a_room_what_its_face_offers() -> None:
     A module itself is imported to replace a name in it, or for a name that no face offers: such a test follows it."""
     found = []
     for path in sorted([*TESTS.rglob("*.py"), *(TESTS.parent / "eval").rglob("*.py")]):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        read = read_from(path)
         modules = dict[str, ModuleType]()  # alias -> face
-        for node in nodes:
+        for node in read.imports:
             if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("hf_offload_cache."):
                 continue
             parts = str(node.module).split(".")[1:]
@@ -129,13 +156,10 @@ def test_tests_take_from_a_room_what_its_face_offers() -> None:
             names = [one.name for one in node.names if parts != room and not one.name.startswith("_")]
             names = [name for name in names if offers(room_face, name)]
             found += [f"{path.name}:{node.lineno} imports {node.module}.{name}" for name in names]
-        replaced = {ast.unparse(node.args[0]) + "." + str(getattr(node.args[1], "value", ""))
-                    for node in nodes if isinstance(node, ast.Call) and len(node.args) > 1}  # fmt: skip
-        for node in nodes:
-            if not isinstance(node, ast.Attribute) or (name := ast.unparse(node)) in replaced:
-                continue
-            if (face := modules.get(ast.unparse(node.value))) is not None and offers(face, node.attr):
-                found.append(f"{path.name}:{node.lineno} uses {name}")
+        found += [
+            f"{path.name}:{line} uses {name}.{attribute}" for line, name, attribute in read.attributes
+            if name in modules and (name, attribute) not in read.given and offers(modules[name], attribute)
+        ]  # fmt: skip
     assert_none(found)
 
 
@@ -208,7 +232,7 @@ def test_no_test_module_imports_another() -> None:
     found = [
         f"{path.relative_to(TESTS)}:{node.lineno} imports {name}"
         for path in modules
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in read_from(path).imports
         for name in imported_by(node)
         if name.split(".")[0] in refused
     ]
@@ -323,9 +347,11 @@ def left_to_defaults(source: str) -> list[str]:
     """Calls by which torch makes something whose type or device nobody says: line and name of each."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
-        name, said = ast.unparse(node.func).removeprefix("torch."), {one.arg for one in node.keywords}
+        if not (isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"):
+            continue
+        name, said = node.func.attr, {one.arg for one in node.keywords}
         if None in said:  # a dictionary says it
             continue
         if (name in MADE and "device" not in said) or (name in MADE_OF_NUMBERS and "dtype" not in said):
