@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -96,6 +97,18 @@ class Search(Generic[Config]):
         peaks = [self.peaks(chosen) for chosen in small]
         hosts = [host for peak, host in peaks if peak <= self.memory]
         raise self.host_refusal(min(hosts)) if hosts else self.refusal(min(peak for peak, _ in peaks))
+
+    def group(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """`choices`, or only the last, which needs the least `memory`, if not even that fits: then one plan is enough
+        for all of them."""
+        return choices if self.peaks(choices[-1])[0] <= self.memory else choices[-1:]
+
+    def shrinking(self, groups: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """The first of the `groups` with a choice that fits; if none has one, the last. Peaks do not grow from group to
+        group."""
+        if not any(map(self.fits, groups[-1])):
+            return groups[-1]
+        return groups[bisect_left(groups, True, key=lambda group: any(map(self.fits, group)))]
 
     def _with_least_streams(self, chosen: dict[str, Any]) -> dict[str, Any]:
         return {**chosen, **self.least_streams(chosen.get("num_recent"))}
@@ -278,7 +291,7 @@ def fit_stream(search: Search[Config]) -> Config:
     budget each; else 1/20, 1/40, or their minimum. Then it lowers `num_recent`, from 32 down to 4, for a shorter
     rolling tail. On a device, blocks get the rest. Raises `BudgetError` with the minimum memory.
     """
-    chosen = search.first_fit((*search.all_streams(), *search.short_tails()))
+    chosen = search.first_fit(search.group([*search.all_streams(), *search.short_tails()]))
     return search.config(chosen if search.longest_block is None else search.wider_streams(chosen))
 
 
@@ -288,7 +301,8 @@ def fit_slots(search: Search[Config]) -> Config:
     minimum memory."""
     none, streams = {"reuse_capacity": 0}, [*search.all_streams(), *search.short_tails()]
     kept: list[dict[str, Any]] = [{}] if "indexer_bits" in search.fields else [{}, {"indexer_bits": 0}]
-    chosen = search.first_fit({**one, **bits, **none} for bits in kept for one in streams)
+    groups = ([{**one, **bits, **none} for one in streams] for bits in kept)
+    chosen = search.first_fit(choice for group in groups for choice in search.group(group))
     return search.config(search.most({**chosen, **none, **search.fields}, "reuse_capacity", search.max_context))
 
 
@@ -302,6 +316,7 @@ def fit_selective(search: Search[Config]) -> Config:
     full = {"num_selected": selected, "reuse_capacity": 0}
     group = max((tokens for _, tokens in search.records), default=1)
     tried = [{**streams, **full} for streams in (*search.all_streams(), search.least_streams(SHORT_TAIL))]
-    tried += [{**tried[-1], "num_selected": fewer} for fewer in range(selected - group, LEAST_SELECTED, -group)]
-    chosen = search.first_fit((*tried, {**tried[-1], "num_selected": min(selected, LEAST_SELECTED)}))
+    counts = [*range(selected - group, LEAST_SELECTED, -group), min(selected, LEAST_SELECTED)]
+    fewer = search.shrinking([[{**tried[-1], "num_selected": count}] for count in counts])
+    chosen = search.first_fit((*search.group(tried), *fewer))
     return search.config(search.most(chosen, "reuse_capacity", search.max_context))

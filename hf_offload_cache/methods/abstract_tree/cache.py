@@ -71,16 +71,17 @@ def _tried(search: Search[AbstractTreeConfig]) -> Iterator[dict[str, Any]]:
     sizes = _CHUNK_SIZES if given is None else [given]
     for opened in _OPENED[:2]:
         for size in sizes:
-            yield from _examining(search, size, wanted, opened)
+            yield from search.group(list(_examining(search, size, wanted, opened)))
     frugally = [{"chunk_size": size, **_FRUGAL, **_of_size(search, size).least_streams(SHORT_TAIL)} for size in sizes]
     yield from ({**frugal, **_selecting(wanted, opened)} for opened in _OPENED[2:] for frugal in frugally)
     for size, frugal in zip(sizes, frugally, strict=True):
-        of_size, fewer = _of_size(search, size), wanted
-        while fewer > LEAST_SELECTED and search.fields.get("num_selected") is None:
-            fewer = max(LEAST_SELECTED, fewer * 3 // 4)
-            yield {**frugal, **_selecting(fewer, _OPENED[-1])}
+        of_size, counts = _of_size(search, size), [wanted]
+        while counts[-1] > LEAST_SELECTED and search.fields.get("num_selected") is None:
+            counts.append(max(LEAST_SELECTED, counts[-1] * 3 // 4))
+        if counts[1:]:
+            yield from search.shrinking([[{**frugal, **_selecting(fewer, _OPENED[-1])}] for fewer in counts[1:]])
         for recent in (SHORT_TAIL // 2, LEAST_RECENT):
-            yield {**frugal, **of_size.least_streams(recent), **_selecting(fewer, 1)}
+            yield {**frugal, **of_size.least_streams(recent), **_selecting(counts[-1], 1)}
 
 
 def _examining(

@@ -135,22 +135,22 @@ def _tried(search: Search[ClusterConfig]) -> Iterator[dict[str, Any]]:
     savings: list[dict[str, Any]] = [{}, {"join_every": 1}]
     if search.fields.get("encryption_key") is None:
         savings.append({"join_every": 1, "centroids": "disk"})
-    for saving in savings:
-        yield from ({**chosen, **saving, **search.streams(share)} for share in STREAM_SHARES)
-    for saving in savings:
-        yield {**chosen, **saving, **search.least_streams(), "look_ahead": False}
+    tried = [{**chosen, **saving, **search.streams(share)} for saving in savings for share in STREAM_SHARES]
+    tried += [{**chosen, **saving, **search.least_streams(), "look_ahead": False} for saving in savings]
+    yield from search.group(tried)
     chosen.update(savings[-1], look_ahead=False)
     given, capacity = (search.fields.get(name) for name in ("cluster_size", "cluster_capacity"))
     least, most = (1, _SIZES[-1]) if capacity is None else (capacity / MOST_ROOM, capacity)
     sizes = [size for size in _SIZES if least <= size <= most] if given is None else [given]
     if capacity is not None and not sizes:
         sizes = [capacity // 2]
+    tails = [search.least_streams(recent) for recent in (SHORT_TAIL, SHORT_TAIL // 2, LEAST_RECENT)]
     for size in sizes:
-        for recent in (SHORT_TAIL, SHORT_TAIL // 2, LEAST_RECENT):
-            yield {**chosen, **search.least_streams(recent), "cluster_size": size}
-    chosen.update(search.least_streams(LEAST_RECENT), append_buffer=_LEAST_BUFFER)
-    while True:
-        yield from ({**chosen, "num_selected": wanted, "cluster_size": size} for size in sizes)
-        if wanted <= _LEAST_SELECTED or search.fields.get("num_selected") is not None:
-            return
-        wanted = max(_LEAST_SELECTED, wanted * 3 // 4)
+        yield from search.group([{**chosen, **tail, "cluster_size": size} for tail in tails])
+    chosen.update(tails[-1], append_buffer=_LEAST_BUFFER)
+    counts = [wanted]
+    while counts[-1] > _LEAST_SELECTED and search.fields.get("num_selected") is None:
+        counts.append(max(_LEAST_SELECTED, counts[-1] * 3 // 4))
+    yield from search.shrinking(
+        [[{**chosen, "num_selected": count, "cluster_size": size} for size in sizes] for count in counts]
+    )

@@ -7,7 +7,6 @@ curves that were measured once.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -164,30 +163,29 @@ def fit_disk_swap(search: Search[DiskSwapConfig], forms: list[RecordFormat], are
         kinds.insert(0, _Coded(search, forms))
         if search.fields.get("summary_dtype") == "coded" or "summary_bytes" in search.fields:
             kinds.pop()
-    frugal, levels, slots = list(_frugal(search, forms)), list(_levels(search, look_ahead)), 0
+    frugal, levels = list(_frugal(search, forms)), list(_levels(search, look_ahead))
+    slots = _selected(search) if search.alone else 0
+    tried = []
+    for keys, chosen in _tried(search, kinds, levels, frugal, slots):
+        if search.fits(chosen):
+            return search.config(search.wider_streams(keys.filled(chosen)))
+        tried.append(chosen)
+    return search.config(search.first_fit(tried))
+
+
+def _tried(
+    search: Search[DiskSwapConfig], kinds: list[_Coded | _Truncated], levels: list[dict[str, Any]],
+    frugal: list[list[dict[str, Any]]], slots: int,
+) -> Iterator[tuple[_Coded | _Truncated, dict[str, Any]]]:  # fmt: skip
+    """Fields to try, best first, and what they keep of keys."""
     complete = [fewer[0] for fewer in frugal]
-    if search.alone:
-        frugal, slots = [[level] for level in complete], _selected(search)
-    tried = [
-        (keys, {**level, **keys.of(amount), "reuse_capacity": slots})
-        for keys in kinds
-        for amount, some in ((keys.wanted, levels), (keys.least, [*reversed(levels), *complete]))
-        for level in some
-    ]
-    found = next(((keys, chosen) for keys, chosen in tried if search.fits(chosen)), None)
-    for fewer in frugal if found is None else ():
-        each = [
-            [(keys, {**level, **keys.of(keys.least), "reuse_capacity": slots}) for keys in kinds] for level in fewer
-        ]
-        fitting = bisect_left(each, True, key=lambda those: any(search.fits(chosen) for _, chosen in those))
-        most = each[min(fitting, len(each) - 1)]  # the most tokens that fit, or the fewest
-        found = next(((keys, chosen) for keys, chosen in most if search.fits(chosen)), None)
-        if found is not None:
-            break
-        tried += most
-    if found is None:
-        return search.config(search.first_fit([chosen for _, chosen in tried]))
-    return search.config(search.wider_streams(found[0].filled(found[1])))
+    for keys in kinds:
+        for amount, some in ((keys.wanted, levels), (keys.least, [*reversed(levels), *complete])):
+            group = [{**level, **keys.of(amount), "reuse_capacity": slots} for level in some]
+            yield from ((keys, chosen) for chosen in search.group(group))
+    for fewer in [[level] for level in complete] if search.alone else frugal:
+        each = [[{**level, **keys.of(keys.least), "reuse_capacity": slots} for keys in kinds] for level in fewer]
+        yield from zip(kinds, search.shrinking(each), strict=True)
 
 
 class _Truncated:

@@ -149,12 +149,11 @@ def fit_spec(search: Search[SpecConfig]) -> SpecConfig:
 def _tried(search: Search[SpecConfig]) -> Iterator[dict[str, Any]]:
     copies = [{"bits": bits, "quant_group": group} for bits, group in _COPIES]
     for copy in copies:
-        for streams in search.all_streams():
-            yield {"num_selected": 64, **copy, **streams}
+        yield from search.group([{"num_selected": 64, **copy, **streams} for streams in search.all_streams()])
     for selected in (64, 32, 16, 8, 4):
         for copy in copies[:-3:-1]:  # with few tokens, those that wait to be quantised weigh more
-            for streams in (search.least_streams(SHORT_TAIL), search.least_streams(LEAST_RECENT)):
-                yield {"num_selected": selected, **copy, **streams}
+            tails = search.least_streams(SHORT_TAIL), search.least_streams(LEAST_RECENT)
+            yield from search.group([{"num_selected": selected, **copy, **streams} for streams in tails])
 
 
 class SpecCache(SelectiveCache):
