@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 import itertools
 import math
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -32,21 +34,26 @@ class ComparedPlan:
     plan: MemoryPlan | None
     config: OffloadConfig | None
     refused: str | None
-    notes: tuple[str, ...]
-    """The lines below the plan's table."""
-    attended: int | None
+    attended: int | None = None
     """Tokens whose own keys and values a step attends to, beyond sinks and latest ones; None: all, or unknown."""
-    read_bytes: int | None
+    read_bytes: int | None = None
     """`step_bytes` of a cache that selects; None: all, or unknown."""
     chosen_by_model: bool = False
     """The model chooses by itself what steps attend to: see `Geometry.is_indexed`."""
+    noting: Callable[[], Iterable[str]] = dataclasses.field(default=tuple, repr=False, compare=False)
+    """Find `notes`. Notes that name other memory and caches take dozens of plans."""
+
+    @functools.cached_property
+    def notes(self) -> tuple[str, ...]:
+        """The lines below the plan's table."""
+        return tuple(self.noting())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able values."""
         plan = None if self.plan is None else self.plan.to_dict()
         config = None if self.config is None else dataclasses.asdict(self.config)
-        return {**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
-                "plan": plan, "config": config}  # fmt: skip
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "noting"}
+        return {**own, "plan": plan, "config": config, "notes": self.notes}
 
 
 def compare_plans(
@@ -70,7 +77,7 @@ def compare_plans(
     plans = []
     for name in CACHES:
         if installed and (missing := cache_class(name).missing()) is not None:
-            plans.append(ComparedPlan(name, None, None, missing, (), None, None))
+            plans.append(ComparedPlan(name, None, None, missing))
             continue
         plans.append(_planned(name, geometry, memory, context, batch, fields, goal, path, here))
     return plans
@@ -91,15 +98,15 @@ def _planned(
             config = cls.fit(geometry, memory, context, batch, fields, goal)
         plan = cls.plan(geometry, config, context, batch)
     except BudgetError as error:
-        return ComparedPlan(name, None, None, str(error), (), None, None)
+        return ComparedPlan(name, None, None, str(error))
     attended = read = None
     if geometry.is_indexed:
         chosen = max(layer.most_chosen for layer in geometry.layers)
         attended, read = min(context, chosen), step_bytes(geometry, config, context, batch)
     elif isinstance(config, SelectiveConfig) and not config.exact:
         attended, read = min(context, config.attended(context)), step_bytes(geometry, config, context, batch)
-    notes = tuple(cls.notes(plan, config, geometry, fields))
-    return ComparedPlan(name, plan, config, None, notes, attended, read, geometry.is_indexed)
+    noting = functools.partial(cls.notes, plan, config, geometry, fields)
+    return ComparedPlan(name, plan, config, None, attended, read, geometry.is_indexed, noting)
 
 
 def step_bytes(geometry: Geometry, config: OffloadConfig, context: int, batch: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -27,13 +28,22 @@ def fitting(*names: str) -> list[ComparedPlan]:
         if plan.name in names:
             found.append(plan)
         else:
-            found.append(ComparedPlan(plan.name, None, None, "too little", (), None, None))
+            found.append(ComparedPlan(plan.name, None, None, "too little"))
     return found
 
 
 def cell(cache: str, **values: Any) -> dict[str, Any]:
     usual = {"tokens": 4096, "memory": "1/13", "kl": 0.01, "perplexity": 1.0, "seconds": 0.1, "found": 10, "known": 10}
     return {"cache": cache, **usual, "long_kl": 0.01, **values}
+
+
+def test_notes_are_found_for_who_reads_them() -> None:
+    """They cost many plans, and a choice needs them of one cache."""
+    plans, asked = compare_plans(Geometry.uniform(4, 8, 2, 32), None, 4096, 1, {}), list[int]()
+    assert not any("notes" in vars(plan) for plan in plans)
+    plan = dataclasses.replace(plans[0], noting=lambda: asked.append(1) or ["a note"])
+    assert plan == plans[0] and not asked
+    assert plan.to_dict()["notes"] == plan.notes == ("a note",) and asked == [1]
 
 
 BOTH = ("disk-swap", "cluster")
