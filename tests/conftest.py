@@ -112,6 +112,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # a collection now would walk all imports, and so would each plugin's after this
     gc.enable()
     AT_FIRST.update(of_torch())
 
