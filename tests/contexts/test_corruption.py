@@ -25,7 +25,7 @@ from hf_offload_cache.testing import open_descriptors
 BLOCK = 4096
 KEY = bytes(range(32))
 LEAST = 250
-"""Corruptions tried, where each file has a few; the default run tries every other one."""
+"""Corruptions tried, where each file has a few; the default run tries every fourth one."""
 
 NAMED = (errors.ContextError, errors.CorruptRecordError, errors.EncryptionKeyError, errors.ConfigError)
 
@@ -295,9 +295,9 @@ def try_all(
 def test_no_corruption_changes_an_answer(
     base: dict[str, Saved], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    total = try_all(base, tmp_path, seed=4, each=1, both=False, every=2)
+    total = try_all(base, tmp_path, seed=4, each=1, both=False, every=4)
     record_property("corruptions", sum(total.values()))
-    assert sum(total.values()) >= LEAST // 2
+    assert sum(total.values()) >= LEAST
     assert {kind for kind, _ in total} == {"manifest", "cache", "layer", "records", "replicas"}
     assert total["records", "refused in a step"] > 12
 

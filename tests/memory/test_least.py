@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import TINY, config_of, tiny
+from pairwise import combinations
 
 from hf_offload_cache import OffloadCache, registry
 from hf_offload_cache.config import parse_size
@@ -106,8 +107,7 @@ def test_a_cache_runs_in_the_least_memory(name: str) -> None:
             assert report.peak_memory_bytes <= report.memory_budget == parse_size(memory)
 
 
-@pytest.mark.parametrize("name", registry.CACHES)
-@pytest.mark.parametrize("model_name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("name", "model_name"), combinations(registry.CACHES, ("llama", "gemma3")))
 def test_the_console_takes_what_it_names(name: str, model_name: str, tmp_path: Path, capsys: Any) -> None:
     """`plan --memory` with what its error says, in bytes and rounded."""
     config_of(model_name).save_pretrained(tmp_path)

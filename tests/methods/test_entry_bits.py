@@ -71,7 +71,7 @@ def test_a_step_that_selects_everything_attends_to_what_is_stored(cls: type[Any]
     with small(cls, model, **FIELDS, num_selected=2 * LENGTH) as cache:
         new = prefilled(cache, model)
         compared = 0
-        for token in new.split(1, 1):
+        for token in new[:, :20].split(1, 1):
             twin = DynamicCache(config=model.config)
             for layer_idx, layer in enumerate(cache.layers):
                 twin.update(layer.keys.clone(), layer.values.clone(), layer_idx)
@@ -82,7 +82,7 @@ def test_a_step_that_selects_everything_attends_to_what_is_stored(cls: type[Any]
             if units == [layer.history.units for layer in cache.selective]:  # others were not rounded before
                 torch.testing.assert_close(found, step(model, twin, token), rtol=2e-4, atol=2e-4)
                 compared += 1
-        assert compared > 20
+        assert 10 < compared < 20
 
 
 @pytest.mark.parametrize("cls", CACHES)
