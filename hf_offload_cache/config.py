@@ -338,8 +338,9 @@ class SelectiveConfig(OffloadConfig):
     what a step leaves of it, unless this field is given. With at least `num_selected`, steps that can run on a GPU
     without the host do so within a budget."""
     look_ahead: bool | None = None
-    """Guess the next layer's query and prefetch for it. None: if that is measured to be faster. The guess takes
-    processor time, which does not pay on a fast disk. The selection always uses the true query."""
+    """Guess the next layer's query, or what its indexer chooses, and prefetch for it. None: if that is measured to be
+    faster. The guess takes processor time, which does not pay on a fast disk. The selection always uses the true query.
+    """
     host_slots: int | str | None = None
     """Bytes, or a size such as "300MiB", of slots in host memory for records that were read, in addition to the slots
     on the device: a cache of the disk. Layers share it equally. On a CPU it gives that many more slots. None: none."""

@@ -80,31 +80,70 @@ def units_of(history: History, seen: np.ndarray) -> np.ndarray:
     return cast(np.ndarray, stored.reshape(len(seen), units, group).any(2))
 
 
+def choice_of(history: History, seen: np.ndarray) -> Choice:
+    """The units of the tokens that are `seen` (B, n) and lie in units, and these tokens of them."""
+    group, (batch, stop) = history.form.group_size, seen.shape
+    units = units_of(history, seen)
+    rows = np.arange(batch)[:, None]
+    several = np.argsort(~units, axis=1, kind="stable") if batch > 1 else units[0].nonzero()[0][None]
+    order = several[:, : int(units.sum(1).max(initial=0))]  # those of each row first, ascending
+    keep = np.zeros((batch, history.units * group), dtype=bool)
+    keep[:, : min(stop, keep.shape[1])] = seen[:, : keep.shape[1]]
+    keep = keep.reshape(batch, -1, group)[rows, order]
+    return Choice(np.where(units[rows, order], order, -1), None if keep.all() else keep)
+
+
 def gather_tokens(
     history: History, fetcher: Fetcher, seen: np.ndarray, span: Any = NOTHING
 ) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
     """The entries (B, N, width) of the tokens that are `seen` (B, n), the latest ones among the first n included; their
     positions (B, N), and which of them are seen, (B, N) bool. Valid until the next gather. `span`: context of reads."""
-    group, (batch, stop) = history.form.group_size, seen.shape
-    units = units_of(history, seen)
-    width = int(units.sum(1).max(initial=0))
-    recent = history.recent
+    (batch, stop), recent, choice = seen.shape, history.recent, choice_of(history, seen)
     first = history.length - recent.shape[1]
     latest = np.arange(first, max(first, stop))
     at_end = np.broadcast_to(latest, (batch, latest.size)), seen[:, first:]
-    if not width:
+    if not choice.units.size:
         return recent[:, : latest.size], *at_end
-    rows = np.arange(batch)[:, None]
-    several = np.argsort(~units, axis=1, kind="stable") if batch > 1 else units[0].nonzero()[0][None]
-    order = several[:, :width]  # those of each row first, ascending
-    there = units[rows, order]
-    keep = np.zeros((batch, history.units * group), dtype=bool)
-    keep[:, : min(stop, keep.shape[1])] = seen[:, : keep.shape[1]]
-    keep = keep.reshape(batch, -1, group)[rows, order]
-    choice = Choice(np.where(there, order, -1), None if keep.all() else keep)
     with span:
         fetched = fetcher.gather(history, choice)
     places = fetched.of_chosen(history.positions(choice.units))
     valid = np.ones(places.shape, dtype=bool) if fetched.valid is None else fetched.valid
     entries = fetched.entries[:, : fetched.chosen + latest.size]
     return entries, np.concatenate([places, at_end[0]], 1), np.concatenate([valid, at_end[1]], 1)
+
+
+# Tokens that an indexer chose
+
+def complete_mask(call: AttentionCall, chosen: torch.Tensor | None, length: int) -> torch.Tensor:
+    """A mask (B, 1, q, T) of all `length` stored tokens, of the kind of the call's own, that hides those that are not
+    `chosen` (B, q, K); None: the call's mask says it."""
+    mask, least = call.mask, torch.finfo(call.query.dtype).min
+    if chosen is None:
+        assert mask is not None and mask.shape[-1] == length
+        return mask.expand(call.query.shape[0], -1, -1, -1)
+    hidden = torch.ones(*chosen.shape[:2], length + 1, dtype=torch.bool, device=chosen.device)
+    places = chosen.long()
+    hidden.scatter_(2, places.masked_fill(places < 0, length), False)
+    hidden = hidden[..., :length].unsqueeze(1)
+    if mask is None or mask.dtype == torch.bool:
+        return ~hidden if mask is None or mask.shape[-1] != length else mask & ~hidden
+    if mask.shape[-1] != length:
+        mask = torch.zeros(1, dtype=mask.dtype, device=mask.device)
+    return mask.masked_fill(hidden, least)
+
+
+def seen_by(chosen: torch.Tensor, length: int) -> np.ndarray:
+    """The first `length` tokens that an indexer has `chosen` for one query, (B, `length`) bool."""
+    return chosen[:, 0, 0].cpu().numpy() if chosen.dtype == torch.bool else marked(chosen[:, 0].long(), length)
+
+
+def marked(places: torch.Tensor, length: int) -> np.ndarray:
+    """The tokens at `places` (B, K), (B, `length`) bool; a place of -1 is none."""
+    marked = np.zeros((len(places), length + 1), dtype=bool)  # -1 is behind the tokens
+    marked[np.arange(len(marked))[:, None], places.cpu().numpy()] = True
+    return marked[:, :length]
+
+
+def additive(there: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A boolean mask as an additive one."""
+    return torch.zeros(there.shape, dtype=dtype, device=there.device).masked_fill(~there, torch.finfo(dtype).min)

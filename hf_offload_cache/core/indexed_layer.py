@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from ..config import OffloadConfig, SelectiveConfig
-from ..errors import UnsupportedModelError, not_whole, shown
-from ..fetch.areas import Areas, records_soon
+from ..errors import BudgetError, UnsupportedModelError, not_whole, shown
+from ..fetch.areas import records_soon
+from ..fetch.choice import Choice
 from ..fetch.fetcher import Fetcher
-from ..fetch.storage import Storage
 from ..fetch.tier import slot_tiers
 from ..history.records import stored_dtype
 from ..kernels.on_a_device import to_device
@@ -29,12 +29,13 @@ from ..memory.account import LATENTS
 from ..memory.dry_run import DryRun
 from ..model.attention_call import TAG, AttentionCall, untraced
 from ..model.chosen_latents import attend_to_latents, bytes_of_call, planned_bytes
+from ..model.look_ahead import IndexerGuess, LookAhead
 from ..model.masks import shown as visible_in
 from ..model.place import no_backward
 from ..model.stream_attention import Block
 from ..report.trace import NOTHING
 from ..stores.base import FreezableStore
-from .gathered_mask import gather_tokens, units_of
+from .gathered_mask import additive, choice_of, complete_mask, gather_tokens, marked, seen_by, units_of
 from .indexer_keys import (
     OWNER,
     CodedIndexerKeys,
@@ -49,72 +50,34 @@ from .indexer_keys import (
 )
 from .layer import OffloadLayer, Output, Rows
 from .plan import LayerKind, indexed_form, place_bytes, stream_bytes, streamed
-from .selecting import most_slots
+from .selecting import Indexing, most_slots
 from .shared import Shared
 from .step import MOST_CANDIDATES, Step
 
 
-class Indexing:
-    """State that a cache's indexed layers share. For the thread that runs the model.
-
-    Attributes:
-        layers: the layers, held weakly.
-        areas: memory that they read into.
-        chosen: indices (B, q, K) of the tokens that the step's latest indexer chose, -1 for none; None: no indexer has
-            told any. Layers without an indexer of their own attend to what the latest one chose.
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        self.layers: list[weakref.ref[IndexedLayer]] = []
-        self.areas = Areas(storage.account, 0)
-        self.chosen: torch.Tensor | None = None
-        self._step: weakref.ref[Step] | None = None  # weak: a step has its token ids
-        self._sparse = False
-
-    def is_sparse(self, step: Step | None) -> bool:
-        """Whether layers give attention only what it attends to in this `step`: all of them or none, because layers may
-        share keys and indexers."""
-        if step is None or self._step is None or step is not self._step():
-            self._step, self.chosen = None if step is None else weakref.ref(step), None
-            filled = [layer for layer in self._present() if layer.is_filled]
-            ready = all(layer.state == "tagged" for layer in filled)
-            self._sparse = step is not None and step.history > 0 and bool(filled) and ready
-        return self._sparse
-
-    def chose(self, chosen: torch.Tensor, step: Step | None) -> torch.Tensor | None:
-        """As `Attachable.leave_indexer`. In a sparse step the model goes on with one index, that of the one token whose
-        keys it gets, so that it hides nothing by itself. A mask needs no exchange."""
-        if chosen.dtype == torch.bool or not self.is_sparse(step):
-            return None
-        self.chosen = chosen
-        return chosen.new_zeros(*chosen.shape[:2], 1)
-
-    def run(
-        self, layer_idx: int, forward: Callable[..., torch.Tensor], given: dict[str, Any]
-    ) -> torch.Tensor:
-        """As `Attachable.run_indexer`."""
-        layer = next((one for one in self._present() if one.layer_idx == layer_idx), None)
-        return forward(**given) if layer is None else layer.run_indexer(forward, given)
-
-    def rest(self) -> None:
-        """Free the memory that only sparse steps of few queries need."""
-        for layer in self._present():
-            layer.drop_fetcher()
-            layer.indexer.drop_fetcher()
-        self.areas.release()
-
-    def _present(self) -> list[IndexedLayer]:
-        return [layer for reference in self.layers if (layer := reference()) is not None]
-
-
 @dataclass
 class _Asked:
-    """What `update_indexer` does while a forward of an indexer runs several times: add the step's keys if they are not
-    `added`, and return `keys()`. `dtype`: of the indices that the forward returned."""
+    """What `update_indexer` does while a forward of an indexer runs several times, or for a guess: `add` the step's
+    keys if they are not `added`, and return `keys()`. `dtype`: of the indices that the forward returned."""
 
+    add: Callable[[torch.Tensor], object]
     added: bool = False
     keys: Callable[[], torch.Tensor] = lambda: torch.empty(0, dtype=torch.float32, device="cpu")
     dtype: torch.dtype = torch.int32
+
+
+class _Guessing:
+    """Replaces the cache for a guess of a layer's indexer: shows it the stored tokens and the step's one."""
+
+    def __init__(self, layer: IndexedLayer) -> None:
+        self.layers, self._layer = {layer.layer_idx: self}, layer
+        self.keys = torch.empty(layer.batch, 1, layer.length + 1, 1, dtype=layer.dtype, device="meta")
+
+    def get_seq_length(self) -> int:
+        return self._layer.length + 1
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        return self._layer.update_indexer(keys)
 
 
 class IndexedLayer(OffloadLayer):
@@ -134,7 +97,7 @@ class IndexedLayer(OffloadLayer):
     ) -> None:
         """`topk`: tokens that its indexer chooses, if it scores each by that token's key alone; otherwise 0."""
         if shared.indexing is None:
-            shared.indexing = Indexing(shared.storage)
+            shared.indexing = Indexing(shared.config, shared.storage)
         self.indexing: Indexing = shared.indexing
         self.topk, self._asked = topk, cast("_Asked | None", None)
         self.indexer = self._new_indexer(shared, layer_idx)
@@ -156,6 +119,9 @@ class IndexedLayer(OffloadLayer):
         super()._clear()
         self._fetcher: Fetcher | None = None
         self._made_for = 0, 0  # rows, slots
+        self.on_device, self.device_slots = False, None  # as of a `SelectiveLayer`
+        self.read_early = False
+        """Reads for the latest step of one query began in the layer before it, or before the first one."""
 
     # --- what the model's code uses ----------------------------------------------------------------------------
 
@@ -181,7 +147,7 @@ class IndexedLayer(OffloadLayer):
         held = indexer.length if step is None else min(indexer.length, step.history)
         if asked is not None:
             if not asked.added:
-                cast(StoredIndexerKeys, indexer).add(indexer_key_states, held)
+                asked.add(indexer_key_states)
                 asked.added = True
             return asked.keys()
         try:
@@ -204,8 +170,9 @@ class IndexedLayer(OffloadLayer):
         if plain or mask.shape[2] != held + step.tokens or mask.shape[2] == count:
             with self.shared.storage.account.holding(OWNER, indexer.whole_bytes(held + step.tokens)):
                 return forward(**given)
+        self._asked = asked = _Asked(partial(indexer.add, held=held))
         try:
-            return self._choose(indexer, forward, given, mask, count)
+            return self._choose(asked, indexer, forward, given, mask)
         except BaseException as error:
             self.shared.step_failed(error, taken=True)
             raise
@@ -213,11 +180,12 @@ class IndexedLayer(OffloadLayer):
             self._asked = None
 
     def _choose(
-        self, indexer: StoredIndexerKeys, forward: Callable[..., torch.Tensor], given: dict[str, Any],
-        mask: torch.Tensor, count: int,
+        self, asked: _Asked, indexer: StoredIndexerKeys, forward: Callable[..., torch.Tensor], given: dict[str, Any],
+        mask: torch.Tensor, exact: bool = True,
     ) -> torch.Tensor:  # fmt: skip
-        self._asked = asked = _Asked()
+        """As `run_indexer`; by the codes alone if not `exact`."""
         length, at_once, account = mask.shape[2], indexer.at_once(self.topk), self.shared.storage.account
+        count = min(self.topk, length)
 
         def score(keys: Callable[[], torch.Tensor], part: torch.Tensor) -> torch.Tensor:
             asked.keys = keys
@@ -234,10 +202,10 @@ class IndexedLayer(OffloadLayer):
             with account.holding(OWNER, indexer.scored_bytes(min(length, at_once))):
                 parts = [score(lambda: next(keys), part) for part in mask.split(at_once, 2)]
             scores = torch.cat(parts, 2)
-            if not isinstance(indexer, CodedIndexerKeys):
+            if not exact or not isinstance(indexer, CodedIndexerKeys):
                 return scores.topk(count, dim=2).indices.to(asked.dtype)
-            exact = exact_scorer(indexer, mask, 2 * margin_of(count), lambda keys, part: score(lambda: keys, part))
-            chosen = chosen_at_edge(scores, count, exact)
+            scorer = exact_scorer(indexer, mask, 2 * margin_of(count), lambda keys, part: score(lambda: keys, part))
+            chosen = chosen_at_edge(scores, count, scorer)
         return chosen.to(asked.dtype)
 
     @property
@@ -301,7 +269,7 @@ class IndexedLayer(OffloadLayer):
         else:
             self.most_chosen = max(self.most_chosen, chosen.shape[2])
         if call.wants_weights or call.kwargs.get("dropout"):
-            mask = self._complete_mask(call, chosen)
+            mask = complete_mask(call, chosen, self.length)
             return call.run(*self._expanded(call, *self.whole()), mask)
         if not step.selects and self._fetcher is not None:
             self.indexing.rest()
@@ -309,7 +277,7 @@ class IndexedLayer(OffloadLayer):
             storage.release_stream_buffers()
         if queries == 1:
             return self._attend_once(call, self._seen_once(call, chosen))
-        mask = self._complete_mask(call, chosen)
+        mask = complete_mask(call, chosen, self.length)
         before = self.length - queries
         seen: np.ndarray = visible_in(mask).any(2)[:, 0, :before].cpu().numpy()
         if step.selects and units_of(self.history, seen).sum(1).max(initial=0) <= 2 * self.most_chosen:
@@ -328,25 +296,7 @@ class IndexedLayer(OffloadLayer):
             assert mask is not None
             seen = visible_in(mask[:, 0, 0]).expand(batch, -1).gather(1, places.clamp_min(0)) & (places >= 0)
             places = places.masked_fill(~seen, -1)
-        which = np.zeros((batch, length + 1), dtype=bool)  # -1 is behind the tokens
-        which[np.arange(batch)[:, None], places.cpu().numpy()] = True
-        return which[:, :length]
-
-    def _complete_mask(self, call: AttentionCall, chosen: torch.Tensor | None) -> torch.Tensor:
-        """A mask (B, 1, q, T) of all stored tokens, of the kind of the call's own, that hides what was not chosen."""
-        mask, length, least = call.mask, self.length, torch.finfo(call.query.dtype).min
-        if chosen is None:
-            assert mask is not None and mask.shape[-1] == length
-            return mask.expand(call.query.shape[0], -1, -1, -1)
-        hidden = torch.ones(*chosen.shape[:2], length + 1, dtype=torch.bool, device=chosen.device)
-        places = chosen.long()
-        hidden.scatter_(2, places.masked_fill(places < 0, length), False)
-        hidden = hidden[..., :length].unsqueeze(1)
-        if mask is None or mask.dtype == torch.bool:
-            return ~hidden if mask is None or mask.shape[-1] != length else mask & ~hidden
-        if mask.shape[-1] != length:
-            mask = torch.zeros(1, dtype=mask.dtype, device=mask.device)
-        return mask.masked_fill(hidden, least)
+        return marked(places, length)
 
     def _gather(self, seen: np.ndarray) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
         """As `gather_tokens`."""
@@ -373,7 +323,7 @@ class IndexedLayer(OffloadLayer):
         mask = None
         if not valid.all():
             there = to_device(valid, call.query.device)[:, None, None]
-            mask = there if call.mask is None or call.mask.dtype == torch.bool else _additive(there, call.query.dtype)
+            mask = there if call.mask is None or call.mask.dtype == torch.bool else additive(there, call.query.dtype)
         timeline = self.shared.storage.timeline
         with timeline.span("attend", self.layer_idx) if timeline.on else NOTHING:
             return call.run(keys, values, mask)
@@ -428,6 +378,49 @@ class IndexedLayer(OffloadLayer):
             attended = torch.nn.functional.pad(attended[0], (0, more)), attended[1]
         output, weights = call.stream(blocks() if attended is None else (), widened(*own), mask, None, attended)
         return output[..., :width], weights
+
+    # --- reading ahead -----------------------------------------------------------------------------------------
+
+    def read_ahead(self, look_ahead: LookAhead, output: torch.Tensor) -> None:
+        """Prefetch what this layer will probably attend to, in the layer before it, whose attention returned `output`
+        (B, 1, hidden): what its indexer chooses of the stream so far or, without an indexer, what the latest one chose.
+        A guess that fails is dropped."""
+        indexing, chosen = self.indexing, self.indexing.chosen
+        self.read_early = False
+        if not self.is_filled or not self.most_chosen or not indexing.is_sparse(self.shared.step):
+            return
+        account = self.shared.storage.account
+        with account.not_sparing(), contextlib.suppress(OSError, BudgetError), torch.no_grad():
+            if self.indexer.batch:  # streamed keys would be read once more
+                streams = isinstance(self.indexer, StreamedIndexerKeys)
+                chosen = None if streams else look_ahead.call(self.layer_idx, output, self._guessed)
+            if chosen is not None:
+                self._prefetch(choice_of(self.history, seen_by(chosen, self.length + 1)[:, : self.length]))
+
+    def _guessed(self, guess: IndexerGuess) -> torch.Tensor | None:
+        """What the guessed indexer chooses of the stored tokens and the next one; None: all of them, or not known."""
+        keys, length, given = self.indexer, self.length + 1, guess.arguments(_Guessing(self))
+        mask, stored = given.get("attention_mask"), isinstance(keys, StoredIndexerKeys)
+        if stored and (not isinstance(mask, torch.Tensor) or mask.shape[1:] != (1, length) or length <= self.topk):
+            return None
+        self._asked = asked = _Asked(keys.add_guess, keys=lambda: keys.parts[0][:, :length])
+        try:
+            if isinstance(keys, StoredIndexerKeys):
+                return self._choose(asked, keys, guess.indexer, given, cast(torch.Tensor, mask), exact=False)
+            return cast(torch.Tensor, guess.indexer(**given))
+        finally:
+            self._asked = None
+            keys.truncate(self.length)
+
+    def prefetch_again(self) -> None:
+        """Prefetch what the last step chose and no slot has: some of it is chosen again."""
+        if self._fetcher is not None and (latest := self._fetcher.latest) is not None and self.state == "tagged":
+            with self.shared.storage.account.not_sparing(), contextlib.suppress(OSError, BudgetError):
+                self._prefetch(latest)
+
+    def _prefetch(self, choice: Choice) -> None:
+        self.fetcher().ahead(self.history, choice)
+        self.read_early = True
 
     # --- slots -------------------------------------------------------------------------------------------------
 
@@ -559,6 +552,8 @@ class IndexedLayer(OffloadLayer):
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def freeze(self) -> Sequence[FreezableStore]:
+        if self._fetcher is not None:
+            self._fetcher.drop_reads()
         return [*super().freeze(), *self.indexer.freeze()]
 
     def live(self, parts: Sequence[FreezableStore]) -> list[np.ndarray]:
@@ -582,10 +577,3 @@ class IndexedLayer(OffloadLayer):
         except BaseException:
             self.indexer.close()
             raise
-
-
-def _additive(there: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A boolean mask as an additive one."""
-    return torch.zeros(there.shape, dtype=dtype, device=there.device).masked_fill(~there, torch.finfo(dtype).min)
-
-

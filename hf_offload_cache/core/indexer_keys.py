@@ -63,8 +63,17 @@ class IndexerKeys:
     def append(self, keys: torch.Tensor, held: int) -> torch.Tensor:
         """All keys (B, T, D): the first `held`, followed by `keys` (B, t, D), which are copied. A view, valid until the
         next change. Raises `BudgetError`, with nothing changed."""
-        self._put((keys.detach(),), held)
+        self._keep(keys.detach(), held)
         return self.parts[0][:, : self.length]
+
+    def add_guess(self, keys: torch.Tensor) -> None:
+        """Add `keys` (B, t, D) of a guess, which `truncate` removes, in memory alone. Raises `BudgetError` with nothing
+        changed."""
+        self._keep(keys.detach(), self.length)
+
+    def _keep(self, keys: torch.Tensor, held: int) -> None:
+        """Keep in memory what is needed of `keys` (B, t, D), behind the first `held` tokens, and set the length."""
+        self._put((keys,), held)
 
     def _put(self, new: tuple[torch.Tensor, ...], held: int) -> None:
         """Copy `new` parts (B, t, width) behind the first `held` tokens. Raises `BudgetError` with nothing changed."""
@@ -229,7 +238,6 @@ class StoredIndexerKeys(IndexerKeys):
         self.exact.append(keys[:, None], keys.new_empty(len(keys), 1, keys.shape[1], 0))
 
     def _keep(self, keys: torch.Tensor, held: int) -> None:
-        """Keep in memory what is needed of `keys` (B, t, D), behind the first `held` tokens, and set the length."""
         self.length = held + keys.shape[1]
 
     def append(self, keys: torch.Tensor, held: int) -> torch.Tensor:
@@ -407,7 +415,12 @@ class CodedIndexerKeys(StoredIndexerKeys):
             self.drop_fetcher()
         if self._fetcher is None:
             self._fetcher = Fetcher(self._storage, self._areas, [], most, self._layer_idx)
-        return gather_tokens(self.exact, self._fetcher, seen)
+        counters = self._storage.counters
+        before = counters.units_selected, counters.units_resident, counters.units_ready
+        try:
+            return gather_tokens(self.exact, self._fetcher, seen)
+        finally:  # a step does not attend to them
+            counters.units_selected, counters.units_resident, counters.units_ready = before
 
     def drop_fetcher(self) -> None:
         if self._fetcher is not None:

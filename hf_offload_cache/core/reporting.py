@@ -32,6 +32,7 @@ def report_of(cache: Any) -> CacheReport:
         steps=_steps(cache),
         layers=states,
         chosen_by_model=sum(layer.keeps_more for layer in offloaded),
+        chosen_ahead=sum(getattr(layer, "read_early", False) for layer in offloaded),
         warnings=[*cache.warnings, *_notes(cache)],
     )
 

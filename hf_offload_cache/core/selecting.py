@@ -1,17 +1,24 @@
-"""State that a cache's selective layers share: read buffers, a step's budget, and whether rows are padded."""
+"""State that a cache's selective layers share: read buffers, a step's budget, and whether rows are padded; and that of
+layers whose model chooses."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from ..config import SelectiveConfig
+import torch
+
+from ..config import OffloadConfig, SelectiveConfig
 from ..fetch.areas import Areas
 from ..fetch.choice import Choice
 from ..fetch.storage import Storage
 from ..history.records import RecordFormat
 from ..memory.account import Workspace
+from ..model.look_ahead import LookAhead
 from ..predictors.sinks import sink_units
+from .step import Step
 
 
 @dataclass
@@ -130,3 +137,67 @@ def most_slots(config: SelectiveConfig, unit_size: int, units: int) -> int:
         return room
     known = max(units, config.max_context // unit_size)
     return known if config.reuse_capacity >= config.max_context else min(room, known)
+
+
+# Layers whose model chooses
+
+def reads_ahead(config: OffloadConfig) -> bool:
+    """Whether steps of such a cache may read what later layers probably attend to."""
+    return isinstance(config, SelectiveConfig) and not config.exact and config.look_ahead is not False
+
+
+class Indexing:
+    """State that a cache's indexed layers share. For the thread that runs the model.
+
+    Attributes:
+        layers: each `IndexedLayer`, held weakly.
+        areas: memory that they read into.
+        chosen: indices (B, q, K) of the tokens that the step's latest indexer chose, -1 for none; None: no indexer has
+            told any. Layers without an indexer of their own attend to what the latest one chose.
+    """
+
+    def __init__(self, config: OffloadConfig, storage: Storage) -> None:
+        self.layers: list[weakref.ref[Any]] = []
+        self.areas = Areas(storage.account, int(reads_ahead(config)))
+        self.look_ahead: LookAhead | None = None
+        """Guesses what the next layer's indexer chooses; None: nothing is read ahead. Set by the cache."""
+        self.chosen: torch.Tensor | None = None
+        self._step: weakref.ref[Step] | None = None
+        self._sparse = False
+
+    def is_sparse(self, step: Step | None) -> bool:
+        """Whether layers give attention only what it attends to in this `step`: all of them or none, because layers may
+        share keys and indexers."""
+        if step is None or self._step is None or self._step() is not step:
+            self._step, self.chosen = None if step is None else weakref.ref(step), None
+            filled = [layer for layer in self._present() if layer.is_filled]
+            ready = all(layer.state == "tagged" for layer in filled)
+            self._sparse = step is not None and step.history > 0 and bool(filled) and ready
+        return self._sparse
+
+    def chose(self, chosen: torch.Tensor, step: Step | None) -> torch.Tensor | None:
+        """As `Attachable.leave_indexer`. In a sparse step the model goes on with one index, that of the one token whose
+        keys it gets, so that it hides nothing by itself. A mask needs no exchange."""
+        if chosen.dtype == torch.bool or not self.is_sparse(step):
+            return None
+        self.chosen = chosen
+        return chosen.new_zeros(*chosen.shape[:2], 1)
+
+    def run(
+        self, layer_idx: int, forward: Callable[..., torch.Tensor], given: dict[str, Any]
+    ) -> torch.Tensor:
+        """As `Attachable.run_indexer`."""
+        if self.look_ahead is not None:
+            self.look_ahead.enter_indexer(layer_idx, given)
+        layer = next((one for one in self._present() if one.layer_idx == layer_idx), None)
+        return forward(**given) if layer is None else layer.run_indexer(forward, given)
+
+    def rest(self) -> None:
+        """Free the memory that only sparse steps of few queries need."""
+        for layer in self._present():
+            layer.drop_fetcher()
+            layer.indexer.drop_fetcher()
+        self.areas.release()
+
+    def _present(self) -> list[Any]:
+        return [layer for reference in self.layers if (layer := reference()) is not None]

@@ -21,6 +21,7 @@ from ..model.geometry import Geometry
 from ..model.look_ahead import LookAhead
 from .cache import OffloadCache
 from .captured import numbers_bytes, with_room
+from .indexed_layer import IndexedLayer
 from .layer import OffloadLayer
 from .plan import LayerKind, decoding_queue, layer_kinds
 from .selecting import Selecting
@@ -109,6 +110,7 @@ class SelectiveCache(OffloadCache):
         self._queue_for = 0  # sequences that the short write queue was sized for
         self._in_prompt = False  # no step has selected since the latest prompt
         self._selective: dict[int, SelectiveLayer] = {}  # by index; none if the cache is exact
+        self._following: dict[int, SelectiveLayer | IndexedLayer] = {}  # these, and those whose model chooses
         self.graphed: Any = None
         """The `GraphedStep` of this cache, which is closed with it; None: there is none."""
         super().__init__(model, path, config, **fields)
@@ -122,9 +124,13 @@ class SelectiveCache(OffloadCache):
         if settings.exact:
             return
         self.selecting = Selecting(settings, self.shared.storage, self.reads_ahead, len(self.selective))
-        if settings.look_ahead is not False and self.selective:
+        indexed = [layer for layer in self.offloaded if isinstance(layer, IndexedLayer)]
+        if settings.look_ahead is not False and (self.selective or indexed):
             self.look_ahead = LookAhead(self.shared.storage.account)
         self._selective = {layer.layer_idx: layer for layer in self.selective}
+        self._following = {**self._selective, **{layer.layer_idx: layer for layer in indexed}}
+        if indexed:
+            self.shared.indexing.look_ahead = self.look_ahead
         for layer in self.selective:
             layer.selecting = self.selecting
         self.watch_queries()
@@ -210,7 +216,7 @@ class SelectiveCache(OffloadCache):
         self.make_room(step)
         self.before_selecting()
         # no attention runs before the first layer's, so its last choice is prefetched
-        first = self._selective.get(0)
+        first = self._following.get(0)
         self._looks_ahead = self._pace.first and (first is None or first.device_slots is None)
         if first is not None and self.look_ahead is not None and step.tokens == 1 and self._looks_ahead:
             with self.timeline.span("look ahead", 0):
@@ -343,7 +349,7 @@ class SelectiveCache(OffloadCache):
 
     def wants_blocks(self) -> bool:
         """Also while the look-ahead runs: it has learned enough when the other way is tried."""
-        first = self._selective.get(0)
+        first = self._following.get(0)
         guesses = self.look_ahead is not None and self._pace.first and not (first is not None and first.on_device)
         return guesses or super().wants_blocks()
 
@@ -392,26 +398,16 @@ class SelectiveCache(OffloadCache):
 
     def leave_attention(self, layer_idx: int, output: torch.Tensor) -> None:
         """After a layer's attention: prefetch the next layer's probable selection, if that layer selects."""
-        step, following, selecting = self.shared.step, self._selective.get(layer_idx + 1), self.selecting
+        step, following, selecting = self.shared.step, self._following.get(layer_idx + 1), self.selecting
         if following is None or step is None or not step.selects or step.tokens > 1 or not self._looks_ahead:
             return
         if self.look_ahead is None or selecting is None or selecting.widened or not selecting.worthwhile:
             return  # nothing is prefetched
         if self.timeline.on:
             with self.timeline.span("look ahead", layer_idx + 1):
-                self.read_ahead(following, output)
+                following.read_ahead(self.look_ahead, output)
         else:
-            self.read_ahead(following, output)
-
-    def read_ahead(self, layer: SelectiveLayer, output: torch.Tensor) -> None:
-        """Prefetch the probable selection of `layer`, predicted from the output (B, q, hidden) of the attention before
-        it."""
-        assert self.look_ahead is not None and self.shared.step is not None
-        states = self.look_ahead.predict(layer.layer_idx, output)
-        if states is None:
-            layer.prefetch_again()
-        else:
-            layer.prefetch_for(states[:, :, 0], self.shared.step.seen)
+            following.read_ahead(self.look_ahead, output)
 
     def end_step(self, output: Any = None) -> Any:
         step = self.shared.step

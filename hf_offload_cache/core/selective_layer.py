@@ -26,6 +26,7 @@ from ..history.records import without_autocast
 from ..memory.dry_run import DryRun
 from ..memory.plan import LayerPlan
 from ..model.attention_call import AttentionCall
+from ..model.look_ahead import LookAhead
 from ..model.place import no_backward
 from ..predictors.base import Learner, Predictor, Query
 from ..report.trace import NOTHING
@@ -469,6 +470,15 @@ class SelectiveLayer(OffloadLayer):
         return call.attend(keys, values, mask)
 
     # --- prefetching -------------------------------------------------------------------------------------------
+
+    def read_ahead(self, look_ahead: LookAhead, output: torch.Tensor) -> None:
+        """Prefetch this layer's probable selection, predicted from the output (B, q, hidden) of the attention before
+        it."""
+        states = look_ahead.predict(self.layer_idx, output)
+        if states is None or self.shared.step is None:
+            self.prefetch_again()
+        else:
+            self.prefetch_for(states[:, :, 0], self.shared.step.seen)
 
     def prefetch_for(self, states: torch.Tensor, visible: torch.Tensor | None) -> None:
         """Prefetch what a guessed query (B, H, D) selects and no tier has. A guess that fails is dropped."""

@@ -1,8 +1,9 @@
-"""Guesses the next layer's query one layer early, from the residual stream (KVSwap, section 3.3, "Online prediction").
+"""Guesses the next layer's query, or its indexer's arguments, one layer early, from the residual stream (KVSwap,
+section 3.3, "Online prediction").
 
-The recipe for a layer's query is found once, during prefill. Without a recipe there is no guess; only prefetching
-depends on it. There is also no guess while hooks of other code are on the modules that it would call, because these
-hooks are for the model's own calls.
+The recipe of a layer is found once, during prefill. Without a recipe there is no guess; only prefetching depends on it.
+There is also no guess while hooks of other code are on the modules that it would call, because these hooks are for the
+model's own calls.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from .foreign_hooks import ForeignHooks
 
 # The recipe of a layer's query: found by trying its modules
 
+_UNSUITABLE = RuntimeError, TypeError, ValueError, IndexError, AttributeError
+"""Exceptions by which modules may fail on unsuitable input."""
 _FOUND = 0.999
 """Cosine similarity from which a recomputed tensor counts as the model's own (bf16 rounding stays above 0.9999)."""
 
@@ -87,8 +90,8 @@ def _attempted(
     try:
         with torch.no_grad():
             candidate = attempt(*arguments)
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
-        return None  # modules may fail in these ways on unsuitable input
+    except _UNSUITABLE:
+        return None
     return (candidate, target) if isinstance(candidate, torch.Tensor) and candidate.shape == target.shape else None
 
 
@@ -107,10 +110,11 @@ def _scales(attempts: list[tuple[torch.Tensor, torch.Tensor] | None]) -> list[fl
 
 
 def _norms(block: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Direct children that keep the hidden size and have one weight vector: norms, in order of definition."""
+    """Direct children that are norms by their class's name, or have one weight vector, in order of definition."""
     for name, child in block.named_children():
         weight = getattr(child, "weight", None)
-        if isinstance(weight, torch.Tensor) and weight.ndim == 1 and not list(child.children()):
+        vector = isinstance(weight, torch.Tensor) and weight.ndim == 1 and not list(child.children())
+        if vector or "norm" in type(child).__name__.lower():
             yield name, child
     yield "", torch.nn.Identity()
 
@@ -169,6 +173,116 @@ class Projection:
 
 def _query_norm(attention: torch.nn.Module) -> Any:
     return getattr(attention, "q_norm", None) or getattr(attention, "q_layernorm", None)
+
+
+# The recipe of an indexer's arguments
+
+@dataclass(frozen=True)
+class IndexerRecipe:
+    """The steps from a residual stream to the arguments of an indexer's forward. Holds names, no modules."""
+
+    norm: str
+    """The block's norm; "" for none."""
+    roles: IndexerRoles
+
+    def modules(self, block: torch.nn.Module, attention: torch.nn.Module) -> list[torch.nn.Module]:
+        """Modules that a guess calls."""
+        norm = [block.get_submodule(self.norm)] if self.norm else []
+        return [*norm, *(attention.get_submodule(name) for name in self.roles.path), attention.get_submodule("indexer")]
+
+    def query(
+        self, block: torch.nn.Module, attention: torch.nn.Module, hidden: torch.Tensor, others: dict[str, Any]
+    ) -> IndexerGuess:
+        """The guess for `hidden` (B, 1, hidden). `others`: arguments that the indexer shares with those of earlier
+        layers."""
+        normed, roles = block.get_submodule(self.norm)(hidden) if self.norm else hidden, self.roles
+        given = {**others, roles.stream: normed}
+        if roles.latent:
+            given[roles.latent] = _along(attention, roles.path, normed) * roles.scale
+        return IndexerGuess(attention.get_submodule("indexer"), given, roles.caches)
+
+
+@dataclass(frozen=True)
+class IndexerGuess:
+    """An indexer with its probable arguments for one token, without the cache. For one step."""
+
+    indexer: torch.nn.Module
+    given: dict[str, Any]
+    caches: tuple[str, ...]
+
+    def arguments(self, cache: Any) -> dict[str, Any]:
+        """All arguments by name, with this cache."""
+        return {**self.given, **dict.fromkeys(self.caches, cache)}
+
+
+@dataclass(frozen=True)
+class IndexerRoles:
+    """Roles of the arguments of an indexer's forward."""
+
+    caches: tuple[str, ...]
+    """Names of the arguments that are the cache."""
+    stream: str
+    """Name of the one with the normed stream."""
+    latent: str = ""
+    """Name of the one with the low-rank latent from which attention makes its query; "" for none."""
+    path: tuple[str, ...] = ()
+    """Modules of the attention that make it from the normed stream, in order."""
+    scale: float = 1.0
+
+    def others(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that depend on no layer: masks and positions."""
+        own = (*self.caches, self.stream, self.latent)
+        return {name: value for name, value in given.items() if name not in own}
+
+
+def _along(attention: torch.nn.Module, path: tuple[str, ...], tensor: Any) -> Any:
+    for name in path:
+        tensor = attention.get_submodule(name)(tensor)
+    return tensor
+
+
+def find_roles(attention: torch.nn.Module, normed: torch.Tensor, given: dict[str, Any]) -> IndexerRoles | None:
+    """The roles of an indexer's arguments by name. One of them is the stream, whose latest token is `normed` (B, 1,
+    hidden); None: none is."""
+    caches = tuple(name for name, value in given.items() if hasattr(value, "update_indexer"))
+    latest = {
+        name: value[:, -1:].detach()
+        for name, value in given.items()
+        if isinstance(value, torch.Tensor) and value.ndim == 3 and value.is_floating_point()
+    }
+    stream = next((name for name, one in latest.items() if one.shape == normed.shape and torch.equal(one, normed)), "")
+    for name, latent in latest.items() if stream else ():
+        if name != stream and (found := _find_path(attention, normed, latent)) is not None:
+            return IndexerRoles(caches, stream, name, *found)
+    return IndexerRoles(caches, stream) if stream else None
+
+
+def _find_path(
+    attention: torch.nn.Module, normed: torch.Tensor, latent: torch.Tensor
+) -> tuple[tuple[str, ...], float] | None:
+    """The one or two modules of the attention that make `latent` (B, 1, width) from the normed stream, and a factor."""
+    parts = [name for name, _ in attention.named_children() if name != "indexer"]
+    weights = ((name, getattr(part, "weight", None)) for name, part in attention.named_children())
+    norms = [name for name, weight in weights if isinstance(weight, torch.Tensor) and weight.shape == latent.shape[2:]]
+    for first in parts:
+        made = _attempted(latent, _along, (attention, (first,), normed))
+        for path in () if made is None else (*((first, norm) for norm in norms), (first,)):
+            (scale,) = _scales([_attempted(latent, _along, (attention, path, normed))])
+            if scale is not None:
+                return path, scale
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same: tensors in the same memory, or equal values."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        places = ((each.data_ptr(), each.shape, each.stride(), each.dtype) for each in (one, other))
+        return next(places) == next(places)
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    return type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other)
 
 
 # Rotary embeddings whose frequencies depend on the length
@@ -269,9 +383,14 @@ class Sight:
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     """The model's own tensors, for one step."""
     rotary_from: int | None = None
-    """The first layer with the same rotary tensors, if it comes earlier; None: no earlier layer."""
+    """The first layer with the same rotary tensors, or an indexer with the same `others`, if it comes earlier; None: no
+    earlier layer."""
     rotated: bool = False
-    recipe: QueryRecipe | None = None
+    others: dict[str, Any] | None = None
+    """Arguments of the layer's indexer that other layers' may share: the model's own tensors, for one step."""
+    roles: IndexerRoles | None = None
+    """Of its indexer's arguments; None: it has no indexer, or they are not known."""
+    recipe: QueryRecipe | IndexerRecipe | None = None
     learned: bool = False
     """Whether a recipe was searched for."""
     watchers: ForeignHooks | None = None
@@ -351,9 +470,39 @@ class LookAhead:
         self._drop_normed()
         return True
 
-    def predict(self, layer_idx: int, attention_output: torch.Tensor) -> torch.Tensor | None:
+    def enter_indexer(self, layer_idx: int, given: dict[str, Any]) -> None:
+        """Before a layer's indexer runs with `given` arguments: keep those that later layers share, for this step, and
+        find its recipe once."""
+        sight = self.sights.get(layer_idx)
+        if sight is None or sight.residual is None:  # nobody watches this step, or the stream has another form
+            return
+        if not sight.learned and self._normed is not None and self._normed[0] == layer_idx:
+            self._learn_indexer(sight, self._normed[1], given)
+            self._drop_normed()
+        if sight.roles is not None:
+            sight.others = sight.roles.others(given)
+
+    def _learn_indexer(self, sight: Sight, normed: torch.Tensor, given: dict[str, Any]) -> None:
+        block = sight.block() if sight.block is not None else None
+        attention = sight.attention() if sight.attention is not None else None
+        if block is None or attention is None or ForeignHooks([block]).find() is not None:
+            return  # hooks would see the attempts
+        sight.learned, sight.rotated = True, True
+        sight.roles = roles = find_roles(attention, normed, given)
+        if roles is None:
+            return
+        others = roles.others(given)
+        known = [(i, one.others) for i, one in self.sights.items() if one.others is not None and one is not sight]
+        sight.rotary_from = min((i for i, theirs in known if _same(theirs, others)), default=None)
+        for name, part in _norms(block):
+            if _scales([_attempted(normed, part, (sight.residual,))])[0] is not None:
+                sight.recipe = IndexerRecipe(name, roles)
+                return
+
+    def predict(self, layer_idx: int, attention_output: torch.Tensor) -> Any:
         """The query (B, H, 1, D) that layer `layer_idx` will probably ask, guessed in the layer before it, whose
-        attention has just added `attention_output` (B, 1, hidden); None if nothing can be guessed."""
+        attention has just added `attention_output` (B, 1, hidden); of a layer with an indexer an `IndexerGuess`. None
+        if nothing can be guessed."""
         sight, previous = self.sights.get(layer_idx), self.sights.get(layer_idx - 1)
         if sight is None or previous is None or sight.recipe is None or previous.residual is None:
             return None
@@ -361,7 +510,8 @@ class LookAhead:
         attention = sight.attention() if sight.attention is not None else None
         if block is None or attention is None:
             return None
-        rotary = None if sight.rotary_from is None else self.sights[sight.rotary_from].rotary
+        source = None if sight.rotary_from is None else self.sights[sight.rotary_from]
+        rotary: Any = None if source is None else source.rotary if sight.roles is None else source.others
         if sight.rotated and rotary is None:
             return None
         hidden, before = previous.residual, None if previous.block is None else previous.block()
@@ -379,10 +529,25 @@ class LookAhead:
             hidden = hidden + attention_output[:, -1:].to(hidden.device)
             return sight.recipe.query(block, attention, hidden, rotary)
 
+    def call(
+        self, layer_idx: int, attention_output: torch.Tensor, run: Callable[[IndexerGuess], torch.Tensor | None]
+    ) -> torch.Tensor | None:
+        """The result of `run` for the guess of a layer's indexer; None: there is no guess. An indexer that cannot be
+        called so is not guessed again."""
+        if (guess := self.predict(layer_idx, attention_output)) is None:
+            return None
+        try:
+            return run(guess)
+        except _UNSUITABLE as error:
+            if isinstance(error, (OSError, BudgetError)):
+                raise
+            self.sights[layer_idx].recipe = None
+            return None
+
     def end_step(self) -> None:
         """Release the step's tensors."""
         for sight in self.sights.values():
-            sight.residual = sight.rotary = None
+            sight.residual = sight.rotary = sight.others = None
         self._normed = None
         self._account.release(_OWNER, self._held)
         self._held = 0

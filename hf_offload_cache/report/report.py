@@ -203,6 +203,8 @@ class CacheReport:
     """Type of the device that attention runs on: "cuda" or "cpu"."""
     chosen_by_model: int = 0
     """Offloaded layers whose model chooses by an indexer what it attends to: their steps are exact."""
+    chosen_ahead: int = 0
+    """Of these, the layers whose reads began in the layer before, in the latest step that reads ahead."""
     steps: str = ""
     """With a model on a GPU: how many layers' latest steps ran on it alone, and why others needed the host. Empty
     before the first step that selects."""
@@ -271,7 +273,7 @@ class CacheReport:
             "hit rate before prefetch": share_text(self.hit_rate),
             "hit rate": share_text(self.prefetch_hit_rate),
             "tokens attended to": share_text(self.selected_fraction),
-            **({"chosen by the model": f"exact, in {self.chosen_by_model} layers"} if self.chosen_by_model else {}),
+            **({"chosen by the model": self._chosen_text()} if self.chosen_by_model else {}),
             "attention mass estimated": share_text(self.estimated_mass),
             "attention mass lost": share_text(self.lost_mass),
             "read as 4-bit copies": share_text(self.compressed_fraction) + copies,
@@ -282,6 +284,12 @@ class CacheReport:
             "store": self.store,
             "layers": ", ".join(f"{count} {state}" for state, count in self.layers.items() if count),
         }
+
+    def _chosen_text(self) -> str:
+        text, others = f"exact, in {self.chosen_by_model} layers", self.chosen_by_model - self.chosen_ahead
+        if self.chosen_ahead and self.hit_rate is not None and self.prefetch_hit_rate is not None:
+            text += f"; {self.prefetch_hit_rate - self.hit_rate:.1%} read ahead, in {self.chosen_ahead} layers"
+        return text + (f"; {others} layers read when needed" if others else "")
 
     def _repr_html_(self) -> str:
         """The report as a table for a notebook."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from transformers import DynamicCache
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, DiskSwapConfig, SpecCache, offload_cache
 from hf_offload_cache.core import Filling, chosen_at_edge
 from hf_offload_cache.errors import BudgetError, ConfigError, ContextError
+from hf_offload_cache.fetch import Fetcher
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.tuning.which_cache import step_bytes
 
@@ -41,6 +43,9 @@ embeddings, gates and windows."""
 BLOCKS = "glm5_next", "qwen4_exp_text"
 """Their indexers score blocks of tokens, so that the bits have no effect."""
 CHANGED = "dots3_note_text", "glm5_next", "mistral_large4", "qwen4_exp_text"
+AHEAD = {"dots3_note_text": 2, "hy_v4": 3, "mistral_large4": 2, "glm5_next": 1, "qwen4_exp_text": 0}
+"""Layers whose reads begin early, if not all 4: not behind linear layers and windows, and with several streams, or keys
+on the disk alone, only where a layer shares the indexer of the one before."""
 LENGTH, NEW, TOPK = 150, 6, 24
 SMALL: dict[str, Any] = {"group_size": 4, "num_recent": 8, "block_tokens": 16, "reuse_capacity": 12}
 CLOSE = 1e-4
@@ -60,7 +65,7 @@ def test_steps_read_what_the_indexer_chose_and_no_more(cache_class: Any, chunk: 
     model = layered("indexer")
     ids, options = prompt(model, 1, LENGTH), {"prefill_chunk_size": chunk}
     expected = generate(model, DynamicCache(config=model.config), ids, max_new_tokens=NEW, **options)
-    fields = {"group_size": 2, "num_recent": 4, "reuse_capacity": 0, "engine": "direct"}
+    fields = {"group_size": 2, "num_recent": 4, "reuse_capacity": 0, "engine": "direct", "look_ahead": False}
     with cache_class(model, path=tmp_path, **fields) as cache:
         generate(model, cache, ids, max_new_tokens=1, **options)
         before, layers = cache.report().bytes_read, len(cache.layers)
@@ -70,7 +75,8 @@ def test_steps_read_what_the_indexer_chose_and_no_more(cache_class: Any, chunk: 
     assert torch.equal(found.tokens, expected.tokens)
     assert_close(found.logits, expected.logits)
     assert report.layers == {"unknown": 0, "tagged": layers, "full": 0, "kept": 0}
-    assert report.chosen_by_model == layers and f"exact, in {layers} layers" in str(report)
+    assert report.chosen_by_model == layers and report.chosen_ahead == 0
+    assert f"exact, in {layers} layers; {layers} layers read when needed" in str(report)
     read, steps = report.bytes_read - before, (NEW - 1) * layers
     assert 0 < read <= 4096 * steps * TOPK < 4096 * steps * LENGTH // 4
     assert report.selected_fraction is not None and report.selected_fraction <= (TOPK + 1) / LENGTH
@@ -121,7 +127,7 @@ def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, bits: int
         expected = run(plain, 0, 20, 40, 41, 42, 43)
         swap(plain)
         later = go_on(plain)
-        fields = {**SMALL, "indexer_bits": bits}
+        fields = {**SMALL, "indexer_bits": bits, "look_ahead": True}
         with harness.unchanged(model), DiskSwapCache(model, path=tmp_path, **fields) as cache:
             coded = [layer.num_stores == 2 for layer in cache.layers if hasattr(layer, "indexer")]
             assert coded and all(coded) == any(coded) == (bits is not None and name not in BLOCKS)
@@ -134,7 +140,9 @@ def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, bits: int
                 closing.enter_context(one)
                 for own, other in zip(go_on(one), later, strict=True):
                     assert_close(own, other)
-                states = one.report().layers
+                report, states = one.report(), one.report().layers
+                ahead = AHEAD.get(name, 4)
+                assert report.chosen_ahead == ahead or (bits == 0 and 0 < report.chosen_ahead < ahead)
                 assert states["tagged"] == sum(layer.is_initialized for layer in one.offloaded) > 0
             assert not any("cannot be sparse" in one for one in cache.report().warnings)
             assert "indexer" in str(Filling.reason_against(cache)) or mixed or states["kept"]
@@ -222,6 +230,65 @@ def test_a_step_that_fails_leaves_the_indexers_as_they_were(
             torch.testing.assert_close(keys, other.indexer_keys)
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+def test_what_the_next_layer_chooses_is_read_a_layer_early(
+    bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLPs that add nothing: the stream after attention is the next layer's, and its guessed choice is the true one.
+    Other code's hook sees only the model's own calls: then nothing is guessed for its layer."""
+    model, reads = dense_with_indexers(), []
+    for module in model.modules():
+        if hasattr(module, "down_proj"):
+            module.down_proj.weight.data.zero_()
+    gather, ahead, seen, lengths = Fetcher.gather, Fetcher.ahead, [], set()
+
+    def watched(fetcher: Fetcher, history: Any, choice: Any, *args: Any) -> Any:
+        if history.form.value_dim:  # no indexer's
+            guessed = None if fetcher.guess is None else fetcher.guess.units
+            missing = counters.units_ready - counters.units_selected
+            fetched = gather(fetcher, history, choice, *args)
+            missing -= counters.units_ready - counters.units_selected
+            reads.append((fetcher.layer_idx, guessed, choice.units, missing, history.units - 1))
+            return fetched
+        return gather(fetcher, history, choice, *args)
+
+    def begun(fetcher: Fetcher, history: Any, *args: Any) -> None:
+        lengths.add(history.length - cache.layers[fetcher.layer_idx].indexer.length)
+        ahead(fetcher, history, *args)
+
+    monkeypatch.setattr(Fetcher, "gather", watched)
+    monkeypatch.setattr(Fetcher, "ahead", begun)
+    ids, plain = prompt(model, 2, 60), DynamicCache(config=model.config)
+    fields = {**SMALL, "reuse_capacity": 0, "indexer_bits": bits, "look_ahead": True, "path": tmp_path}
+    with torch.no_grad(), DiskSwapCache(model, **fields) as cache:
+        counters = cache.storage.counters
+        for begin, end in itertools.pairwise([0, 30, 50, *range(51, 57)]):
+            expected, found = (model(ids[:, begin:end], past_key_values=one).logits for one in (plain, cache))
+            assert_close(found, expected)
+        report = cache.report()
+        assert report.hit_rate == 0 and report.prefetch_hit_rate is not None and report.prefetch_hit_rate > 0.5
+        assert report.chosen_ahead == 3 and lengths == {0}  # no key of a guess is left
+        assert f"{report.prefetch_hit_rate:.1%} read ahead, in 3 layers" in str(report)
+        later = [one for one in reads if one[0]]
+        assert len(later) == 2 * 6
+        for _, guessed, chosen, missing, latest in later:
+            if bits is None:  # a unit that the step fills was not there
+                sealed = np.setxor1d(guessed, chosen)
+                assert set(sealed) <= {latest} and missing == np.isin(chosen, sealed).sum()
+            assert np.isin(guessed, chosen).mean() > 0.8
+        hook = model.model.layers[1].self_attn.indexer.register_forward_hook(lambda *_: seen.append(0))
+        reads.clear()
+        for end in (57, 58, 59):
+            expected, found = (model(ids[:, end - 1 : end], past_key_values=one).logits for one in (plain, cache))
+            assert_close(found, expected)
+        hook.remove()
+        assert len(seen) == 2 * 3  # of both caches
+        assert [one[1] is None for one in reads] == [False, True, False] * 3 and cache.report().chosen_ahead == 2
+        monkeypatch.setattr(type(cache.layers[2].indexer), "add_guess", lambda *_: torch.ones(2) @ torch.ones(3))
+        assert_close(*(model(ids[:, 59:60], past_key_values=one).logits for one in (cache, plain)))
+        assert cache.report().chosen_ahead == 1  # an indexer that fails is not called again
+
+
 def _failing(history: Any, method: Callable[..., Any], calls: int) -> Callable[..., Any]:
     """`method`, which raises for one history after so many calls."""
     left = [calls]
@@ -273,8 +340,14 @@ def test_keys_in_fewer_bits_take_less_memory_and_give_the_same_tokens(
     ids, geometry = prompt(model, 1, LENGTH), Geometry.of(model)
     tokens, reports, keys_read = [], [], []
     for bits in (None, 8, 0):
-        with DiskSwapCache.for_budget(model, "2MiB", 400, path=tmp_path, indexer_bits=bits) as cache:
+        made = DiskSwapCache.for_budget(model, "2MiB", 400, path=tmp_path, indexer_bits=bits, look_ahead=True)
+        with made as cache:
             plan = cache.plan(geometry, cache.config, 400, 1)
+            ahead, apart = (
+                cache.plan(geometry, dataclasses.replace(cache.config, candidates=False, look_ahead=one), 400, 1).decode
+                for one in (True, False)
+            )
+            assert ahead["staging"] == 2 * apart["staging"] and ahead.keys() - apart.keys() == {"look-ahead"}
             in_all, without = (step_bytes(geometry, one, 400, 2) for one in (cache.config, DiskSwapConfig()))
             keys_read.append(in_all - without)
             tokens.append(generate(model, cache, ids, max_new_tokens=NEW, prompt_lookup_num_tokens=4).tokens)
