@@ -286,19 +286,15 @@ _UNIT, _COUNTS, _MAPPED, _SINKS, _RECENT = 4, (64, 64, 64), 64, 4, 32
 def _codes(sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Low-rank queries, their constants, and codes, as `ranking.score` takes them."""
     low = torch.randn(sizes.rows, sizes.heads, sum(_COUNTS), device=device).to(torch.bfloat16)
-    wide, four, two = _COUNTS
-    codes = torch.randint(
-        0, 256, (sizes.rows, (wide + four // 2 + two // 4) * _UNIT, sizes.tokens // _UNIT), dtype=torch.uint8,
-        device=device,
-    )  # fmt: skip
+    each = _COUNTS[0] + _COUNTS[1] // 2 + _COUNTS[2] // 4
+    codes = random_bytes(sizes.rows, each * _UNIT, sizes.tokens // _UNIT, device=device)
     return low, torch.randn(sizes.rows, sizes.heads, device=device), codes
 
 
 def _units(sizes: Sizes, device: torch.device) -> torch.Tensor:
     """Units (rows, n) int32 that a step attends to, ascending."""
     count, every = (sizes.attended - _RECENT) // _UNIT, sizes.tokens // _UNIT
-    chosen = torch.rand(sizes.rows, every, device=device).topk(count).indices
-    return chosen.sort(1).values.int()
+    return torch.rand(sizes.rows, every, device=device).topk(count).indices.sort(1).values.int()
 
 
 @case("ranking.project")
@@ -344,8 +340,7 @@ def _rest(sizes: Sizes, device: torch.device) -> Case:
     scale, ratio = torch.rand(sizes.rows, _MAPPED + 1, device=device), torch.zeros_like(constant)
     offsets = torch.rand(sum(_COUNTS), device=device)
     given = low, constant, codes, _COUNTS, _UNIT, others, maps, scale, ratio, offsets
-    read = others.numel() * codes.shape[1]
-    return Case(functools.partial(kernel("ranking.rest"), *given), read + maps.nbytes)
+    return Case(functools.partial(kernel("ranking.rest"), *given), others.numel() * codes.shape[1] + maps.nbytes)
 
 
 @case("ranking.encode")
@@ -386,8 +381,8 @@ def _seal(sizes: Sizes, device: torch.device) -> Case:
     form = RecordFormat(sizes.kv_heads, sizes.dim, sizes.kv_heads, sizes.dim, torch.bfloat16, _UNIT)
     tail = torch.randn(sizes.rows, _RECENT + _UNIT, form.entry_width, device=device).to(torch.bfloat16)
     filled = torch.empty(sizes.rows, form.record_bytes, dtype=torch.uint8, device=device)
-    run = functools.partial(kernel("slots.seal"), tail, tail.shape[1], filled, form)
-    return Case(run, 2 * tail.nbytes + filled.nbytes)
+    given = tail, tail.shape[1], filled, form
+    return Case(functools.partial(kernel("slots.seal"), *given), 2 * tail.nbytes + filled.nbytes)
 
 
 @case("slots.bring")
@@ -395,6 +390,19 @@ def _bring(sizes: Sizes, device: torch.device) -> Case:
     made, absent, bring = records(sizes, _UNIT, device), _units(sizes, device), kernel("slots.bring")
     slots, data = _slots(absent, made.form)
     return Case(lambda: bring(made.addresses, absent, slots, data), data.nbytes, BUS, least=0.8)
+
+
+@case("slots.units_at")
+def _units_at(sizes: Sizes, device: torch.device) -> Case:
+    places = _units(sizes, device) * _UNIT
+    return Case(functools.partial(kernel("slots.units_at"), places, sizes.tokens, _UNIT, len(places[0])), places.nbytes)
+
+
+@case("slots.tokens_at")
+def _tokens_at(sizes: Sizes, device: torch.device) -> Case:
+    slots, data = _slots(_units(sizes, device), form := RecordFormat(1, 512, 1, 64, torch.bfloat16, _UNIT))
+    given = slots * _UNIT, slots, data, data.view(sizes.rows, -1, form.entry_width), len(slots[0]) * _UNIT, _UNIT, None
+    return Case(functools.partial(kernel("slots.tokens_at"), *given), 2 * slots.numel() * form.entry_bytes)
 
 
 @case("slots.attend")

@@ -190,6 +190,7 @@ def _measured(
                 cache, own = DynamicCache(config=plain.config), plain
             else:
                 fields = {"reuse_capacity": int(slots * shape.topk), "indexer_bits": bits, "path": arguments.path}
+                fields["look_ahead"] = False  # a guess would be on the thread whose time counts
                 cache, own = DiskSwapCache(model, **fields), model
             made.append(Contender(name, cache, own, shape, tokens))
         for one, step in in_turns(made, arguments.steps + arguments.settles, arguments.settles):

@@ -4,7 +4,7 @@ host waits for nothing."""
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,7 +14,7 @@ from ..fetch.device_slots import DeviceSlots
 from ..history.records import RecordFormat
 from ..kernels.on_a_device import has_step, plans_step
 from ..kernels.ranking import MOST_UNITS
-from ..kernels.slots import attend, slots_bytes
+from ..kernels.slots import attend, slots_bytes, tokens_at, units_at
 from ..memory.account import SLOTS
 from ..memory.dry_run import DryRun
 from ..model.attention_call import AttentionCall
@@ -254,4 +254,111 @@ def device_slots(layer: Layer, most: int) -> DeviceSlots | None:
             return None
         layer.shared.books_changed = True
     slots.made_for = made_for
+    return slots
+
+
+# Layers whose model chooses: an `IndexedLayer`
+
+def reads_chosen(layer: Layer) -> bool:
+    """Whether steps of this layer, which has its history, may read on a device what the model's indexer chose."""
+    history = layer.history
+    on_device = layer.topk > 0 and history.device.type == "cuda" and history.store.in_memory
+    return bool(on_device and has_step(history.device))
+
+
+def why_chosen_over_host(layer: Layer) -> str | None:
+    """As `why_over_host`."""
+    history = layer.history
+    if layer.on_device:
+        if layer.config.indexer_bits == 8 and layer.indexer.batch:
+            return "with indexer_bits=8 the host decides at the edge of a choice"
+        return cast("str | None", layer.over_host)
+    if history.device.type != "cuda":
+        return "the layer is on a CPU"
+    if not history.store.in_memory:
+        return why_on_disk(layer.config)
+    if not has_step(history.device):
+        return NO_KERNELS
+    return layer.over_host or NOT_ON_GPU
+
+
+def chosen_bytes(form: RecordFormat, rows: int, chosen: int, count: int, units: int) -> int:
+    """Upper bound on the device memory, besides slots, of a step that attends to `chosen` tokens a row, with `count`
+    slots and so many `units` a row."""
+    return rows * (chosen * (form.entry_bytes + 8) + units + 8 * (count + 2 * chosen + 1))
+
+
+def _slots_of_chosen(layer: Layer, chosen: int) -> int:
+    """Slots a row of a layer whose indexer chooses so many tokens: those of `reuse_capacity`, and without a limit as
+    many besides as a choice needs."""
+    history = layer.history
+    count: int = layer.slots_for_all // history.rows
+    return count + (0 if layer.config.memory is not None else min(chosen, layer.most_units))
+
+
+def rehearse_chosen(layer: Layer, run: DryRun, kind: LayerKind, context: int) -> bool:
+    """Rehearse a step on a device that reads what the indexer chose, in a dry run: slots, and what it computes with.
+    False: steps go over the host, and nothing was rehearsed."""
+    form, records = kind.form, layer.history.records
+    wanted = min(kind.most_chosen, records)
+    count = _slots_of_chosen(layer, kind.most_chosen)
+    possible = kind.topk > 0 and layer.config.engine == "memory" and plans_step(kind.device)
+    if kind.over_host or not possible or count < wanted:
+        return False
+    data = run.empty(SLOTS, kind.rows, count, form.payload_width, dtype=form.payload_dtype)
+    if kind.rows > 1:
+        run.passes("moving rows", decode=DeviceSlots.moving_bytes(data.nbytes))
+    run.keeps("tables", DeviceSlots.planned_tables(kind.rows, count, records))
+    run.passes("selection", decode=chosen_bytes(form, kind.rows, min(kind.most_chosen, context), count, records))
+    run.alone = True
+    return True
+
+
+def attend_to_chosen(layer: Layer, call: AttentionCall, chosen: torch.Tensor) -> Any | None:
+    """Attention of one query a sequence, by the model's own function, to the tokens (B, 1, K) that its indexer chose.
+    None: this call needs the way over the host; nothing has changed but `over_host` of the layer.
+
+    Raises `BudgetError` with nothing changed."""
+    history, storage, places = layer.history, layer.shared.storage, chosen[:, 0]
+    form, rows, units = history.form, history.rows, history.units
+    count, stored = min(places.shape[1], units), units * form.group_size
+    slots = None if not units else _chosen_slots(layer, count)
+    if slots is None:
+        return None
+    slots.at_work = True
+    try:
+        with storage.account.holding("selection", chosen_bytes(form, rows, places.shape[1], slots.count, units)):
+            if slots.bring(history, units_at(places, stored, form.group_size, count)) is None:
+                layer.over_host, layer.on_device = NOT_PINNED, False
+                layer.drop_fetcher()
+                return None
+            mask = call.mask
+            mask = mask[:, 0, 0] if mask is not None and mask.shape[-1] == history.length else None
+            given = slots.slot_of, slots.data, history.unsealed()[0], stored, form.group_size, mask
+            entries, seen = tokens_at(places, *given)
+            storage.counters.attend(len(places), history.length, places.shape[1])
+            keys, values = layer.expanded(call, *form.split(entries))
+            return call.run(keys, values, seen[:, None, None])
+    finally:
+        slots.at_work = False
+
+
+def _chosen_slots(layer: Layer, least: int) -> DeviceSlots | None:
+    """The slots of a layer, at least so many a row; None: there are fewer, or no memory for them."""
+    history, storage, slots = layer.history, layer.shared.storage, cast("DeviceSlots | None", layer.device_slots)
+    layer.over_host = None
+    if slots is not None and not slots.closed and slots.count >= least:
+        return slots
+    count = _slots_of_chosen(layer, layer.most_chosen)
+    layer.drop_fetcher()
+    layer.indexing.areas.release()  # which steps over the host had
+    if count < least:
+        layer.over_host = f"the budget has {count:,} slots a row, and a step may select more records"
+        return None
+    try:
+        layer.device_slots = slots = DeviceSlots(storage, history, count)
+    except BudgetError:
+        layer.over_host = "the budget has no room for slots now"
+        return None
+    layer.shared.books_changed = True
     return slots

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from ..history.records import stored_dtype
 from ..kernels.on_a_device import to_device
 from ..memory.account import LATENTS
 from ..memory.dry_run import DryRun
+from ..memory.plan import LayerPlan
 from ..model.attention_call import TAG, AttentionCall, untraced
 from ..model.chosen_latents import attend_to_latents, bytes_of_call, planned_bytes
 from ..model.look_ahead import IndexerGuess, LookAhead
@@ -35,6 +36,7 @@ from ..model.place import no_backward
 from ..model.stream_attention import Block
 from ..report.trace import NOTHING
 from ..stores.base import FreezableStore
+from . import device_step
 from .gathered_mask import additive, choice_of, complete_mask, gather_tokens, marked, seen_by, units_of
 from .indexer_keys import (
     OWNER,
@@ -50,34 +52,9 @@ from .indexer_keys import (
 )
 from .layer import OffloadLayer, Output, Rows
 from .plan import LayerKind, indexed_form, place_bytes, stream_bytes, streamed
-from .selecting import Indexing, most_slots
+from .selecting import Asked, Guessing, Indexing, most_slots
 from .shared import Shared
 from .step import MOST_CANDIDATES, Step
-
-
-@dataclass
-class _Asked:
-    """What `update_indexer` does while a forward of an indexer runs several times, or for a guess: `add` the step's
-    keys if they are not `added`, and return `keys()`. `dtype`: of the indices that the forward returned."""
-
-    add: Callable[[torch.Tensor], object]
-    added: bool = False
-    keys: Callable[[], torch.Tensor] = lambda: torch.empty(0, dtype=torch.float32, device="cpu")
-    dtype: torch.dtype = torch.int32
-
-
-class _Guessing:
-    """Replaces the cache for a guess of a layer's indexer: shows it the stored tokens and the step's one."""
-
-    def __init__(self, layer: IndexedLayer) -> None:
-        self.layers, self._layer = {layer.layer_idx: self}, layer
-        self.keys = torch.empty(layer.batch, 1, layer.length + 1, 1, dtype=layer.dtype, device="meta")
-
-    def get_seq_length(self) -> int:
-        return self._layer.length + 1
-
-    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        return self._layer.update_indexer(keys)
 
 
 class IndexedLayer(OffloadLayer):
@@ -89,6 +66,8 @@ class IndexedLayer(OffloadLayer):
     """
 
     keeps_more = True
+    selects = True
+    """Its steps read what the indexer chose."""
 
     config: OffloadConfig
 
@@ -99,7 +78,7 @@ class IndexedLayer(OffloadLayer):
         if shared.indexing is None:
             shared.indexing = Indexing(shared.config, shared.storage)
         self.indexing: Indexing = shared.indexing
-        self.topk, self._asked = topk, cast("_Asked | None", None)
+        self.topk, self._asked = topk, cast("Asked | None", None)
         self.indexer = self._new_indexer(shared, layer_idx)
         self.most_chosen = 0
         """The most tokens that an indexer chose for a query."""
@@ -119,7 +98,7 @@ class IndexedLayer(OffloadLayer):
         super()._clear()
         self._fetcher: Fetcher | None = None
         self._made_for = 0, 0  # rows, slots
-        self.on_device, self.device_slots = False, None  # as of a `SelectiveLayer`
+        self.on_device, self.device_slots, self.over_host = False, None, None  # as of a `SelectiveLayer`
         self.read_early = False
         """Reads for the latest step of one query began in the layer before it, or before the first one."""
 
@@ -170,7 +149,7 @@ class IndexedLayer(OffloadLayer):
         if plain or mask.shape[2] != held + step.tokens or mask.shape[2] == count:
             with self.shared.storage.account.holding(OWNER, indexer.whole_bytes(held + step.tokens)):
                 return forward(**given)
-        self._asked = asked = _Asked(partial(indexer.add, held=held))
+        self._asked = asked = Asked(partial(indexer.add, held=held))
         try:
             return self._choose(asked, indexer, forward, given, mask)
         except BaseException as error:
@@ -180,7 +159,7 @@ class IndexedLayer(OffloadLayer):
             self._asked = None
 
     def _choose(
-        self, asked: _Asked, indexer: StoredIndexerKeys, forward: Callable[..., torch.Tensor], given: dict[str, Any],
+        self, asked: Asked, indexer: StoredIndexerKeys, forward: Callable[..., torch.Tensor], given: dict[str, Any],
         mask: torch.Tensor, exact: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         """As `run_indexer`; by the codes alone if not `exact`."""
@@ -224,6 +203,7 @@ class IndexedLayer(OffloadLayer):
         sizes = (key_states.shape[1], key_states.shape[3], value_states.shape[1], value_states.shape[3])
         form = indexed_form(sizes, stored_dtype(key_states, value_states), self.config)
         self._hold(self.make_history(form, key_states.shape[0], key_states.device))
+        self.on_device = device_step.reads_chosen(self)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -252,8 +232,7 @@ class IndexedLayer(OffloadLayer):
             if self.state != "full":
                 known = call.kwargs.get("indices") is None and call.replaceable(self.history.length)
                 self.state = "tagged" if known else "full"
-            if self._fetcher is not None:
-                self.indexing.rest()
+            self._rest()
             return call.run(call.key, call.value, call.mask)
         assert tag.own is not None and step is not None
         with torch.no_grad():
@@ -270,11 +249,17 @@ class IndexedLayer(OffloadLayer):
             self.most_chosen = max(self.most_chosen, chosen.shape[2])
         if call.wants_weights or call.kwargs.get("dropout"):
             mask = complete_mask(call, chosen, self.length)
-            return call.run(*self._expanded(call, *self.whole()), mask)
-        if not step.selects and self._fetcher is not None:
-            self.indexing.rest()
+            return call.run(*self.expanded(call, *self.whole()), mask)
+        if not step.selects:
+            self._rest()
         if step.selects and storage.stream_buffers and not isinstance(self.indexer, StreamedIndexerKeys):
             storage.release_stream_buffers()
+        if queries == 1 and chosen is not None and self.on_device:
+            output: Output | None = device_step.attend_to_chosen(self, call, chosen)
+            if output is not None:
+                return output
+        if self.device_slots is not None:
+            self.indexing.rest()
         if queries == 1:
             return self._attend_once(call, self._seen_once(call, chosen))
         mask = complete_mask(call, chosen, self.length)
@@ -283,6 +268,10 @@ class IndexedLayer(OffloadLayer):
         if step.selects and units_of(self.history, seen).sum(1).max(initial=0) <= 2 * self.most_chosen:
             return self._attend_several(call, seen, mask)
         return self._attend_streamed(call, seen, mask)
+
+    def _rest(self) -> None:
+        if self._fetcher is not None or self.device_slots is not None:
+            self.indexing.rest()
 
     def _seen_once(self, call: AttentionCall, chosen: torch.Tensor | None) -> np.ndarray:
         """Tokens that the call's one query attends to, (B, T) bool."""
@@ -305,7 +294,7 @@ class IndexedLayer(OffloadLayer):
         span = storage.timeline.span("gather", self.layer_idx) if storage.timeline.on else NOTHING
         return gather_tokens(history, self.fetcher(), seen, span)
 
-    def _expanded(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
+    def expanded(self, call: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
         """Keys and values for attention, of stored ones or of stored latents."""
         tag, dtype, device = call.tag, call.query.dtype, call.query.device
         assert tag is not None
@@ -319,7 +308,7 @@ class IndexedLayer(OffloadLayer):
     def _attend_once(self, call: AttentionCall, seen: np.ndarray) -> Output:
         """Attention of one query to the tokens that are `seen` (B, T)."""
         entries, _, valid = self._gather(seen)
-        keys, values = self._expanded(call, *self.history.form.split(entries))
+        keys, values = self.expanded(call, *self.history.form.split(entries))
         mask = None
         if not valid.all():
             there = to_device(valid, call.query.device)[:, None, None]
@@ -334,7 +323,7 @@ class IndexedLayer(OffloadLayer):
         entries, places, valid = self._gather(seen)
         device, own = call.query.device, call.tag.own
         stored = self.history.form.split(entries)
-        keys, values = self._expanded(call, *(torch.cat([old, new], 2) for old, new in zip(stored, own, strict=True)))
+        keys, values = self.expanded(call, *(torch.cat([old, new], 2) for old, new in zip(stored, own, strict=True)))
         columns = to_device(np.where(valid, places, 0), device)[:, None, None]
         there = to_device(valid, device)[:, None, None]
         least = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
@@ -346,7 +335,7 @@ class IndexedLayer(OffloadLayer):
         query sees, or of none, if each query sees few of them."""
         assert call.tag is not None and call.tag.own is not None
         wanted, device = cast(np.ndarray, seen.any(0)), call.query.device
-        own = self._expanded(call, *call.tag.own)
+        own = self.expanded(call, *call.tag.own)
         width = own[1].shape[3]
         more = max(0, own[0].shape[3] - width)  # as wide as the keys, for which there is a faster kernel
 
@@ -363,7 +352,7 @@ class IndexedLayer(OffloadLayer):
                 stop = begin + keys.shape[2]
                 places = to_device(wanted[begin:stop].nonzero()[0], device)
                 if places.numel():
-                    used = self._expanded(call, keys.index_select(2, places), values.index_select(2, places))
+                    used = self.expanded(call, keys.index_select(2, places), values.index_select(2, places))
                     yield *widened(*used), places + begin
                 begin = stop
 
@@ -373,7 +362,7 @@ class IndexedLayer(OffloadLayer):
             nbytes = bytes_of_call(call, chosen, latents, *sizes)
             if nbytes is not None and account.has_room(nbytes):
                 with account.holding(LATENTS, nbytes):
-                    attended = attend_to_latents(call, partial(self._expanded, call), chosen, mask, latents, history)
+                    attended = attend_to_latents(call, partial(self.expanded, call), chosen, mask, latents, history)
         if attended is not None:
             attended = torch.nn.functional.pad(attended[0], (0, more)), attended[1]
         output, weights = call.stream(blocks() if attended is None else (), widened(*own), mask, None, attended)
@@ -387,6 +376,8 @@ class IndexedLayer(OffloadLayer):
         A guess that fails is dropped."""
         indexing, chosen = self.indexing, self.indexing.chosen
         self.read_early = False
+        if self.on_device:  # nothing is guessed
+            return
         if not self.is_filled or not self.most_chosen or not indexing.is_sparse(self.shared.step):
             return
         account = self.shared.storage.account
@@ -399,11 +390,11 @@ class IndexedLayer(OffloadLayer):
 
     def _guessed(self, guess: IndexerGuess) -> torch.Tensor | None:
         """What the guessed indexer chooses of the stored tokens and the next one; None: all of them, or not known."""
-        keys, length, given = self.indexer, self.length + 1, guess.arguments(_Guessing(self))
+        keys, length, given = self.indexer, self.length + 1, guess.arguments(Guessing(self))
         mask, stored = given.get("attention_mask"), isinstance(keys, StoredIndexerKeys)
         if stored and (not isinstance(mask, torch.Tensor) or mask.shape[1:] != (1, length) or length <= self.topk):
             return None
-        self._asked = asked = _Asked(keys.add_guess, keys=lambda: keys.parts[0][:, :length])
+        self._asked = asked = Asked(keys.add_guess, keys=lambda: keys.parts[0][:, :length])
         try:
             if isinstance(keys, StoredIndexerKeys):
                 return self._choose(asked, keys, guess.indexer, given, cast(torch.Tensor, mask), exact=False)
@@ -424,21 +415,27 @@ class IndexedLayer(OffloadLayer):
 
     # --- slots -------------------------------------------------------------------------------------------------
 
-    def _slots(self) -> int:
-        """Slots for all rows."""
+    @property
+    def most_units(self) -> int:
+        """Units a row that slots are made for: as many as there will soon be."""
+        return most_slots(cast(Any, self.config), self.history.form.group_size, self.history.records)
+
+    @property
+    def slots_for_all(self) -> int:
+        """Slots of `reuse_capacity`, for all rows."""
         tokens = self.config.reuse_capacity if isinstance(self.config, SelectiveConfig) else 0
-        if not tokens:
-            return 0
-        group, units = self.history.form.group_size, self.history.records
-        most = most_slots(cast(SelectiveConfig, self.config), group, units)
-        return self.history.rows * min(-(-tokens // group), most)
+        return self.history.rows * min(-(-tokens // self.history.form.group_size), self.most_units) if tokens else 0
+
+    def why_over_host(self) -> str | None:
+        """As of `device_step`."""
+        return device_step.why_chosen_over_host(self)
 
     def fetcher(self) -> Fetcher:
         """This layer's fetcher, with the slots that its history allows now. Raises `BudgetError`."""
         history, storage = self.history, self.shared.storage
         if self._fetcher is not None and self._fetcher.closed:  # its memory was needed elsewhere
             self.drop_fetcher()
-        rows, slots = made_for = history.rows, self._slots()
+        rows, slots = made_for = history.rows, self.slots_for_all
         if self._fetcher is None or made_for != self._made_for:
             self.drop_fetcher()
             tiers = slot_tiers(history.form, history.device, storage.account, slots, slots)
@@ -449,6 +446,9 @@ class IndexedLayer(OffloadLayer):
 
     def drop_fetcher(self) -> None:
         """Free the slots."""
+        if self.device_slots is not None:
+            self.device_slots.close()
+            self.device_slots = None
         if self._fetcher is not None:
             self._fetcher.close()
             self._fetcher = None
@@ -461,12 +461,19 @@ class IndexedLayer(OffloadLayer):
 
     @property
     def tables_nbytes(self) -> int:
-        own = 0 if self._fetcher is None else self._fetcher.tables_nbytes
+        own = sum(one.tables_nbytes for one in (self._fetcher, self.device_slots) if one is not None)
         return super().tables_nbytes + self.indexer.tables_nbytes + own
 
     @property
     def full_bytes(self) -> int:
         return super().full_bytes + self.indexer.full_bytes
+
+    @classmethod
+    def plan(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
+        """As `OffloadLayer.plan`. Steps of a layer whose others run on a device have no slots there over the host."""
+        plan = super().plan(kind, config, context)
+        others = super().plan(replace(kind, over_host=True), config, context) if plan.alone else None
+        return replace(plan, over_host=others)
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         """Rehearse the history, the indexer's keys, slots, and a step's gather."""
@@ -484,9 +491,11 @@ class IndexedLayer(OffloadLayer):
             run.passes("stream buffers", decode=place_bytes(kind, self.config, self._records(kind)), together=True)
         self.indexer.rehearse(run, kind, context)
         run.decoding()
+        if device_step.rehearse_chosen(self, run, kind, context):
+            return
         history, form, rows = self.history, kind.form, kind.rows
         self.most_chosen = chosen = min(kind.most_chosen, context)
-        for tier in slot_tiers(form, history.device, run, self._slots(), self._slots()):
+        for tier in slot_tiers(form, history.device, run, self.slots_for_all, self.slots_for_all):
             tier.rehearse(cast(Any, history.store).records)
             run.keeps("tables", tier.tables_nbytes)
         records, latest = min(chosen, records_soon(history.records)), -(-history.recent.shape[1] // form.group_size)
@@ -514,6 +523,10 @@ class IndexedLayer(OffloadLayer):
             self.indexer.truncate(self.length)
         elif count:  # of a layer that shares another's keys only the indexer's are stored
             self.indexer.truncate(count if count > 0 else max(0, self.indexer.length + count))
+
+    def truncated(self, units: int) -> None:
+        if self.device_slots is not None:  # other units will have the same numbers
+            self.drop_fetcher()
 
     def dropped(self, records: np.ndarray) -> None:
         if self._fetcher is not None:
@@ -543,6 +556,8 @@ class IndexedLayer(OffloadLayer):
         self.indexer.select_rows(rows)
         if self._fetcher is not None:
             self._fetcher.rows_changed()
+        if self.device_slots is not None:
+            self.device_slots.select_rows(rows)
 
     def close(self) -> None:
         self.drop_fetcher()
@@ -552,6 +567,8 @@ class IndexedLayer(OffloadLayer):
     # --- contexts ----------------------------------------------------------------------------------------------
 
     def freeze(self) -> Sequence[FreezableStore]:
+        if self.device_slots is not None:
+            self.drop_fetcher()
         if self._fetcher is not None:
             self._fetcher.drop_reads()
         return [*super().freeze(), *self.indexer.freeze()]
@@ -572,6 +589,7 @@ class IndexedLayer(OffloadLayer):
         try:
             self.indexer.restore(indexer, self.name, rows, parts[own:], device)
             super().restore(tree, parts[:own], device)
+            self.on_device = self.is_filled and device_step.reads_chosen(self)
             if self.is_filled and indexer["keys"] is not None and self.indexer.length != self.length:
                 raise not_whole(self.name, f"its indexer has {self.indexer.length} of {self.length} tokens")
         except BaseException:

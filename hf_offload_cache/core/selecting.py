@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -201,3 +201,28 @@ class Indexing:
 
     def _present(self) -> list[Any]:
         return [layer for reference in self.layers if (layer := reference()) is not None]
+
+
+@dataclass
+class Asked:
+    """What `update_indexer` does while a forward of an indexer runs several times, or for a guess: `add` the step's
+    keys if they are not `added`, and return `keys()`. `dtype`: of the indices that the forward returned."""
+
+    add: Callable[[torch.Tensor], object]
+    added: bool = False
+    keys: Callable[[], torch.Tensor] = lambda: torch.empty(0, dtype=torch.float32, device="cpu")
+    dtype: torch.dtype = torch.int32
+
+
+class Guessing:
+    """Replaces the cache for a guess of a layer's indexer: shows it the stored tokens and the step's one."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layers, self._layer = {layer.layer_idx: self}, layer
+        self.keys = torch.empty(layer.batch, 1, layer.length + 1, 1, dtype=layer.dtype, device="meta")
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[2]
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        return cast(torch.Tensor, self._layer.update_indexer(keys))

@@ -137,6 +137,11 @@ class DeviceSlots:
         """The tables, of which some do not exist."""
         return self._slot_of, self._unit_in, self._order, self._uses, self._weight
 
+    @property
+    def slot_of(self) -> torch.Tensor:
+        """(rows, units or more) int32: the slot of each unit, or -1; valid until the next `bring`."""
+        return self._slot_of
+
     def bring(self, history: Source, units: torch.Tensor) -> torch.Tensor | None:
         """Slots (rows, S) int32 of a step's `units` (rows, S) int32, distinct and ascending, at most `count` in a row,
         after their records were read into them; -1 for a unit of -1. Does not wait. None if the device cannot read some

@@ -154,6 +154,49 @@ def bring(addresses: torch.Tensor, absent: torch.Tensor, slots: torch.Tensor, da
 
 
 @with_kernel()
+def units_at(places: torch.Tensor, stored: int, group: int, count: int) -> torch.Tensor:
+    """The units of the tokens at `places`, (R, `count`) int32: distinct and ascending, followed by -1.
+
+    Args:
+        places: (R, K) integers, contiguous in the last dimension: positions, each at most once; -1 for none.
+        stored: number of tokens that are in units of `group` tokens, the first ones. The others are in none.
+        count: at least the number of different units, and at most K.
+    """
+    last = stored // group
+    units = torch.where((places >= 0) & (places < stored), places // group, last).int().sort(1).values
+    again = torch.nn.functional.pad(units[:, 1:] == units[:, :-1], (1, 0))
+    units = units.masked_fill(again, last).sort(1).values[:, :count]
+    return units.masked_fill(units == last, -1)
+
+
+@with_kernel()
+def tokens_at(
+    places: torch.Tensor, slot_of: torch.Tensor, data: torch.Tensor, recent: torch.Tensor, stored: int, group: int,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The entries (R, K, width) of the tokens at `places`, zeros for none, and their mask (R, K), which hides those.
+
+    Args:
+        places, stored, group: as of `units_at`.
+        slot_of: (R, U) int32, of `exchange`: each token's unit is in a slot.
+        data: (R, M, group * width), contiguous: the entries in the slots.
+        recent: (R, t, width), contiguous in the last dimension: the entries of the tokens from `stored` on, at least 1.
+        mask: (R or 1, T), contiguous in the last dimension: bool, or added to scores. None: all are visible, in bool.
+    """
+    there, width = places >= 0, recent.shape[2]
+    slots = slot_of.gather(1, (places // group).clamp(0, stored // group - 1).long())
+    inside = (slots * group + places % group).long().clamp(min=0)
+    entries = data.unflatten(2, (group, width)).flatten(1, 2).gather(1, inside[..., None].expand(-1, -1, width))
+    late = (places - stored).clamp(min=0).long()
+    entries = torch.where((places < stored)[..., None], entries, recent.gather(1, late[..., None].expand_as(entries)))
+    entries = entries.masked_fill(~there[..., None], 0)
+    if mask is None:
+        return entries, there
+    seen = mask.expand(len(places), -1).gather(1, places.clamp(min=0).long())
+    return entries, seen.masked_fill(~there, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
+
+
+@with_kernel()
 def attend(
     query: torch.Tensor, data: torch.Tensor, slots: torch.Tensor, recent: torch.Tensor, form: Any, scaling: float,
     value: torch.Tensor | None, weight: torch.Tensor | None, keep: torch.Tensor | None = None,

@@ -247,6 +247,89 @@ def seal(tail: torch.Tensor, length: int, records: torch.Tensor, form: Any) -> t
     return left
 
 
+# Tokens in slots
+
+@triton.jit(do_not_specialize=["count", "stored", "units", "selected"])
+def _units_at(  # type: ignore[no-untyped-def]
+    places, flags, found, count, stored, units, selected, place_row, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    flags += row * units
+    found += row * selected
+    for first in range(0, units, BLOCK):
+        unit = first + tl.arange(0, BLOCK)
+        tl.store(flags + unit, tl.zeros((BLOCK,), dtype=tl.int8), mask=unit < units)
+    for first in range(0, selected, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        tl.store(found + place, tl.full((BLOCK,), -1, dtype=tl.int32), mask=place < selected)
+    tl.debug_barrier()
+    for first in range(0, count, BLOCK):
+        each = first + tl.arange(0, BLOCK)
+        token = tl.load(places + row * place_row + each, mask=each < count, other=-1)
+        tl.store(flags + token // GROUP, tl.full((BLOCK,), 1, dtype=tl.int8), mask=(token >= 0) & (token < stored))
+    tl.debug_barrier()
+    before = 0
+    for first in range(0, units, BLOCK):
+        unit = first + tl.arange(0, BLOCK)
+        flag = tl.load(flags + unit, mask=unit < units, other=0).to(tl.int32)
+        tl.store(found + before + tl.cumsum(flag, 0) - 1, unit, mask=flag > 0)
+        before += tl.sum(flag, 0)
+
+
+def units_at(places: torch.Tensor, stored: int, group: int, count: int) -> torch.Tensor:
+    """As `slots.units_at`."""
+    rows, units = len(places), stored // group
+    found = torch.empty(rows, count, dtype=torch.int32, device=places.device)
+    flags = torch.empty(rows, units, dtype=torch.int8, device=places.device)
+    given = places, flags, found, places.shape[1], stored, units, count, places.stride(0)
+    _units_at[(rows,)](*given, group, _UNITS)
+    return found
+
+
+@triton.jit(do_not_specialize=["count", "stored", "held", "mask_row", "slot_row"])
+def _tokens_at(  # type: ignore[no-untyped-def]
+    places, slot_of, data, recent, mask, entries, seen, count, stored, held, place_row, slot_row, recent_row,
+    recent_entry, mask_row, GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)
+    row = at // count
+    token = tl.load(places + row * place_row + at % count)
+    each = tl.arange(0, BLOCK)
+    entry = tl.zeros((BLOCK,), dtype=entries.dtype.element_ty)
+    if token >= stored:
+        entry = tl.load(recent + row * recent_row + (token - stored) * recent_entry + each, mask=each < WIDTH)
+    elif token >= 0:
+        slot = tl.load(slot_of + row * slot_row + token // GROUP)
+        inside = (row * held + slot) * GROUP + token % GROUP
+        entry = tl.load(data + inside * WIDTH + each, mask=each < WIDTH)
+    tl.store(entries + at * WIDTH + each, entry, mask=each < WIDTH)
+    if MASKED:
+        value = tl.load(mask + row * mask_row + token, mask=token >= 0, other=0)
+        tl.store(seen + at, tl.where(token >= 0, value, tl.full((), LEAST, dtype=seen.dtype.element_ty)))
+    else:
+        tl.store(seen + at, (token >= 0).to(tl.uint8))
+
+
+def tokens_at(
+    places: torch.Tensor, slot_of: torch.Tensor, data: torch.Tensor, recent: torch.Tensor, stored: int, group: int,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """As `slots.tokens_at`."""
+    (rows, count), width = places.shape, recent.shape[2]
+    entries = torch.empty(rows, count, width, dtype=recent.dtype, device=places.device)
+    kind = torch.bool if mask is None else mask.dtype
+    seen = torch.empty(rows, count, dtype=kind, device=places.device)
+    masks = entries if mask is None else mask.view(torch.uint8) if kind == torch.bool else mask
+    _tokens_at[(rows * count,)](
+        places, slot_of, data, recent, masks, entries, seen.view(torch.uint8) if kind == torch.bool else seen,
+        count, stored, data.shape[1], places.stride(0), slot_of.stride(0), recent.stride(0), recent.stride(1),
+        0 if mask is None or len(mask) == 1 else mask.stride(0), group, width, wide(width), mask is not None,
+        0 if kind == torch.bool else torch.finfo(kind).min,
+    )  # fmt: skip
+    return entries, seen
+
+
 # Attention
 
 @triton.jit

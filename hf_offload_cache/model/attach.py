@@ -185,17 +185,25 @@ class PrepareInputs(MethodOnModel):
 
 class ExpandLatents(MethodOnModel):
     """Replaces the method by which attention with an indexer makes keys and values of stored latents: hands the tag of
-    the latents on to them."""
+    the latents on to them. Keys and values of a tag that stands for stored ones are undefined: nobody reads them."""
 
     name = "expand_kv"
+    expanded: tuple[torch.Tensor, ...] = ()
+    """Keys and values without data, with the heads, widths and types of the latest ones; empty before the first."""
 
     @untraced
     def __call__(self, *latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.compiler.is_dynamo_compiling():
             return cast(tuple[torch.Tensor, torch.Tensor], ExpandLatents.__call__.outside(self, *latents))
-        method = self.method()
-        expanded: tuple[torch.Tensor, torch.Tensor] = method(*latents)
-        if (tag := getattr(latents[0], TAG, None)) is not None:
+        method, tag = self.method(), getattr(latents[0], TAG, None)
+        if tag is None or tag.whole or not self.expanded:
+            keys, values = method(*latents)
+            self.expanded = tuple(one[:1, :, :1].detach().to("meta") for one in (keys, values))
+        else:
+            shape = len(latents[0]), -1, latents[0].shape[2], -1
+            keys, values = (torch.empty_like(one.expand(shape), device=latents[0].device) for one in self.expanded)
+        expanded: tuple[torch.Tensor, torch.Tensor] = keys, values
+        if tag is not None:
             for one in expanded:
                 one.__dict__[TAG] = tag
             tag.expand = method

@@ -3,6 +3,7 @@ counts."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -384,3 +385,70 @@ def test_what_an_indexer_chose_is_read_for_a_device(tmp_path: Path) -> None:
             report = cache.report()
     assert report.chosen_by_model == 3 and report.hit_rate is not None and report.hit_rate > 0
     assert report.memory_by_owner["indexer keys"] > 0 and "indexer keys" not in cache.storage.account.host
+    assert report.steps.startswith("3 of 3 over the host: records are not in host memory")
+
+
+def test_steps_that_read_what_an_indexer_chose_wait_for_nothing() -> None:
+    """Of two rows, one of them padded, with records in pinned memory: at most 8 launches of a layer more than with
+    `DynamicCache`. A step of several tokens goes over the host, and the next ones go on without it, behind tokens that
+    were removed and rows that moved; all within the plan."""
+    length, counted, stop, model = 60, [63, 64], 64, dense_with_indexers()
+    ids, mask = prompt(model, 2, stop + 5), torch.ones(2, stop + 5, dtype=torch.long)
+    mask[1, :45], layers = 0, len(model.model.layers)  # fewer tokens are left than an indexer chooses
+    sizes = {"num_recent": 8, "group_size": 4, "reuse_capacity": 40, "max_context": 200, "max_batch": 2}
+
+    def run(model: Any, put: Any, cache: Any, begin: int, *ends: int) -> list[torch.Tensor]:
+        found = []
+        for end in ends:
+            given = {"attention_mask": put(mask[:, :end]), "past_key_values": cache}
+            found.append(values_of(model(put(ids[:, begin:end]), **given).logits))
+            begin = end
+        return found
+
+    def all_steps(*given: Any, counting: Any = lambda: None) -> list[torch.Tensor]:
+        cache, found = given[-1], run(*given, 0, length, length + 1, counted[0] - 1)
+        counting()
+        for end in counted:
+            found += run(*given, end - 1, end)
+            counting()
+        cache.activate_past_recording()
+        found += run(*given, stop, stop + 4)
+        counting()
+        cache.crop(-2)
+        found += run(*given, stop + 2, stop + 3)
+        cache.reorder_cache(torch.tensor([0, 0]))
+        mask[1], ids[1], kept = mask[0], ids[0], (mask[1].clone(), ids[1].clone())
+        found += run(*given, stop + 3, stop + 4)
+        mask[1], ids[1] = kept
+        return found
+
+    with torch.no_grad():
+        expected = all_steps(model, lambda given: given, DynamicCache(config=model.config))
+        with on_the_device(dense_with_indexers()) as (there, counts):
+            plain = DynamicCache(config=model.config)
+            run(there, Fake, plain, 0, length, counted[0] - 1)
+            counts.clear()
+            run(there, Fake, plain, counted[0] - 1, counted[0])
+            launches = counts.launches.total()
+        with on_the_device(dense_with_indexers(), 1) as (there, counts), contextlib.ExitStack() as closing:
+            cache = closing.enter_context(cache_class("disk-swap")(there, engine="memory", **sizes))
+            cache.storage.pinned, seen = True, []
+
+            def look() -> None:
+                slots = [layer.device_slots for layer in cache.layers]
+                seen.append((counts.launches.total(), counts.syncs.total() + counts.blocking.total(), slots))
+                counts.clear()
+
+            found = all_steps(there, Fake, cache, counting=look)
+            _, *steps, (_, _, freed) = seen
+            own, waits, slots = zip(*steps, strict=True)
+            assert (min(own) - launches) / layers <= 8 and not any(waits)  # one of the steps may seal a group
+            assert None not in slots[-1] and freed == [None] * layers
+            report, plan = cache.report(), cache.plan(Geometry.of(there), cache.config, 200, 2)
+            assert report.steps == f"{layers} of {layers} layers on the GPU alone"
+            assert report.peak_memory_bytes <= plan.peak_bytes
+            assert report.hit_rate is not None and report.hit_rate > 0
+            cache.crop(-16)  # later units get the same numbers
+            assert [layer.device_slots for layer in cache.layers] == [None] * layers
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= 1e-4 * other.abs().max()

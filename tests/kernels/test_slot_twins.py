@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_offload_cache.fetch import MostUsed, SlotTable
 from hf_offload_cache.history import RecordFormat
-from hf_offload_cache.kernels.slots import attend, bring, exchange
+from hf_offload_cache.kernels.slots import attend, bring, exchange, tokens_at, units_at
 from hf_offload_cache.stores import MemoryStore
 
 
@@ -192,3 +192,34 @@ def test_latest_entries_that_are_not_seen_do_not_count() -> None:
         expected = attend(query[some], data[some], slots[some], recent[some, seen[row]], form, 0.2, None, None)
         torch.testing.assert_close(output[some], expected[0])
         torch.testing.assert_close(logarithm[some], expected[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_tokens_are_found_in_the_slots_of_their_units(data: st.DataObject) -> None:
+    """Each entry has its row and position in it. Of unsealed tokens it is among the latest ones."""
+    rows, group, units, late = (data.draw(st.integers(1, most)) for most in (3, 4, 9, 5))
+    stored, total, count = units * group, units * group + late, data.draw(st.integers(1, units * group + late))
+    chosen = [data.draw(st.permutations(range(total)))[:count] for _ in range(rows)]
+    places = torch.tensor(chosen, dtype=data.draw(st.sampled_from([torch.int32, torch.int64])))
+    places[:, data.draw(st.integers(0, count)) :] = -1
+    width = data.draw(st.integers(min(count, units), count))
+    found = units_at(places, stored, group, width)
+    for row, one in zip(found.tolist(), places, strict=True):
+        expected = sorted({int(token) // group for token in one if 0 <= token < stored})
+        assert row == (expected + [-1] * width)[:width]
+    named = torch.stack([torch.arange(rows)[:, None].expand(-1, total), torch.arange(total).expand(rows, -1)], 2)
+    slot_of = torch.stack([torch.randperm(units + 3)[:units] for _ in range(rows)]).int()
+    slots = torch.full((rows, units + 3, 2 * group), -7)
+    slots.scatter_(1, slot_of.long()[..., None].expand(-1, -1, 2 * group), named[:, :stored].reshape(rows, units, -1))
+    mask = data.draw(st.sampled_from([None, torch.arange(total)[None] % 3 == 0, -torch.rand(rows, total)]))
+    entries, seen = tokens_at(places, slot_of, slots, named[:, stored:], stored, group, mask)
+    there = places >= 0
+    assert torch.equal(entries[there], named.gather(1, places.clamp(min=0).long()[..., None].expand(-1, -1, 2))[there])
+    assert not entries[~there].any()
+    if mask is None or mask.dtype == torch.bool:
+        expected = there if mask is None else there & (places % 3 == 0)
+    else:
+        kept = mask.gather(1, places.clamp(min=0).long())
+        expected = torch.where(there, kept, torch.finfo(mask.dtype).min)
+    assert torch.equal(seen, expected)

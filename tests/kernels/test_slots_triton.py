@@ -294,6 +294,8 @@ def test_each_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
     addresses = torch.zeros(2, 50, dtype=torch.int64, device=device)
     keep = torch.ones(2, 4, form.group_size, dtype=torch.bool, device=device)
     value, weight = torch.ones(2, 6, 40, device=device), torch.ones(2, 6, device=device)
+    entries = torch.zeros(2, 24, 3, device=device)
+    held = torch.zeros_like(tables[0]), entries.view(2, 6, 12), entries[:, :2]
     kernel.counters(query.device, 4)
     with Launches(kernel, monkeypatch) as launches:
         kernel.exchange(places, *tables)
@@ -307,3 +309,42 @@ def test_each_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
             records = torch.empty(4, sealed.record_bytes, dtype=torch.uint8, device=device)
             kernel.seal(torch.empty(2, 20, form.entry_width, dtype=form.dtype, device=device), 15, records, sealed)
         assert (launches.count, launches.others) == (6, [])
+        kernel.units_at(places, 200, 4, places.shape[1])
+        kernel.tokens_at(places, *held, 200, 4, None)
+        assert (launches.count, launches.others) == (8, [])
+
+
+@EACH_DEVICE
+@pytest.mark.parametrize(
+    ("rows", "units", "group", "count", "width", "dtype", "hides"),
+    [
+        (2, 40, 3, 17, 37, torch.bfloat16, None), (1, 60, 4, 45, 8, torch.float32, torch.float32),
+        (3, 9, 1, 12, 72, torch.float16, torch.bool), (2, 3, 4, 5, 576, torch.bfloat16, torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_tokens_are_read_out_of_slots_as_the_twin_reads_them(
+    device: str, rows: int, units: int, group: int, count: int, width: int, dtype: torch.dtype,
+    hides: torch.dtype | None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    kernel, made = kernels("slots_triton", device, monkeypatch), torch.Generator().manual_seed(count)
+    monkeypatch.setattr(kernel, "_UNITS", 16)
+    fill_what_is_empty(monkeypatch)
+    stored, late = units * group, 3
+    places = torch.stack([torch.randperm(stored + late, generator=made)[:count] for _ in range(rows)])
+    places[-1, ::4] = -1
+    if rows > 1:
+        places = places.int()
+    wider = torch.cat([places, places], 1)[:, :count]  # rows of a wider tensor
+    selected = min(count, units + 1)
+    expected = slots.units_at(places, stored, group, selected)
+    assert torch.equal(kernel.units_at(wider.to(device), stored, group, selected).cpu(), expected)
+    slot_of = torch.stack([torch.randperm(units + 2, generator=made) for _ in range(rows)]).int()[:, :units]
+    data = torch.randn(rows, units + 2, group * width, generator=made).to(dtype)
+    recent = torch.randn(rows, late + 2, width + 5, generator=made).to(dtype)[:, 1 : late + 1, :width]
+    mask = None if hides is None else torch.randn(1, stored + late, generator=made).to(hides)
+    if hides == torch.bool:
+        mask = torch.rand(rows, stored + late, generator=made) > 0.5
+    given = places, slot_of, data, recent, stored, group, mask
+    found = kernel.tokens_at(*(move(one, device) if isinstance(one, torch.Tensor) else one for one in given))
+    for one, other in zip(found, slots.tokens_at(*given), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one.cpu(), other)
