@@ -153,6 +153,7 @@ def test_every_architecture_goes_on_as_with_a_dynamic_cache(name: str, bits: int
     ("name", "attention"),
     [("deepseek_v32", "sdpa"), ("deepseek_v32", "eager"), pytest.param("hy_v4", "eager", marks=LATER)],
 )
+@since("5.23", "it stores keys and values instead of latents")
 def test_pieces_of_a_long_prompt_make_no_keys_of_its_history(
     name: str, attention: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
