@@ -92,7 +92,7 @@ class Contender:
         self.seconds: list[float] = []
         self.wall: list[float] = []
         self.piece_seconds: list[float] = []
-        for layer_idx in range(2):
+        for layer_idx in range(2 if tokens else 0):
             self._fill(layer_idx, tokens)
         if name != DYNAMIC:
             cache.storage.prefetcher.flush()
@@ -125,9 +125,8 @@ class Contender:
         self.wall.append(clock)
 
     def piece(self, tokens: int) -> None:
-        """A piece of a prompt, which is removed again."""
+        """The next piece of a prompt."""
         self.piece_seconds.append(self._run(torch.cat([self.inputs.next() for _ in range(tokens)], 1))[0])
-        self.cache.crop(-tokens)
 
     def row(self, tokens: int) -> dict[str, Any]:
         """Figures of the steps since `restart`."""
@@ -202,8 +201,17 @@ def _measured(
             last = made[-1 - len(arguments.bits)]
             for one, _ in in_turns([made[0], last], arguments.pieces, 1):
                 one.piece(arguments.piece)
+                one.cache.crop(-arguments.piece)
             for one in (made[0], last):
                 found[one.name]["piece_ms"] = median(one.piece_seconds)
+            if arguments.prompt:
+                for one in (made[0], last):
+                    one.cache.crop(-one.cache.get_seq_length())
+                    one.piece_seconds = []
+                for one, _ in in_turns([made[0], last], tokens // arguments.piece, 4):
+                    one.piece(arguments.piece)
+                for one in (made[0], last):
+                    found[one.name]["prompt_ms"] = 1e3 * sum(one.piece_seconds)
         return [{"name": name, **row} for name, row in found.items()]
     finally:
         for one in made:
@@ -218,7 +226,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         each = {row["name"]: row for row in rows if (row["shape"], row["tokens"]) == (shape, tokens)}
         full, found = each.pop(DYNAMIC, None), {}
         last = [row for row in each.values() if row["name"].startswith("slots")][-1]
-        for name in ("ms", "piece_ms"):
+        for name in ("ms", "piece_ms", "prompt_ms"):
             if full is not None and name in full:
                 found[f"{name} of {DYNAMIC} over ours"] = full[name] / last[name]
         found |= {f"hits, {name}": row["hit_rate"] for name, row in each.items()}
@@ -237,8 +245,9 @@ STUDY = Study(
         "settles": (2, "steps before them"),
         "piece": (0, "also pieces of a prompt of so many tokens after that history, with the most slots"),
         "pieces": (4, "how many pieces"),
+        "prompt": (False, "also a complete prompt of so many tokens as the history has, in such pieces"),
     },
-    {"shapes": ["tiny"], "tokens": [256], "slots": [0.0, 2.0], "steps": 4, "piece": 32, "pieces": 2},
+    {"shapes": ["tiny"], "tokens": [256], "slots": [0.0, 2.0], "steps": 4, "piece": 32, "pieces": 2, "prompt": True},
 )  # fmt: skip
 
 if __name__ == "__main__":
