@@ -136,12 +136,12 @@ def results(arguments: list[str], tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a model lies that has the default one's tokenizer, length and heads, and random weights: six layers of
+    """Where a model lies that has the default one's tokenizer, length and heads, and random weights: three layers of
     thirty."""
     folder, tokenizer = tmp_path_factory.mktemp("small"), default_tokenizer()
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=192, intermediate_size=256, num_hidden_layers=6, num_attention_heads=3,
-        num_key_value_heads=3, max_position_embeddings=8192, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer), hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=3,
+        num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     build(LlamaForCausalLM, config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
