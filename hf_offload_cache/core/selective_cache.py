@@ -389,7 +389,7 @@ class SelectiveCache(OffloadCache):
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
         if (step := self.shared.step) is not None:
             step.entered = True
-        if self.look_ahead is not None:
+        if self.look_ahead is not None and layer_idx >= 0:
             self.look_ahead.enter_block(layer_idx, block, hidden)
 
     def enter_attention(self, layer_idx: int, module: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None:

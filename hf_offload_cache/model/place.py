@@ -33,6 +33,13 @@ def decoder_blocks(model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Modul
                 yield layer_idx, block, attention
 
 
+def leading_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The first block of each list with decoder blocks, if it is none of these: it has a linear state alone."""
+    blocks = {block for _, block, _ in decoder_blocks(model)}
+    lists = [one for one in model.modules() if isinstance(one, torch.nn.ModuleList) and len(one) and one[0] not in blocks]
+    return [one[0] for one in lists if any(part in blocks for part in one.modules())]
+
+
 def with_indexers(model: PreTrainedModel) -> list[Any]:
     """The attention modules of a model some of whose layers choose by an indexer what they attend to; empty for other
     models, and for one that keeps the indexers' keys elsewhere than in its cache."""

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..report.trace import NO_TIMELINE, Timeline
 from .attention_call import untraced
 from .media import Media
-from .place import decoder_blocks
+from .place import decoder_blocks, leading_blocks
 
 # The methods that hooks call on a forward's cache
 
@@ -51,7 +51,8 @@ class Attachable(Protocol):
         """After a forward of the complete model that raised an `Exception`, which is passed on."""
 
     def enter_block(self, layer_idx: int, block: torch.nn.Module, hidden: torch.Tensor) -> None:
-        """Before a decoder block, with the residual stream (B, q, hidden)."""
+        """Before a decoder block, with the residual stream (B, q, hidden). With `layer_idx` -1: before one with another
+        stream, or one without attention that is the first of its list."""
 
     def enter_attention(self, layer_idx: int, module: torch.nn.Module, hidden: torch.Tensor, rotary: Any) -> None:
         """Before its attention, with the normed stream (B, q, hidden) and the rotary cosines and sines, if given."""
@@ -175,15 +176,17 @@ class Seam:
                 timeline.enter_rest(layer_idx)
             return None
         hidden = args[0] if args else kwargs.get("hidden_states")
-        if isinstance(hidden, torch.Tensor) and hidden.ndim == 3:
+        if layer_idx < 0 or not (isinstance(hidden, torch.Tensor) and hidden.ndim == 3):
             if self.verb == "enter_block":
-                if timeline.on:
-                    timeline.enter_block(layer_idx)
-                cache.enter_block(layer_idx, module, hidden)
-            else:
-                if timeline.on:
-                    timeline.enter_attention(layer_idx)
-                cache.enter_attention(layer_idx, module, hidden, kwargs.get("position_embeddings"))
+                cache.enter_block(-1, module, hidden)
+        elif self.verb == "enter_block":
+            if timeline.on:
+                timeline.enter_block(layer_idx)
+            cache.enter_block(layer_idx, module, hidden)
+        else:
+            if timeline.on:
+                timeline.enter_attention(layer_idx)
+            cache.enter_attention(layer_idx, module, hidden, kwargs.get("position_embeddings"))
         return None
 
 
@@ -216,6 +219,8 @@ def hook_indexers(model: torch.nn.Module, hooks: Hooks) -> None:
 
 def hook_blocks(model: torch.nn.Module, hooks: Hooks) -> None:
     """Hook the decoder blocks of `model` for events of blocks and their attention; otherwise like `hook_model`."""
+    for block in leading_blocks(model):
+        _hook("enter_block", -1, block.register_forward_pre_hook, hooks)
     for layer_idx, block, attention in decoder_blocks(model):
         _hook("enter_block", layer_idx, block.register_forward_pre_hook, hooks)
         _hook("enter_attention", layer_idx, attention.register_forward_pre_hook, hooks)

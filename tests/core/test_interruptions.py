@@ -6,14 +6,15 @@ import contextlib
 import errno
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checked_cache import Gathers
-from harness import Decoded, assert_exact, build, compare, fingerprint, generate, prompt, unchanged
+from harness import Decoded, assert_exact, build, compare, fingerprint, generate, prompt, since, unchanged
+from layered_models import glm5_next, layered
 from long_models import EXACT, LENGTH, dynamic, follow, long_fresh, long_tiny, singles, sparse, step
 from pairwise import combinations
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -246,6 +247,28 @@ def test_a_step_that_fails_beside_linear_states(place: str, layer_idx: int) -> N
         cache.reset()
         ids = prompt(model, 2, 90)
         assert_exact(*(generate(model, held, ids, max_new_tokens=5) for held in (dynamic(model), cache)))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: layered("linear"), pytest.param(glm5_next, marks=since("5.23", "there is no such model")),
+])  # fmt: skip
+def test_a_step_that_fails_in_a_first_layer_without_attention(make: Callable[[], Any]) -> None:
+    """Its state has moved, and no layer that tells its length was there. The second model has several streams."""
+    model = make()
+    ids = prompt(model, 1, 42)
+    first = next(part for name, part in model.named_modules() if name.endswith("layers.0.mlp") and "visual" not in name)
+
+    def explode(*arguments: Any) -> None:
+        raise Boom
+
+    with torch.no_grad(), DiskSwapCache(model, engine="memory", exact=True) as cache:
+        step(model, cache, ids[:, :40])
+        handle = first.register_forward_pre_hook(explode)
+        with pytest.raises(Boom):
+            step(model, cache, ids[:, 40:41])
+        handle.remove()
+        with pytest.raises(RuntimeError, match="reset"):
+            step(model, cache, ids[:, 40:41])
 
 
 # ---------------------------------------------------------------------------------------------- without a hook
