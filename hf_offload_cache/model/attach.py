@@ -35,11 +35,13 @@ from .place import (
 from .seam import (
     Attachable,
     Hooks,
+    Seam,
     cache_among,
     hook_blocks,
     hook_indexers,
     hook_model,
     named,
+    put_last,
     strip_hooks,
     unhook,
     unwrapped,
@@ -222,6 +224,8 @@ class RunIndexer(MethodOnModel):
         cache, method, layer_idx = cache_among(args, kwargs), self.method(), getattr(self.model, "layer_idx", None)
         if cache is None or layer_idx is None:
             return cast(torch.Tensor, method(*args, **kwargs))
+        if not isinstance(next(reversed(self.model._forward_hooks.values()), None), Seam):
+            put_last(self.model)
         return cache.run_indexer(layer_idx, method, {**named(self.model, args), **kwargs})
 
 

@@ -36,8 +36,8 @@ def decoder_blocks(model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Modul
 def leading_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The first block of each list with decoder blocks, if it is none of these: it has a linear state alone."""
     blocks = {block for _, block, _ in decoder_blocks(model)}
-    lists = [one for one in model.modules() if isinstance(one, torch.nn.ModuleList) and len(one) and one[0] not in blocks]
-    return [one[0] for one in lists if any(part in blocks for part in one.modules())]
+    lists = [one for one in model.modules() if isinstance(one, torch.nn.ModuleList) and len(one)]
+    return [one[0] for one in lists if one[0] not in blocks and any(part in blocks for part in one.modules())]
 
 
 def with_indexers(model: PreTrainedModel) -> list[Any]:

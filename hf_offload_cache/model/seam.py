@@ -217,6 +217,13 @@ def hook_indexers(model: torch.nn.Module, hooks: Hooks) -> None:
             _hook("leave_indexer", layer_idx, indexer.register_forward_hook, hooks)
 
 
+def put_last(indexer: torch.nn.Module) -> None:
+    """Let our hook of an `indexer` run behind those of other code, which see and may change what the indexer chose."""
+    hooks = indexer._forward_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, Seam)]:
+        hooks.move_to_end(key)
+
+
 def hook_blocks(model: torch.nn.Module, hooks: Hooks) -> None:
     """Hook the decoder blocks of `model` for events of blocks and their attention; otherwise like `hook_model`."""
     for block in leading_blocks(model):
