@@ -483,7 +483,7 @@ class IndexedLayer(OffloadLayer):
             sizes = kind.num_heads, width, kind.most_chosen, block * kind.form.group_size
             nbytes = planned_bytes(kind.batch, context, *sizes)
             run.passes(LATENTS, prefill=nbytes)
-        self.topk = kind.topk
+        self.topk = kind.topk if kind.indexer_bytes else 0  # otherwise it shares the indexer of an earlier layer
         self.indexer = self._new_indexer(self.shared, self.layer_idx)
         streams = isinstance(self.indexer, StreamedIndexerKeys)
         if self.config.exact or self.config.candidates or streams:  # more queries than a gather has room for

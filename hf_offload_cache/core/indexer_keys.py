@@ -494,7 +494,7 @@ def margin_of(count: int) -> int:
 def read_bytes(kind: LayerKind, config: OffloadConfig, context: int) -> int:
     """Bytes that a step reads for one sequence so that its indexer chooses: all exact keys if they are streamed; with
     codes those at the edge of the choice, if it widens the edge at no time; 0: the keys are in memory."""
-    if kind.topk == 0 or context <= kind.topk or config.indexer_bits is None:
+    if not (kind.topk and kind.indexer_bytes) or context <= kind.topk or config.indexer_bits is None:
         return 0
     form = indexer_form(kind.indexer_bytes // kind.form.dtype.itemsize, kind.form.dtype, config)
     most = context if config.indexer_bits == 0 else 2 * margin_of(kind.topk)

@@ -368,6 +368,14 @@ def test_keys_in_fewer_bits_take_less_memory_and_give_the_same_tokens(
                 model(ids[:, :1], past_key_values=cache)
                 assert store.bytes_read - before == records * 4096 > 0
     assert keys_read == [0, *[2 * 4096 * len(geometry.layers) * -(-400 // 64)] * 2]
+    first, *others = geometry.layers
+    shared = replace(geometry, layers=(first, *(replace(one, indexer_bytes=0) for one in others)))
+    for bits in (8, 0):  # whose other layers share the first one's indexer
+        config = DiskSwapConfig(indexer_bits=bits)
+        one, all_own = (DiskSwapCache.plan(each, config, 400, 1) for each in (shared, geometry))
+        assert one.peak_bytes < all_own.peak_bytes and one.decode["tables"] < all_own.decode["tables"]
+        keys = step_bytes(shared, config, 400, 2) - step_bytes(shared, DiskSwapConfig(), 400, 2)
+        assert keys == keys_read[1] // len(geometry.layers)
     for one, report in zip(tokens[1:], reports[1:], strict=True):
         assert torch.equal(one, tokens[0]) and report.full_kv_bytes == reports[0].full_kv_bytes
     full, coded, streamed = (report.memory_by_owner.get("indexer keys", 0) for report in reports)
