@@ -221,7 +221,7 @@ def put_last(indexer: torch.nn.Module) -> None:
     """Let our hook of an `indexer` run behind those of other code, which see and may change what the indexer chose."""
     hooks = indexer._forward_hooks
     for key in [key for key, hook in hooks.items() if isinstance(hook, Seam)]:
-        hooks.move_to_end(key)
+        hooks[key] = hooks.pop(key)
 
 
 def hook_blocks(model: torch.nn.Module, hooks: Hooks) -> None:
