@@ -324,12 +324,13 @@ class PositionHistory:
         self.tail.append(keys, values)
         records = self._new_records(ids.size)
         left = self.tail.seal(records)
+        self._moved = True
         try:
             self._write(ids, records)
         except Exception:
-            self.tail.take_back(left)
+            self.tail.take_back(left)  # for which memory may be missing, too
+            self._moved = False
             raise
-        self._moved = True
         return [self.form.split(left)]
 
     def _join(

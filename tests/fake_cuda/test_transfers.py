@@ -359,7 +359,7 @@ def test_several_rows_are_written_in_place(
 ) -> None:
     """A device packs them together, in as many launches as one row, and copies each row's records into their store.
     Scattered ones go through the writer's queue. A unit that leaves the latest tokens later takes one launch, and stays
-    if it cannot be written."""
+    if it cannot be written. If there is no memory for that either, the storage is torn."""
     monkeypatch.setattr(memory, "CHUNK_BYTES", 20 * 8192)
     monkeypatch.setattr(records, "CHUNK_BYTES", 16 * 8192)
     batches, tokens, launches = Batches(monkeypatch), 1236, []
@@ -397,6 +397,13 @@ def test_several_rows_are_written_in_place(
             assert set(costs) == {1, 2} and costs.count(2) == history.units - units
             storage.catch_up(history.store, CUDA)
             stored = [values_of(each) for each in history.whole()]
+            while history.room:
+                history.append(*token)
+            no_memory = mock.patch.object(history.tail, "take_back", side_effect=torch.OutOfMemoryError)
+            with refusing as refused, no_memory, pytest.raises(torch.OutOfMemoryError):
+                refused.side_effect = MemoryError
+                history.append(*token)
+            assert storage.torn  # its tokens are lost
             storage.close()
         close = {"rtol": 0.02, "atol": 0.02} if bits else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(stored, both, **close)
