@@ -9,6 +9,7 @@ import torch
 from ...fetch.choice import Estimates
 from ...history.base import Sealed
 from ...history.records import RecordFormat
+from ...kernels.on_a_device import to_device
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
 from ...predictors.value_maps import LeastSquares, ValueMaps, asked, placed, token_weights
@@ -63,7 +64,7 @@ def fit_maps(
             places = places[visible[row, places.to(visible.device)].cpu()]
         keys, values = _sample(sealed.parts, row, places - before)
         means, cluster, held = (
-            torch.from_numpy(part).to(keys.device) for part in (centroids[row], labels[row, places.numpy()], sizes[row])
+            to_device(part, keys.device) for part in (centroids[row], labels[row, places.numpy()], sizes[row])
         )
         weights, mass = (torch.zeros(*shape, dtype=torch.float32, device=keys.device)
                          for shape in ((len(keys),), (2, heads)))  # fmt: skip
@@ -71,7 +72,7 @@ def fit_maps(
         for first in range(0, len(behind), piece):
             part = states[row, :, first : first + piece].float().to(keys.device) * scaling  # (H, n, D)
             ends = sealed.tokens - torch.tensor(behind[first : first + piece], device="cpu")
-            there = (places < ends[:, None]).to(keys.device)  # (n, tokens)
+            there = to_device((places < ends[:, None]).numpy(), keys.device)  # (n, tokens)
             scores = part @ keys.t(), part @ means.float().t()
             _add_rest(*scores, cluster.long(), there, held.float(), wanted, weights, mass)
         sums = LeastSquares(1, form.key_width + 1, form, keys.device)
@@ -87,7 +88,8 @@ def _sample(
     begin, found = 0, []
     for keys, values in parts:
         own = places[(places >= begin) & (places < begin + keys.shape[2])] - begin
-        found.append([part[row, 0, own.to(part.device)].float() for part in (keys, values)])
+        of_part = to_device(own.numpy(), keys.device)
+        found.append([part[row, 0, of_part].float() for part in (keys, values)])
         begin += keys.shape[2]
     keys, values = (torch.cat(own) for own in zip(*found, strict=True))
     return keys, values

@@ -13,7 +13,7 @@ import torch
 from ...config import OffloadConfig, parse_size
 from ...core.budget import Goals
 from ...core.layer import OffloadLayer
-from ...core.plan import LayerKind, layer_kinds, stream_bytes, streamed
+from ...core.plan import LayerKind, layer_kinds, place_bytes, stream_bytes, streamed
 from ...core.selective_cache import SelectiveCache
 from ...core.selective_layer import SelectiveLayer
 from ...core.shared import Shared
@@ -45,6 +45,7 @@ def rules_of(settings: DiskSwapConfig) -> Rules:
         settings.max_context or 0,
         settings.remainder,
         None if settings.memory is None else parse_size(settings.memory),
+        settings.block_tokens or 0,
     )
 
 
@@ -68,7 +69,8 @@ class DiskSwapLayer(SelectiveLayer):
         def streaming() -> int:  # without a reference to this layer, which holds the predictor
             records = history.records
             unpacked = unpacking_bytes(form, rows * streamed(kind, settings, records))
-            return stream_bytes(kind, settings, records) + unpacked
+            buffers = stream_bytes(kind, settings, records) - storage.account.by_owner["stream buffers"]  # those there
+            return max(0, buffers) + place_bytes(kind, settings, records) + unpacked
 
         shared = LowRankShared(
             storage.account, selecting.workspace, lambda: selecting.postponed, selecting.rest,

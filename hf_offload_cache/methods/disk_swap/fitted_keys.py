@@ -64,6 +64,9 @@ class Rules:
     """Estimate what units that were not selected would have added."""
     memory: int | None = None
     """Bytes of the budget; None: there is none."""
+    block_tokens: int = 0
+    """Tokens a row in a block of a streamed history, within a budget. A plan has room for a fit in parts that are
+    shorter than these blocks."""
 
 
 class LowRankShared(NamedTuple):
@@ -124,7 +127,8 @@ class FittedKeys:
         units, before = context // form.group_size, run.on_device
         most = most_kept(wanted, units, self._at_once(heads) if estimates else 0, self.heads)
         width, sizes = form.key_width, (context, rows, heads, form.group_size, most)
-        part = PART if rules.memory is not None else part_sizes(run.device_type)[0]  # a budget may have room for more
+        planned, limited = part_sizes(run.device_type), rules.memory is not None
+        part = next((size for size in planned if not limited or size < rules.block_tokens), PART)  # there may be more
         if rules.dtype is None:
             CodedKeys.rehearse(run, width, self._code_bytes, *sizes)
             run.passes("fitting", prefill=coding_bytes(width, form.dtype.itemsize, rows, context, part))
