@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -92,7 +93,8 @@ def publish(arguments: argparse.Namespace) -> int:
             f"{arguments.url} already contains a published context; choose another folder or pass --overwrite"
         )
     nbytes = sum(cell.bytes for row in manifest.cells for cell in row if cell is not None)
-    full = sum(manifest.shape(chunk).nbytes for chunk in range(manifest.chunks)) * (manifest.layers - 1)
+    places = itertools.product(range(manifest.chunks), range(1, manifest.layers))
+    full = sum(manifest.shape(*place).nbytes for place in places)
     size = f"{manifest.tokens:,} tokens in {manifest.chunks} chunks: {size_text(nbytes)}"
     print(f"{size}, {nbytes / max(1, full):.3f} of their size in a cache ({manifest.level})")
     return 0

@@ -10,7 +10,7 @@ from .budget import nearest as nearest
 from .cache import OffloadCache as OffloadCache
 from .filling import Filling as Filling
 from .filling import piece_size as piece_size
-from .indexer_keys import chosen_at_edge as chosen_at_edge
+from .gathered_mask import chosen_at_edge as chosen_at_edge
 from .layer import OffloadLayer as OffloadLayer
 from .layer import Rows as Rows
 from .layers import hybrid as hybrid

@@ -40,7 +40,7 @@ from .plan import plan_cache
 from .read_only import refuse_copy, refuse_layers, refuse_pickle
 from .reporting import report_of
 from .shared import Shared, shut_down
-from .step import ForwardEnded, check_model, check_planned, check_uses_cache, check_was_used, sparse_warning
+from .step import check_model, check_planned, check_uses_cache, check_was_used, sparse_warning
 
 
 class OffloadCache(Cache):
@@ -183,7 +183,7 @@ class OffloadCache(Cache):
             check_planned(self.config, key_states.shape[0], layer.length + key_states.shape[2] - layer.guessed)
         given = layer.update(key_states, value_states, *args, **kwargs)
         if self.shared.ends_after is not None and self.shared.ends_after(layer_idx):
-            raise ForwardEnded
+            layer.end_forward()
         return given
 
     # --- the step, called by the seams -------------------------------------------------------------------------

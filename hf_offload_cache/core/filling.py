@@ -203,13 +203,14 @@ class Filling:
         self._fitted: tuple[dict[int, Any], list[str]] | None = None
 
     @staticmethod
-    def reason_against(cache: OffloadCache) -> str | None:
-        """The reason why a cache needs a complete prefill; None: it can be filled in parts."""
+    def reason_against(cache: OffloadCache, *, with_indexers: bool = False) -> str | None:
+        """The reason why a cache needs a complete prefill; None: it can be filled in parts. `with_indexers`: what is
+        added includes the keys of indexers."""
         others = [layer for layer in cache.layers if not isinstance(layer, OffloadLayer)]
         if others:
             return f"{len(others)} of {len(cache.layers)} layers keep a window or a state, which is not streamed"
-        if any(layer.keeps_more for layer in cache.offloaded):
-            return "its layers keep an indexer's keys, which are not streamed"
+        if not with_indexers and any(layer.keeps_more for layer in cache.offloaded):
+            return "its layers keep an indexer's keys, which are not copied"
         if len(set((getattr(cache.model, "hf_device_map", None) or {}).values())) > 1:
             return "its layers are on several devices"
         if cache.has_linear_state:
@@ -267,12 +268,15 @@ class Filling:
 
     def _prepare(self) -> None:
         """Give empty layers their fitted state."""
-        if self._fitted is None:
-            return
-        fitted, states = self._fitted
-        for layer, state in zip(self.layers, states, strict=True):
+        fitted = {} if self._fitted is None else self._fitted[0]
+        for layer in self.layers:
             if isinstance(layer, SelectiveLayer) and (given := fitted.get(layer.layer_idx)) is not None:
                 layer.use_fitted_state(given)
+        self._set_states()
+
+    def _set_states(self) -> None:
+        """Set the states of layers whose attention has not run."""
+        for layer, state in zip(self.layers, self._fitted[1], strict=True) if self._fitted is not None else ():
             if layer.state == "unknown" and state in ("tagged", "full"):
                 layer.state = state
 
@@ -297,14 +301,15 @@ class Filling:
         except ForwardEnded:
             cache.end_part()
             self.layers[depth - 1].learn_alone()
+            self._set_states()
         finally:
             shared.ends_after = shared.attend_prompt = None
         return depth
 
-    def take(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """As `OffloadLayer.take`; keys (1, Hk, t, D) on any device."""
+    def take(self, layer_idx: int, *tensors: torch.Tensor) -> None:
+        """As the layer's `take`; keys (1, Hk, t, D), values, and an indexer's keys (1, t, D), on any device."""
         device = self._cache.model.device
-        self.layers[layer_idx].take(keys.to(device), values.to(device))
+        self.layers[layer_idx].take(*(tensor.to(device) for tensor in tensors))
 
     def copy(
         self, ids: torch.Tensor, padding: torch.Tensor, sources: Sequence[tuple[Source, int] | None], rest: int

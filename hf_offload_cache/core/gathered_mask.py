@@ -1,11 +1,14 @@
-"""The mask of a step's gathered entries, taken column by column from the model's own; and a gather of single tokens."""
+"""The mask of a step's gathered entries, taken column by column from the model's own; a gather of single tokens; and a
+choice of tokens by approximate scores."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..fetch.choice import Choice, Estimates, Fetched
 from ..fetch.fetcher import Fetcher
@@ -147,3 +150,71 @@ def marked(places: torch.Tensor, length: int) -> np.ndarray:
 def additive(there: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A boolean mask as an additive one."""
     return torch.zeros(there.shape, dtype=dtype, device=there.device).masked_fill(~there, torch.finfo(dtype).min)
+
+
+# A choice by approximate scores, and by the exact ones of tokens at its edge
+
+class ScoresOfTopK(TorchFunctionMode):
+    """Keeps the tensor whose best elements the code within takes, by `topk` along the last dimension: the scores by
+    which a model's indexer chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: torch.Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.topk or func is torch.topk:
+            self.latest = args[0]
+        return func(*args, **(kwargs or {}))
+
+    def take(self, *shape: int) -> torch.Tensor | None:
+        """The latest scores, if they have this shape."""
+        scores, self.latest = self.latest, None
+        return scores if scores is not None and scores.shape == shape else None
+
+
+def margin_of(count: int) -> int:
+    """Ranks on each side of the edge of a choice of `count` tokens that are scored exactly at first."""
+    return max(16, count // 8)
+
+
+Scorer = Callable[[np.ndarray, torch.Tensor], None]
+"""Replaces the scores (B, q, T) of tokens (B, T) bool by exact ones."""
+
+
+def chosen_at_edge(scores: torch.Tensor, count: int, make_exact: Scorer) -> torch.Tensor:
+    """The `count` tokens of the highest exact scores for each query, (B, q, count) int64, in any order, of
+    approximate `scores` (B, q, T), without the exact scores of all.
+
+    Those of the tokens next to the edge are made exact: at first `margin_of(count)` ranks on each side of it. This
+    ends when every other token is farther from the edge than twice the largest error that was found, and no two tokens
+    at the edge have the same score, or when all are exact. So the choice can only differ from the exact one if a token
+    that was left out has more than twice this error.
+    """
+    margin, length, mixed = margin_of(count), scores.shape[2], scores.clone()
+    known = np.zeros((scores.shape[0], length), dtype=bool)
+    rows = np.arange(len(known))[:, None]
+    while True:
+        first, stop = max(0, count - margin), min(length, count + margin)
+        ranked = scores.topk(min(length, stop + 1), dim=2)
+        edge = ranked.indices[..., first:stop]
+        wanted = np.zeros_like(known)
+        wanted[rows, edge.flatten(1).cpu().numpy()] = True
+        wanted &= ~known
+        known |= wanted
+        make_exact(wanted, mixed)
+        if first == 0 and stop == length:
+            break
+        error = 2 * torch.nan_to_num((mixed - scores).abs(), nan=0.0, posinf=0.0).amax(2)
+        at_edge = mixed.gather(2, edge)
+        least = at_edge.topk(count - first, dim=2).values[..., -1]
+        alike = (at_edge >= least.unsqueeze(2)).sum(2) > count - first  # then `topk` decides, which has to see all
+        certain = ~alike | (least <= torch.finfo(least.dtype).min / 2)  # hidden tokens are alike, too
+        if first:
+            certain &= ranked.values[..., first - 1] - error >= least
+        if stop < length:
+            certain &= ranked.values[..., stop] + error <= least
+        if bool(certain.all()):
+            break
+        margin *= 2
+    return mixed.topk(count, dim=2).indices

@@ -12,13 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
 
 from ..config import OffloadConfig, SelectiveConfig
-from ..errors import BudgetError, UnsupportedModelError, not_whole, shown
+from ..errors import BudgetError, not_whole, shown
 from ..fetch.areas import records_soon
 from ..fetch.choice import Choice
 from ..fetch.fetcher import Fetcher
@@ -42,19 +42,15 @@ from .indexer_keys import (
     OWNER,
     CodedIndexerKeys,
     IndexerKeys,
-    ScoresOfTopK,
     StoredIndexerKeys,
     StreamedIndexerKeys,
-    chosen_at_edge,
-    exact_scorer,
-    margin_of,
     parts_of,
 )
 from .layer import OffloadLayer, Output, Rows
 from .plan import LayerKind, indexed_form, place_bytes, stream_bytes, streamed
 from .selecting import Asked, Guessing, Indexing, most_slots
 from .shared import Shared
-from .step import MOST_CANDIDATES, Step
+from .step import MOST_CANDIDATES, ForwardEnded, Step
 
 
 class IndexedLayer(OffloadLayer):
@@ -99,6 +95,8 @@ class IndexedLayer(OffloadLayer):
         self._fetcher: Fetcher | None = None
         self._made_for = 0, 0  # rows, slots
         self.on_device, self.device_slots, self.over_host = False, None, None  # as of a `SelectiveLayer`
+        self._ends = False
+        """The forward ends here as soon as its indexer's keys are added, or attention shows that there are none."""
         self.read_early = False
         """Reads for the latest step of one query began in the layer before it, or before the first one."""
 
@@ -130,6 +128,9 @@ class IndexedLayer(OffloadLayer):
                 asked.added = True
             return asked.keys()
         try:
+            if self._ends:
+                indexer.add(indexer_key_states, held)
+                self._end()
             return indexer.append(indexer_key_states, held)
         except BaseException as error:
             self.shared.step_failed(error, taken=True)
@@ -151,41 +152,12 @@ class IndexedLayer(OffloadLayer):
                 return forward(**given)
         self._asked = asked = Asked(partial(indexer.add, held=held))
         try:
-            return self._choose(asked, indexer, forward, given, mask)
+            return indexer.choose(asked, forward, given, mask, self.topk)
         except BaseException as error:
             self.shared.step_failed(error, taken=True)
             raise
         finally:
             self._asked = None
-
-    def _choose(
-        self, asked: Asked, indexer: StoredIndexerKeys, forward: Callable[..., torch.Tensor], given: dict[str, Any],
-        mask: torch.Tensor, exact: bool = True,
-    ) -> torch.Tensor:  # fmt: skip
-        """As `run_indexer`; by the codes alone if not `exact`."""
-        length, at_once, account = mask.shape[2], indexer.at_once(self.topk), self.shared.storage.account
-        count = min(self.topk, length)
-
-        def score(keys: Callable[[], torch.Tensor], part: torch.Tensor) -> torch.Tensor:
-            asked.keys = keys
-            asked.dtype = forward(**{**given, "attention_mask": part}).dtype
-            shape = indexer.batch, *part.shape[1:]
-            if (scores := watch.take(*shape)) is None:
-                raise UnsupportedModelError(
-                    f"indexer_bits={self.config.indexer_bits}: the indexer of layer {self.layer_idx} does not choose "
-                    f"the best of {shape} scores by one call of topk: leave out indexer_bits"
-                )
-            return scores
-
-        with ScoresOfTopK() as watch, torch.no_grad(), contextlib.closing(indexer.scored(at_once)) as keys:
-            with account.holding(OWNER, indexer.scored_bytes(min(length, at_once))):
-                parts = [score(lambda: next(keys), part) for part in mask.split(at_once, 2)]
-            scores = torch.cat(parts, 2)
-            if not exact or not isinstance(indexer, CodedIndexerKeys):
-                return scores.topk(count, dim=2).indices.to(asked.dtype)
-            scorer = exact_scorer(indexer, mask, 2 * margin_of(count), lambda keys, part: score(lambda: keys, part))
-            chosen = chosen_at_edge(scores, count, scorer)
-        return chosen.to(asked.dtype)
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
@@ -210,7 +182,7 @@ class IndexedLayer(OffloadLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As in `OffloadLayer`. In a sparse step the tensors have one token, whose tag has what the step added: the
         model's code makes keys and values of it, and hands these to attention."""
-        step = self.shared.step
+        step, self._ends = self.shared.step, False
         if not self.indexing.is_sparse(step) and self.state == "tagged":
             self.state = "unknown"  # attention says so again
         keys, values = super().update(key_states, value_states, *args, **kwargs)
@@ -222,12 +194,32 @@ class IndexedLayer(OffloadLayer):
         keys.__dict__[TAG] = values.__dict__[TAG] = tag
         return keys, values
 
+    def end_forward(self) -> None:
+        """As of `OffloadLayer`: models add an indexer's keys before or after this layer's, or none."""
+        self._ends = self.indexer.length != self.length
+        if not self._ends:
+            self._end()
+
+    def _end(self) -> NoReturn:
+        self._ends = False
+        raise ForwardEnded
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor, indexer: torch.Tensor | None = None) -> None:
+        """As of `OffloadLayer`, with its own `indexer`'s keys (B, t, D)."""
+        held = self.length
+        super().take(keys, values)
+        if indexer is not None:
+            with self.shared.changing():
+                self.indexer.add(indexer, held)
+
     # --- attention ---------------------------------------------------------------------------------------------
 
     def _attend(self, call: AttentionCall) -> Output:
         tag, step = call.tag, self.shared.step
         assert tag is not None
         self._sealed = None
+        if self._ends:
+            self._end()
         if tag.whole:
             if self.state != "full":
                 known = call.kwargs.get("indices") is None and call.replaceable(self.history.length)
@@ -397,7 +389,7 @@ class IndexedLayer(OffloadLayer):
         self._asked = asked = Asked(keys.add_guess, keys=lambda: keys.parts[0][:, :length])
         try:
             if isinstance(keys, StoredIndexerKeys):
-                return self._choose(asked, keys, guess.indexer, given, cast(torch.Tensor, mask), exact=False)
+                return keys.choose(asked, guess.indexer, given, cast(torch.Tensor, mask), self.topk, exact=False)
             return cast(torch.Tensor, guess.indexer(**given))
         finally:
             self._asked = None

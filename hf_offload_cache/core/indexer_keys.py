@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ..config import OffloadConfig
-from ..errors import not_whole, shown
+from ..errors import UnsupportedModelError, not_whole, shown
 from ..fetch.areas import Areas, records_soon
 from ..fetch.fetcher import Fetcher
 from ..fetch.storage import Storage
@@ -23,8 +23,9 @@ from ..memory.account import RECORDS, MemoryAccount
 from ..memory.dry_run import DryRun
 from ..stores.base import DEVICE_BLOCK, FreezableStore
 from ..stores.layered import LayeredStore
-from .gathered_mask import gather_tokens
+from .gathered_mask import Scorer, ScoresOfTopK, chosen_at_edge, gather_tokens, margin_of
 from .plan import LayerKind, stream_bytes
+from .selecting import Asked
 
 OWNER = "indexer keys"
 """Owner in the account of the memory of indexers' keys and positions."""
@@ -60,10 +61,22 @@ class IndexerKeys:
         """Number of sequences; 0 before the first token."""
         return len(self.parts[0]) if self.parts else 0
 
-    def append(self, keys: torch.Tensor, held: int) -> torch.Tensor:
-        """All keys (B, T, D): the first `held`, followed by `keys` (B, t, D), which are copied. A view, valid until the
-        next change. Raises `BudgetError`, with nothing changed."""
+    @property
+    def form(self) -> tuple[int, torch.dtype] | None:
+        """Width and type of an exact key; None before the first token."""
+        return (self.parts[0].shape[2], self.parts[0].dtype) if self.parts else None
+
+    def add(self, keys: torch.Tensor, held: int) -> None:
+        """Copy `keys` (B, t, D) behind the first `held` tokens. Raises `BudgetError` with nothing changed."""
         self._keep(keys.detach(), held)
+
+    def append(self, keys: torch.Tensor, held: int) -> torch.Tensor:
+        """As `add`; returns all keys, as `whole`."""
+        self._keep(keys.detach(), held)
+        return self.parts[0][:, : self.length]
+
+    def whole(self) -> torch.Tensor:
+        """All keys (B, T, D), exact. A view, valid until the next change, or new."""
         return self.parts[0][:, : self.length]
 
     def add_guess(self, keys: torch.Tensor) -> None:
@@ -220,12 +233,15 @@ class StoredIndexerKeys(IndexerKeys):
     def batch(self) -> int:
         return 0 if self.exact is None else self.exact.rows
 
+    @property
+    def form(self) -> tuple[int, torch.dtype] | None:
+        return None if self.exact is None else (self.exact.form.key_dim, self.exact.form.dtype)
+
     def _new_history(self, form: RecordFormat, rows: int, device: torch.device) -> PositionHistory:
         return PositionHistory(self._storage, form, rows, device, self._config, self._name)
 
     def add(self, keys: torch.Tensor, held: int) -> None:
-        """Add `keys` (B, t, D) behind the first `held` tokens. Raises `BudgetError` and `StoreError`; then the first
-        `held` are as before."""
+        """As of `IndexerKeys`. Raises `BudgetError` and `StoreError`; then the first `held` are as before."""
         keys = keys.detach()
         if self.exact is None:
             form = indexer_form(keys.shape[2], keys.dtype, self._config)
@@ -246,7 +262,6 @@ class StoredIndexerKeys(IndexerKeys):
         return keys if not held else self.whole()
 
     def whole(self) -> torch.Tensor:
-        """All exact keys (B, T, D), new."""
         assert self.exact is not None
         return self.exact.whole(self.length)[0][:, 0]
 
@@ -254,6 +269,37 @@ class StoredIndexerKeys(IndexerKeys):
         """The keys that a step's indexer scores, in order: (B, t, D), of `at_once` tokens and at last of those that are
         left, each valid until the next. Nothing is read before the first."""
         raise NotImplementedError
+
+    def choose(
+        self, asked: Asked, forward: Callable[..., torch.Tensor], given: dict[str, Any], mask: torch.Tensor, topk: int,
+        exact: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        """Indices (B, q, K) that `forward`, a forward of the model's indexer with the `given` arguments and a `mask` (B
+        or 1, q, T), chooses, at most `topk`, by scores of the keys in parts; by the codes alone if not `exact`. `asked`
+        is what `update_indexer` returns meanwhile."""
+        length, at_once, account = mask.shape[2], self.at_once(topk), self._storage.account
+        count = min(topk, length)
+
+        def score(keys: Callable[[], torch.Tensor], part: torch.Tensor) -> torch.Tensor:
+            asked.keys = keys
+            asked.dtype = forward(**{**given, "attention_mask": part}).dtype
+            shape = self.batch, *part.shape[1:]
+            if (scores := watch.take(*shape)) is None:
+                raise UnsupportedModelError(
+                    f"indexer_bits={self._config.indexer_bits}: the indexer of layer {self._layer_idx} does not choose "
+                    f"the best of {shape} scores by one call of topk: leave out indexer_bits"
+                )
+            return scores
+
+        with ScoresOfTopK() as watch, torch.no_grad(), contextlib.closing(self.scored(at_once)) as keys:
+            with account.holding(OWNER, self.scored_bytes(min(length, at_once))):
+                parts = [score(lambda: next(keys), part) for part in mask.split(at_once, 2)]
+            scores = torch.cat(parts, 2)
+            if not exact or not isinstance(self, CodedIndexerKeys):
+                return scores.topk(count, dim=2).indices.to(asked.dtype)
+            scorer = exact_scorer(self, mask, 2 * margin_of(count), lambda keys, part: score(lambda: keys, part))
+            chosen = chosen_at_edge(scores, count, scorer)
+        return chosen.to(asked.dtype)
 
     def whole_bytes(self, length: int) -> int:
         """Bytes of `whole` of so many tokens."""
@@ -486,11 +532,6 @@ def indexer_form(dim: int, dtype: torch.dtype, config: OffloadConfig) -> RecordF
     return replace(form, group_size=config.group_size or max(1, DEVICE_BLOCK // form.entry_bytes))
 
 
-def margin_of(count: int) -> int:
-    """Ranks on each side of the edge of a choice of `count` tokens that are scored exactly at first."""
-    return max(16, count // 8)
-
-
 def read_bytes(kind: LayerKind, config: OffloadConfig, context: int) -> int:
     """Bytes that a step reads for one sequence so that its indexer chooses: all exact keys if they are streamed; with
     codes those at the edge of the choice, if it widens the edge at no time; 0: the keys are in memory."""
@@ -507,69 +548,6 @@ def coded(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = keys.float()
     scales = wide.abs().amax(2, keepdim=True).clamp_min(1e-30) / 127
     return (wide / scales).round_().to(torch.int8), scales
-
-
-# A choice by coded keys, and by the exact ones of tokens at its edge
-
-class ScoresOfTopK(TorchFunctionMode):
-    """Keeps the tensor whose best elements the code within takes, by `topk` along the last dimension: the scores by
-    which a model's indexer chooses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latest: torch.Tensor | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.topk or func is torch.topk:
-            self.latest = args[0]
-        return func(*args, **(kwargs or {}))
-
-    def take(self, *shape: int) -> torch.Tensor | None:
-        """The latest scores, if they have this shape."""
-        scores, self.latest = self.latest, None
-        return scores if scores is not None and scores.shape == shape else None
-
-
-Scorer = Callable[[np.ndarray, torch.Tensor], None]
-"""Replaces the scores (B, q, T) of tokens (B, T) bool by exact ones."""
-
-
-def chosen_at_edge(scores: torch.Tensor, count: int, make_exact: Scorer) -> torch.Tensor:
-    """The `count` tokens of the highest exact scores for each query, (B, q, count) int64, in any order, of
-    approximate `scores` (B, q, T), without the exact scores of all.
-
-    Those of the tokens next to the edge are made exact: at first `margin_of(count)` ranks on each side of it. This
-    ends when every other token is farther from the edge than twice the largest error that was found, and no two tokens
-    at the edge have the same score, or when all are exact. So the choice can only differ from the exact one if a token
-    that was left out has more than twice this error.
-    """
-    margin, length, mixed = margin_of(count), scores.shape[2], scores.clone()
-    known = np.zeros((scores.shape[0], length), dtype=bool)
-    rows = np.arange(len(known))[:, None]
-    while True:
-        first, stop = max(0, count - margin), min(length, count + margin)
-        ranked = scores.topk(min(length, stop + 1), dim=2)
-        edge = ranked.indices[..., first:stop]
-        wanted = np.zeros_like(known)
-        wanted[rows, edge.flatten(1).cpu().numpy()] = True
-        wanted &= ~known
-        known |= wanted
-        make_exact(wanted, mixed)
-        if first == 0 and stop == length:
-            break
-        error = 2 * torch.nan_to_num((mixed - scores).abs(), nan=0.0, posinf=0.0).amax(2)
-        at_edge = mixed.gather(2, edge)
-        least = at_edge.topk(count - first, dim=2).values[..., -1]
-        alike = (at_edge >= least.unsqueeze(2)).sum(2) > count - first  # then `topk` decides, which has to see all
-        certain = ~alike | (least <= torch.finfo(least.dtype).min / 2)  # hidden tokens are alike, too
-        if first:
-            certain &= ranked.values[..., first - 1] - error >= least
-        if stop < length:
-            certain &= ranked.values[..., stop] + error <= least
-        if bool(certain.all()):
-            break
-        margin *= 2
-    return mixed.topk(count, dim=2).indices
 
 
 def exact_scorer(

@@ -27,7 +27,7 @@ from ..stores.base import FreezableStore
 from .plan import LayerKind, place_bytes, stream_bytes, streamed
 from .read_only import ReadOnlyTensor, refuse_assignment
 from .shared import Shared
-from .step import Step
+from .step import ForwardEnded, Step
 
 # Rows of a history: sequences, or the key heads of sequences, each with its own records
 
@@ -254,6 +254,10 @@ class OffloadLayer(CacheLayerMixin):
         self.close()
         if self.config.exact != "bitwise":
             self.state = "unknown"
+
+    def end_forward(self) -> None:
+        """End the forward, as soon as this layer has all that it adds. Raises `ForwardEnded`."""
+        raise ForwardEnded
 
     def end_step(self) -> None:
         """Drop what only the step needed, in case attention did not use it."""

@@ -15,7 +15,7 @@ from ..config import OffloadConfig
 from ..errors import CacheClosedError, SeamLostError, StalledError
 from ..fetch.storage import Storage
 from ..model import attach
-from .step import Step
+from .step import ForwardEnded, Step
 
 SEAM_LOST = (
     "something replaced the model's attention implementation while a cache was attached. This step gave no token; "
@@ -94,6 +94,8 @@ class Shared:
 
         After a signal's exception the state is unknown, and the cache is broken. The same holds if the layer has
         `taken` the step's tokens and the step's beginning was not seen, because the length before it is unknown."""
+        if isinstance(error, ForwardEnded):  # what was added stays
+            return
         if not isinstance(error, Exception) or (taken and self.step is None):
             self.storage.torn = True
             return

@@ -24,23 +24,26 @@ Parts = list[tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class ChunkShape:
-    """Sizes of the keys (heads, tokens, key_dim) and values (heads, tokens, value_dim) of a chunk in one layer."""
+    """Sizes of the keys (heads, tokens, key_dim) and values (heads, tokens, value_dim) of a chunk in one layer, and of
+    its indexer's keys (tokens, indexer_dim), 0: it has none."""
 
     heads: int
     tokens: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    indexer_dim: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, unquantised."""
-        return self.heads * self.tokens * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        """Bytes of all keys and values, unquantised."""
+        return sum(map(math.prod, self.dims)) * self.dtype.itemsize
 
     @property
-    def dims(self) -> tuple[Dims, Dims]:
-        """Sizes of the keys and of the values."""
-        return (self.heads, self.tokens, self.key_dim), (self.heads, self.tokens, self.value_dim)
+    def dims(self) -> list[Dims]:
+        """Sizes of the keys, of the values, and of an indexer's keys."""
+        heads = [(self.heads, self.key_dim), (self.heads, self.value_dim), (1, self.indexer_dim)]
+        return [(count, self.tokens, dim) for count, dim in heads[: 3 if self.indexer_dim else 2]]
 
 
 class Quantiser(Protocol):
@@ -171,6 +174,8 @@ LEVELS: dict[str, tuple[Quantiser, Quantiser]] = {
     "smallest": (Step(0.5), Step(0.5)),
 }
 """Name -> quantisers of keys and of values, the largest first: some .70, .34, .28, .23 and .20 of bf16 after RoPE."""
+_INDEXER = LEVELS["lossless"][:1]
+"""Quantiser of an indexer's keys, at every level: it ranks all tokens by them."""
 _NAMES = tuple(LEVELS)
 _HEADER = struct.Struct("<4sBBxxIIIIQ")
 _MAGIC, _VERSION = b"HFOC", 1
@@ -192,18 +197,27 @@ def _encodable(tensor: torch.Tensor) -> bool:
     return most == 0 or _LEAST < most < _MOST  # false for NaN
 
 
-def encode(keys: torch.Tensor, values: torch.Tensor, level: str = "default") -> bytes:
+def encode(
+    keys: torch.Tensor, values: torch.Tensor, level: str = "default", indexer: torch.Tensor | None = None
+) -> bytes:
     """Keys (heads, tokens, Dk) and values (heads, tokens, Dv) of one layer, of any device and floating type, as one
-    object. A chunk whose scales do not fit 16 bits is stored lossless. Raises `ConfigError`."""
+    object; behind them its `indexer`'s keys (tokens, D), lossless. A chunk whose scales do not fit 16 bits is stored
+    lossless. Raises `ConfigError`."""
     check_level(level)
-    tensors = keys.detach().cpu(), values.detach().cpu()
+    tensors = [keys.detach().cpu(), values.detach().cpu()]
     if not all(map(_encodable, tensors)):
         level = "lossless"
-    pairs = zip(LEVELS[level], tensors, strict=True)
+    tensors += [] if indexer is None else [indexer.detach().cpu()[None]]
+    pairs = zip(_quantisers(level, len(tensors)), tensors, strict=True)
     parts = [part for quantiser, tensor in pairs for part in quantiser.encode(tensor)]
     data = b"".join(part.view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
     header = _HEADER.pack(_MAGIC, _VERSION, _NAMES.index(level), *keys.shape, values.shape[2], len(data))
     return header + _zstandard().ZstdCompressor(level=_FASTEST).compress(data)
+
+
+def _quantisers(level: str, count: int) -> tuple[Quantiser, ...]:
+    """Those of keys and of values, and if `count` is 3, that of an indexer's keys."""
+    return (*LEVELS[level], *_INDEXER)[:count]
 
 
 @dataclass(frozen=True)
@@ -214,28 +228,28 @@ class Unpacked:
     parts: list[torch.Tensor]
     shape: ChunkShape
 
-    def decode(self, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (heads, t, Dk) and values (heads, t, Dv) of `shape.dtype`, new tensors on the CPU: tokens `start`, a
-        multiple of `GROUP`, to `stop`, None: to the last.
+    def decode(self, start: int = 0, stop: int | None = None) -> list[torch.Tensor]:
+        """Keys (heads, t, Dk) and values (heads, t, Dv) of `shape.dtype`, and if the layer has an indexer its keys (1,
+        t, D), new tensors on the CPU: tokens `start`, a multiple of `GROUP`, to `stop`, None: to the last.
 
         Decodes pieces so small that torch keeps them in this thread: the model computes with the others meanwhile.
         """
         shape, at = self.shape, 0
         count = (shape.tokens if stop is None else stop) - start
-        step = max(GROUP, _SERIAL // max(shape.key_dim, shape.value_dim) // GROUP * GROUP)
+        step = max(GROUP, _SERIAL // max(dims[2] for dims in shape.dims) // GROUP * GROUP)
         decoded = []
-        for quantiser, dims in zip(LEVELS[self.level], shape.dims, strict=True):
+        for quantiser, dims in zip(_quantisers(self.level, len(shape.dims)), shape.dims, strict=True):
             parts = self.parts[at : at + len(quantiser.parts(dims, shape.dtype))]
             at += len(parts)
             out = torch.empty(dims[0], count, dims[2], dtype=shape.dtype, device="cpu")
             for first in range(0, count, step):
                 quantiser.decode(parts, dims, start + first, out[:, first : first + step])
             decoded.append(out)
-        return decoded[0], decoded[1]
+        return decoded
 
 
 def _parts(level: str, shape: ChunkShape) -> Parts:
-    pairs = zip(LEVELS[level], shape.dims, strict=True)
+    pairs = zip(_quantisers(level, len(shape.dims)), shape.dims, strict=True)
     return [part for quantiser, dims in pairs for part in quantiser.parts(dims, shape.dtype)]
 
 

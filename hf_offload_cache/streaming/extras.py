@@ -35,7 +35,9 @@ class Extras:
         self.sparse: SparsePrefill | None = None
         self.wanted: dict[str, StreamObject] = {}
         self.trouble: list[str] = []
-        if sparse and private:
+        if sparse and any(layer.keeps_more for layer in cache.offloaded):
+            self.trouble.append("active blocks: the model chooses by itself what it attends to, and nothing less")
+        elif sparse and private:
             self.trouble.append("active blocks: not requested with private ranges: everything is attended to")
         elif sparse and manifest.active is None:
             self.trouble.append("active blocks: none were published (active_mass=.98): everything is attended to")

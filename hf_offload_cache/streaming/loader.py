@@ -319,9 +319,11 @@ class Loader:
         self._extras.look(self._lane)
         try:
             with self._account.holding("streaming", self._decoder.nbytes):
-                for (_, layer), (keys, values) in self._decoder.decoded(self._as_they_come(first, stop, depth)):
+                for (_, layer), (keys, values, *indexer) in self._decoder.decoded(
+                    self._as_they_come(first, stop, depth)
+                ):
                     begun = time.perf_counter()
-                    self._filling.take(layer, keys[None], values[None])
+                    self._filling.take(layer, keys[None], values[None], *indexer)
                     self._speed.note_taking(keys.shape[1], time.perf_counter() - begun)
             return True
         except _LateError:

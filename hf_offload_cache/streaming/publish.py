@@ -6,7 +6,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -17,6 +17,7 @@ from ..contexts.save import check_adapters
 from ..contexts.state import pack
 from ..core.cache import OffloadCache
 from ..core.filling import Filling
+from ..core.indexed_layer import IndexedLayer
 from ..core.selective_layer import SelectiveLayer
 from ..errors import (
     ConfigError,
@@ -26,6 +27,7 @@ from ..errors import (
     EncryptionKeyError,
     ObjectError,
     UnsupportedModelError,
+    shown,
 )
 from ..history.records import autocast_dtype
 from ..model.fingerprint import full_fingerprint
@@ -42,6 +44,8 @@ from .stream_manifest import (
     MOST_BYTES,
     MOST_MANIFEST_BYTES,
     NAME,
+    VERSION,
+    WITH_INDEXERS,
     StreamManifest,
     StreamObject,
     binding,
@@ -112,6 +116,14 @@ def check_shapes(manifest: StreamManifest, cache: OffloadCache) -> None:
             raise ContextMismatchError(
                 f"the context has keys and values of (heads, width of keys, of values) {published}, the model of "
                 f"{sorted(shapes)}: it was published from another model"
+            )
+    if any(manifest.indexers) or any(layer.keeps_more for layer in cache.offloaded):
+        widths = [shape.indexer_bytes // model.dtype.itemsize for shape in Geometry.of(model).layers]
+        if widths != list(manifest.indexers):
+            of_layers = shown(list(manifest.indexers), 200)
+            raise ContextMismatchError(
+                f"the context has indexer keys of the widths {of_layers}, the model of {shown(widths, 200)}: publish "
+                "it anew, from this model"
             )
     dtype = autocast_dtype(model.device) or model.dtype
     if manifest.dtype != (name := str(dtype).removeprefix("torch.")):
@@ -194,7 +206,7 @@ def publish_context(
     secret = None if key is None else load_key(key)
     with Objects(str(url), options, check=check) as objects:
         before = _before(objects, overwrite)
-        if reason := Filling.reason_against(context):
+        if reason := Filling.reason_against(context, with_indexers=True) or _reason_against(context):
             raise UnsupportedModelError(f"{type(context.model).__name__} cannot be streamed: {reason}")
         if context.sequences != 1 or not context.tokens:
             raise ConfigError(
@@ -204,6 +216,8 @@ def publish_context(
             raise ConfigError("context has padding: publish a context that was prefilled without padding")
         if any(stop > context.tokens for _, stop in hidden):
             raise ConfigError(f"private must lie within the {context.tokens} tokens of the context, got {hidden}")
+        if active_mass is not None and any(layer.keeps_more for layer in context.offloaded):
+            raise ConfigError("active_mass must be None for a model that chooses by itself what it attends to")
         check_text(context, torch.as_tensor(context.input_ids, device="cpu")[0])
         publishing = _Publishing(context, objects, secret, level, chunk_tokens)
         manifest, data = publishing.run(tokenizer, hidden, active_mass, on_progress)
@@ -212,6 +226,20 @@ def publish_context(
         if check:
             _check_manifest(objects, data, before, secret)
         return manifest
+
+
+def _reason_against(cache: OffloadCache) -> str | None:
+    """Why what the layers store cannot be published; None: it can."""
+    forms = [layer.history.form for layer in cache.offloaded if layer.is_filled]
+    if len({(form.num_key_heads, form.key_dim, form.num_value_heads, form.value_dim) for form in forms}) > 1:
+        return "its layers have keys or values of different widths"
+    indexed = [layer for layer in cache.offloaded if isinstance(layer, IndexedLayer)]
+    if any(layer.indexer.positions is not None for layer in indexed):
+        return "its layers keep positions besides keys and values, which are not streamed"
+    dtypes = {layer.indexer.form[1] for layer in indexed if layer.indexer.form is not None}
+    if not dtypes <= {form.dtype for form in forms}:
+        return "its indexers' keys are of another type than its keys and values"
+    return None
 
 
 def _before(objects: Objects, overwrite: bool) -> bytes | None:
@@ -285,15 +313,19 @@ class _Publishing:
         fitted = None if private else self._put_optional(pack(self._fitted()), FITTED)
         active = None if private or active_mass is None else self._active(ids, active_mass)
         cells: list[list[StreamObject | None]] = [[None] for _ in chunks]
-        form = cache.offloaded[0].history.form
+        form, indexers = cache.offloaded[0].history.form, []
         for done, layer in enumerate(cache.offloaded):
+            width = layer.indexer.form[0] if isinstance(layer, IndexedLayer) and layer.indexer.form is not None else 0
+            indexers.append(width)
             if done:  # the first layer is a projection of the tokens
                 with cache.storage.audited():
                     keys, values = layer.whole()
+                    indexer = cast(IndexedLayer, layer).indexer.whole()[0] if width else None
                 for chunk in chunks:
                     part, cell = slice(chunk * size, (chunk + 1) * size), None
                     if chunk not in hidden:
-                        data = encode(keys[0, :, part], values[0, :, part], self._level)
+                        own = None if indexer is None else indexer[part]
+                        data = encode(keys[0, :, part], values[0, :, part], self._level, own)
                         cell = self._put(data, f"chunk {chunk} layer {done}")
                     cells[chunk].append(cell)
             if on_progress is not None:
@@ -310,6 +342,8 @@ class _Publishing:
             key_dim=form.key_dim,
             value_dim=form.value_dim,
             dtype=str(form.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            version=WITH_INDEXERS if any(indexers) else VERSION,
+            indexers=tuple(indexers) if any(indexers) else (),
             prefixes=tuple(ids_digests(ids, size)),
             cells=tuple(map(tuple, cells)),
             fitted=fitted,

@@ -122,7 +122,7 @@ def stream_context(
         tokens = max(0, min(sum(map(manifest.tokens_of, range(chunks))), prompt - 1))  # `generate` needs a new one
         chunks = -(-tokens // manifest.chunk_tokens)
         ids = ids[None, :tokens].to(cache.model.device)
-        reason, lanes = Filling.reason_against(cache), None
+        reason, lanes = Filling.reason_against(cache, with_indexers=True), None
         if reason is None and not chunks:
             reason = "prompt and context have no complete chunk in common"
         if reason is None:

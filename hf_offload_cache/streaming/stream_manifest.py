@@ -24,6 +24,8 @@ from .codec import ChunkShape
 NAME: Final = "stream.json"
 FORMAT: Final = "hf_offload_cache stream"
 VERSION: Final = 1
+WITH_INDEXERS: Final = 2
+"""Version of a manifest whose cells have an indexer's keys, which earlier readers do not know."""
 FITTED, ACTIVE = "fitted state", "active blocks"
 """Names of the objects besides the cells."""
 MOST_BYTES: Final = 64 * 2**20
@@ -67,7 +69,7 @@ class StreamManifest(_Checked):
     """Instances are valid: `parse` raises `ContextError` for anything else."""
 
     format: Literal["hf_offload_cache stream"] = FORMAT
-    version: Literal[1] = VERSION
+    version: Literal[1, 2] = VERSION
     cache: _Name
     """Class of the cache that was published."""
     config: dict[str, Any]
@@ -82,6 +84,8 @@ class StreamManifest(_Checked):
     key_dim: _Positive
     value_dim: _Positive
     dtype: Literal["bfloat16", "float16", "float32"]
+    indexers: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**24)], ...], Field(max_length=_MOST_LAYERS)] = ()
+    """Width of the keys of each layer's own indexer, 0: it has none; empty: the model has none."""
     prefixes: tuple[_Digest, ...]
     """Digest of all ids up to the end of each chunk."""
     cells: tuple[Annotated[tuple[StreamObject | None, ...], Field(max_length=_MOST_LAYERS)], ...]
@@ -99,7 +103,9 @@ class StreamManifest(_Checked):
             raise ValueError(f"{self.tokens} tokens are {chunks} chunks of {self.chunk_tokens}")
         if any(item is not None and item.bytes > MOST_BYTES for item in (self.fitted, self.active)):
             raise ValueError(f"fitted state and active blocks may have at most {MOST_BYTES:,} bytes")
-        most = 2 * self.shape(0).nbytes + 65536 if chunks else 0
+        if (self.version == WITH_INDEXERS) != any(self.indexers) or len(self.indexers) not in (0, self.layers):
+            raise ValueError(f"version {WITH_INDEXERS}, and no other, has a width of indexer keys for each layer")
+        most = 2 * self.largest.nbytes + 65536 if chunks else 0
         for row in self.cells:
             if len(row) != self.layers or row[0] is not None:
                 raise ValueError("a chunk has a cell for each layer, and none is published of the first one")
@@ -116,9 +122,18 @@ class StreamManifest(_Checked):
         tokens = self.tokens if most is None else min(most, self.tokens)
         return max(0, min(self.chunk_tokens, tokens - chunk * self.chunk_tokens))
 
-    def shape(self, chunk: int) -> ChunkShape:
-        """The shape of a chunk in one layer."""
-        return ChunkShape(self.heads, self.tokens_of(chunk), self.key_dim, self.value_dim, getattr(torch, self.dtype))
+    def shape(self, chunk: int, layer: int) -> ChunkShape:
+        """The shape of a chunk in a layer."""
+        return self._shape(chunk, self.indexers[layer] if self.indexers else 0)
+
+    @property
+    def largest(self) -> ChunkShape:
+        """The shape of the largest chunk."""
+        return self._shape(0, max(self.indexers, default=0))
+
+    def _shape(self, chunk: int, indexer_dim: int) -> ChunkShape:
+        sizes = self.heads, self.tokens_of(chunk), self.key_dim, self.value_dim
+        return ChunkShape(*sizes, getattr(torch, self.dtype), indexer_dim)
 
     def common(self, ids: torch.Tensor) -> int:
         """Number of complete chunks that ids (T,) begin with."""
@@ -126,7 +141,7 @@ class StreamManifest(_Checked):
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def dumped(self) -> bytes:
-        return self.model_dump_json().encode()
+        return self.model_dump_json(exclude=None if self.indexers else {"indexers"}).encode()
 
     @property
     def digest(self) -> str:
@@ -144,10 +159,10 @@ class StreamManifest(_Checked):
         del tree  # takes memory
         if stated != FORMAT:
             raise ContextError(f"{place} is no manifest of a published context: its format is {shown(stated)}")
-        if type(version) is not int or version != VERSION:
+        if type(version) is not int or version not in (VERSION, WITH_INDEXERS):
             raise ContextError(
-                f"{place}: its format has version {shown(version)} and this library reads {VERSION}: publish the "
-                "context anew"
+                f"{place}: its format has version {shown(version)} and this library reads {VERSION} and "
+                f"{WITH_INDEXERS}: publish the context anew"
             )
         try:
             return cls.model_validate_json(data)

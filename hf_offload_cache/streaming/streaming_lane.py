@@ -105,7 +105,7 @@ class Decoder:
     @property
     def nbytes(self) -> int:
         """Bytes of an unpacked cell, and of the cells decoded from it or ahead."""
-        shape = self._manifest.shape(0)
+        shape = self._manifest.largest
         decoded = (0.5 if self._sparing else _AHEAD + 1.5) * shape.nbytes
         levels = (self._manifest.level, "lossless")  # a chunk that the level cannot encode is lossless
         return max(unpacked_bytes(level, shape) for level in levels) + round(decoded)
@@ -113,10 +113,10 @@ class Decoder:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def decoded(self, cells: Iterable[Cell | None]) -> Iterator[tuple[Cell, tuple[torch.Tensor, torch.Tensor]]]:
-        """In the order of `cells`, each one's keys and values (heads, tokens, D) on the CPU. A few cells are taken from
-        `cells` in advance; None stops that, because the next one will take time. Raises `UselessError`, and what
-        `cells` raises."""
+    def decoded(self, cells: Iterable[Cell | None]) -> Iterator[tuple[Cell, list[torch.Tensor]]]:
+        """In the order of `cells`, each one's keys and values (heads, tokens, D) on the CPU, and an indexer's keys (1,
+        tokens, D) if its layer has one. A few cells are taken from `cells` in advance; None stops that, because the
+        next one will take time. Raises `UselessError`, and what `cells` raises."""
         waiting: list[tuple[Cell, Future[Any]]] = []
         coming, ended = iter(cells), False
         try:
@@ -154,7 +154,7 @@ class Decoder:
             data: bytes = self._spool.get(cell)
             if self._key is not None:
                 data = decrypt(self._key, data, binding(self._manifest.context, place))
-            unpacked = unpack(data, self._manifest.shape(chunk), place, self._manifest.level)
+            unpacked = unpack(data, self._manifest.shape(chunk, layer), place, self._manifest.level)
             result = unpacked if self._sparing else unpacked.decode(0, self._manifest.tokens_of(chunk, self._tokens))
         except (CorruptRecordError, StoreError) as error:
             raise UselessError(cell) from error

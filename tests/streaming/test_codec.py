@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -109,9 +110,12 @@ def test_what_is_no_chunk_is_told_before_memory_is_taken() -> None:
 
 @pytest.mark.parametrize("level", list(LEVELS))
 def test_a_part_is_of_the_whole(level: str) -> None:
+    """With an indexer's keys, which are lossless at every level."""
     keys, values, shape = chunk(2, 200, (40, 24))
-    unpacked = unpack(encode(keys, values, level), shape, "a chunk")
+    shape, indexer = replace(shape, indexer_dim=16), values.flatten(1)[0, : 200 * 16].view(200, 16)
+    unpacked = unpack(encode(keys, values, level, indexer), shape, "a chunk")
     whole = unpacked.decode()
+    assert torch.equal(whole[2], indexer[None])
     for start, stop in ((0, 64), (64, 192), (128, 200), (192, 200)):
         for own, theirs in zip(unpacked.decode(start, stop), whole, strict=True):
             assert torch.equal(own, theirs[:, start:stop])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,24 +15,29 @@ import long_context
 import numpy as np
 import pytest
 import torch
+import walk
 from fsspec.implementations.memory import MemoryFileSystem
-from harness import COMMON, build
+from harness import COMMON, build, prompt, since
 from lanes_in_order import compute_all, stream_first
+from layered_models import dense_with_indexers
 from long_context import CONTEXT, ids, is_right
 from long_llama import long_model
 from static_server import served
-from transformers import LlamaConfig, LlamaForCausalLM, LongcatFlashConfig, LongcatFlashForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LongcatFlashConfig, LongcatFlashForCausalLM
 
 from eval.baselines.greedy import Schedule, bound, potential_aware
-from hf_offload_cache import DiskSwapCache, stream_context
+from hf_offload_cache import DiskSwapCache, publish_context, stream_context
 from hf_offload_cache.core import Filling, filling
 from hf_offload_cache.errors import (
+    ConfigError,
+    ContextError,
     ContextMismatchError,
     CorruptRecordError,
     EncryptionKeyError,
     StoreError,
     UnsupportedModelError,
 )
+from hf_offload_cache.model import Geometry
 from hf_offload_cache.streaming import (
     GROUP,
     NAME,
@@ -45,6 +54,7 @@ from hf_offload_cache.streaming import (
 )
 from hf_offload_cache.streaming import stream_context as module
 from hf_offload_cache.streaming import streaming_lane as decoder
+from hf_offload_cache.tuning.which_cache import step_bytes
 
 pytestmark = pytest.mark.usefixtures("one_chunk_at_a_time")
 
@@ -147,6 +157,100 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
     other = LlamaForCausalLM(long_model().config).eval()
     with DiskSwapCache(other, path=tmp_path) as own, pytest.raises(ContextMismatchError):
         stream_context(tmp_path / "published", long_model(), ids(), own)
+
+
+LATER = since("5.23", "there is no such model, or it takes other fields")
+INDEXED: dict[str, Callable[[], Any]] = {
+    "deepseek_v32": dense_with_indexers,
+    **{
+        name: lambda name=name: walk.tiny_model(walk.architectures()[name])  # type: ignore[misc]
+        for name in ("axk2", "glm_moe_dsa", "hy_v4")
+    },
+}
+"""Models that choose by an indexer, which keep nothing else."""
+PIECES = 0, 64, 128, 200, 201
+"""Tokens of the forwards of a text: a context of four chunks, and the next token."""
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("deepseek_v32", None),
+        pytest.param("hy_v4", 8, marks=LATER),
+        *(
+            pytest.param(name, bits, marks=[pytest.mark.slow] + [LATER] * (name == "hy_v4"))
+            for name, bits in itertools.product(INDEXED, (None, 0, 8))
+            if (name, bits) not in (("deepseek_v32", None), ("hy_v4", 8))
+        ),
+    ],
+)
+def test_models_that_choose_go_on_from_what_is_streamed(
+    name: str, bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One cell has no indexer's keys, or keys of an indexer that its layer has not, and its chunk is computed up to
+    there; the second layer of the last model shares the first one's indexer."""
+    model, place = INDEXED[name](), tmp_path / "published"
+    text, plain, encoded = prompt(model, 1, 210), DynamicCache(config=model.config), []
+
+    def wrong(keys: Any, values: Any, level: str, indexer: Any) -> bytes:
+        encoded.append(None)
+        if len(encoded) == 2:  # of the second chunk, in the second layer
+            indexer = keys[0] if indexer is None else None
+        return encode(keys, values, level, indexer)
+
+    with torch.no_grad(), DiskSwapCache(model, path=tmp_path, indexer_bits=bits) as cache:
+        for begin, end in itertools.pairwise(PIECES[:-1]):
+            for one in (plain, cache):
+                model(text[:, begin:end], past_key_values=one)
+        monkeypatch.setattr(publish, "encode", wrong)
+        with pytest.raises(ConfigError, match="active_mass must be None"):
+            publish_context(cache, place, active_mass=0.9)
+        manifest = publish_context(cache, place, level="lossless", chunk_tokens=64)
+    layers, own = len(plain.layers), [getattr(one, "indexer_keys", None) is not None for one in plain.layers]
+    assert manifest.version == 2 and manifest.indexers == tuple(16 * one for one in own) and own[0]
+    assert own[1] == (name != "hy_v4")
+    stream_first(monkeypatch)
+    fields = {"group_size": 4, "num_recent": 8, "reuse_capacity": 0, "indexer_bits": bits, "path": tmp_path}
+    scored, first = list[int](), next(one for name, one in model.named_modules() if name.endswith(".indexer"))
+    hook = first.register_forward_hook(lambda _, __, chosen: scored.append(chosen.shape[1]))
+    with torch.no_grad(), stream_context(place, model, text, sparse=True, **fields) as cache:
+        report = cache.stream_report
+        assert (report.tokens, report.whole, report.computed) == (200, None, 1)
+        assert report.streamed == 4 * (layers - 1) - 1 and report.recomputed_tokens == 200
+        assert "by itself" in report.trouble[0] and "chunk 1 layer 1: it says" in report.trouble[1]
+        assert len(report.trouble) == 2 and cache.get_seq_length() == 200
+        assert scored == [64]  # a forward that ends with an indexer's keys does not score
+        hook.remove()
+        assert {layer.state for layer in cache.layers} == {"tagged"}  # the first step is sparse, too
+        for layer, other in zip(cache.layers, plain.layers, strict=True):
+            torch.testing.assert_close(layer.whole(), (other.keys, other.values))
+            if other.indexer_keys is not None:
+                torch.testing.assert_close(layer.indexer.whole(), other.indexer_keys)
+        read = cache.report().bytes_read
+        for end in range(PIECES[-1], 208):
+            found, expected = (model(text[:, end - 1 : end], past_key_values=one).logits for one in (cache, plain))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        after = cache.report()
+        assert after.layers["tagged"] == layers and after.selected_fraction is not None
+        assert after.selected_fraction < 0.13 and after.bytes_read > read
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no cache is needed
+        into = DiskSwapCache.for_budget(model, "1MiB", 256, path=tmp_path, indexer_bits=bits)
+    geometry = Geometry.of(model)
+    keys_read = [step_bytes(geometry, replace(into.config, indexer_bits=one), 256, 2) for one in (bits, None)]
+    assert keys_read[0] - keys_read[1] == (0 if bits is None else 2 * 4 * 4096 * sum(own))  # by those that have any
+    with stream_context(place, model, text, into) as cache:
+        held = cache.report()
+        assert cache.stream_report.streamed == report.streamed and held.peak_memory_bytes <= 2**20
+    for changes, said in (
+        ({"indexers": (), "version": 1}, r"indexer keys of the widths \[\]"),
+        ({"indexers": (8, *manifest.indexers[1:])}, r"the model of \[16, .*publish it anew"),
+        ({"version": 1}, "version 2, and no other, has a width"),
+        ({"indexers": manifest.indexers[1:]}, "version 2, and no other, has a width"),
+    ):
+        (place / NAME).write_bytes(manifest.model_copy(update=changes).dumped())
+        with pytest.raises(ContextError, match=said):
+            stream_context(place, model, text, path=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -256,8 +256,8 @@ def test_a_manifest_that_is_wrong_is_refused(place: Path, tmp_path: Path) -> Non
 
     for wrong in (whole[:-40], b"{}", b'{"format": "other"}'):
         refused(ContextError, "no manifest of a published context", wrong)
-    for version in (2, None, "1", True):
-        said = f"version {version} and this library reads 1: publish the context anew$"
+    for version in (3, None, "1", True):
+        said = f"version {version} and this library reads 1 and 2: publish the context anew$"
         refused(ContextError, said, json.dumps({**json.loads(whole), "version": version}).encode())
     for update in ({"tokens": 10**6}, {"chunk_tokens": 32}, {"layers": 2}):
         refused(ContextError, "", **update)
