@@ -400,7 +400,8 @@ def _run(
     cache = make(model, exact=exact)
     try:
         decoded = harness.CASES[case](model, cache, NEW)
-        layers = dict(cache.report().layers) if hasattr(cache, "report") else {}
+        report = cache.report() if hasattr(cache, "report") else None
+        layers = {} if report is None else {**report.layers, "chosen by the model": report.chosen_by_model}
         inert = not plain or _is_as_before(model, case, reference)
     finally:
         getattr(cache, "close", lambda: None)()
