@@ -186,7 +186,7 @@ def chosen_at_edge(scores: torch.Tensor, count: int, make_exact: Scorer) -> torc
     """The `count` tokens of the highest exact scores for each query, (B, q, count) int64, in any order, of
     approximate `scores` (B, q, T), without the exact scores of all.
 
-    Those of the tokens next to the edge are made exact: at first `margin_of(count)` ranks on each side of it. This
+    Scores of the tokens next to the edge are made exact: at first `margin_of(count)` ranks on each side of it. This
     ends when every other token is farther from the edge than twice the largest error that was found, and no two tokens
     at the edge have the same score, or when all are exact. So the choice can only differ from the exact one if a token
     that was left out has more than twice this error.

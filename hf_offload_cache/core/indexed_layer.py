@@ -381,7 +381,8 @@ class IndexedLayer(OffloadLayer):
                 self._prefetch(choice_of(self.history, seen_by(chosen, self.length + 1)[:, : self.length]))
 
     def _guessed(self, guess: IndexerGuess) -> torch.Tensor | None:
-        """What the guessed indexer chooses of the stored tokens and the next one; None: all of them, or not known."""
+        """The tokens that the guessed indexer chooses, of the stored ones and the next; None: all, or it is not known.
+        """
         keys, length, given = self.indexer, self.length + 1, guess.arguments(Guessing(self))
         mask, stored = given.get("attention_mask"), isinstance(keys, StoredIndexerKeys)
         if stored and (not isinstance(mask, torch.Tensor) or mask.shape[1:] != (1, length) or length <= self.topk):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -209,7 +210,7 @@ class IndexerKeys:
         self.append(keys, 0)
 
 
-class StoredIndexerKeys(IndexerKeys):
+class StoredIndexerKeys(IndexerKeys, ABC):
     """Exact keys in a store, as a history of their own. The model's indexer scores them in parts: see `scored`."""
 
     streams = False
@@ -265,10 +266,10 @@ class StoredIndexerKeys(IndexerKeys):
         assert self.exact is not None
         return self.exact.whole(self.length)[0][:, 0]
 
+    @abstractmethod
     def scored(self, at_once: int) -> Generator[torch.Tensor]:
         """The keys that a step's indexer scores, in order: (B, t, D), of `at_once` tokens and at last of those that are
         left, each valid until the next. Nothing is read before the first."""
-        raise NotImplementedError
 
     def choose(
         self, asked: Asked, forward: Callable[..., torch.Tensor], given: dict[str, Any], mask: torch.Tensor, topk: int,
