@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import queue
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CacheClosedError, StoreError
+from ..errors import CacheClosedError, StalledError, StoreError
 from ..memory.account import MemoryAccount
 from ..report.trace import Timeline
 from ..stores.base import Deadline, Store, describe, has_passed, runs, seconds_left
@@ -117,6 +118,7 @@ class WriteQueue:
         self._jobs: Jobs = queue.SimpleQueue()
         self._progress = 0  # changes when a batch was filled by a device, and when one, or other work, ended
         self._arriving = False  # a device fills the next batch, or other work runs
+        account.spare(self)
 
     @staticmethod
     def planned(most_bytes: int, largest_batch: int) -> int:
@@ -129,6 +131,13 @@ class WriteQueue:
             self._check_open()
             self._wait(lambda: self._bytes <= most_bytes)
             self._most_bytes = most_bytes
+
+    def free_memory(self) -> None:
+        """As `Spare.free_memory`: waits until what is queued is written, so that a booking does not fail because of how
+        fast a disk is. A write that stalls is left; its next user is told."""
+        with self._changed, contextlib.suppress(StalledError):
+            if threading.current_thread() not in self.threads:
+                self._wait(lambda: self.closed or not self._bytes)
 
     def add(
         self, store: Store, ids: np.ndarray, records: torch.Tensor, arrived: Callable[[], object] | None = None
@@ -146,15 +155,17 @@ class WriteQueue:
                 self._wait(lambda: self._bytes < queued)
                 self._check_open()
                 self._raise_failure(store)
-            hired = self._hire()
-            writes = self.unsettled.setdefault(store, StoreWrites())
-            self._account.hold(WRITE_QUEUE, batch.nbytes)  # may raise
+            self._account.hold(WRITE_QUEUE, batch.nbytes)  # may raise, or wait
             try:
+                self._check_open()
+                self._raise_failure(store)
+                hired = self._hire()
                 if hired:
-                    self._jobs.put(functools.partial(self._run, batch))  # does nothing if the next line fails
+                    self._jobs.put(functools.partial(self._run, batch))  # does nothing if the next lines fail
+                writes = self.unsettled.setdefault(store, StoreWrites())
                 writes.batches.append(batch)
             except BaseException:
-                if batch not in writes.batches:
+                if batch not in getattr(self.unsettled.get(store), "batches", []):
                     self._account.release(WRITE_QUEUE, batch.nbytes)
                 raise
             writes.lost = [(left, error) for lost, error in writes.lost if len(left := np.setdiff1d(lost, ids))]

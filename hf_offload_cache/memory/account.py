@@ -118,10 +118,11 @@ def host_side(device_type: str, records_apart: bool) -> frozenset[str]:
 
 
 class Spare(Protocol):
-    """An owner of memory that it can read again: copies of stored data."""
+    """An owner of memory that can be done without: copies of stored data, and records that wait to be written."""
 
     def free_memory(self) -> None:
-        """Release the memory that is not in use now, if any. On the thread that runs the model; does not block."""
+        """Release the memory that is not in use now, if any. On the thread that runs the model. Does not block, except
+        for the queue of writes."""
 
 
 class MemoryAccount:

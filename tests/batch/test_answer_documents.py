@@ -148,15 +148,23 @@ def test_documents_of_a_library_share_how_they_begin(name: str, memory: str | No
         assert row["answers"] == expected(long_model(), words(), own, questions(5))
 
 
-def test_a_stored_beginning_that_does_not_fit_is_computed(tmp_path: Path) -> None:
-    """In a budget that a prefill of the complete document just fits."""
-    library = ContextLibrary(tmp_path / "contexts")
-    small: dict[str, Any] = {"exact": True, "max_new_tokens": NEW, "contexts": library}
-    answers = AnswerDocuments(lambda: (long_model(), words()), **small)
-    only(answers({"document": [" ".join(document(1).split()[:300])], "questions": [questions(5)]}))
-    row = only(AnswerDocuments(lambda: (long_model(), words()), memory="1/2", **small)(asked(1, 5)))
-    assert (row["error"], row["context"]) == (None, "prefilled") and "memory" in row["context_note"]
-    assert row["answers"] == expected(long_model(), words(), document(1), questions(5))
+@pytest.mark.parametrize(("exact", "memory", "context"), [(True, "1/2", "continued"), (False, 260_000, "prefilled")])
+def test_a_stored_beginning_that_does_not_fit_is_computed(
+    tmp_path: Path, exact: bool, memory: str | int, context: str
+) -> None:
+    """In a budget that a prefill of the complete document just fits. A sparse cache has room for less beside what was
+    stored."""
+    small: dict[str, Any] = {"exact": exact, "max_new_tokens": NEW}
+    shared = {"contexts": ContextLibrary(tmp_path / "contexts"), **small}
+
+    def make(**options: Any) -> AnswerDocuments:
+        return AnswerDocuments(lambda: (long_model(), words()), **options)
+
+    only(make(**shared)({"document": [" ".join(document(1).split()[:300])], "questions": [questions(5)]}))
+    row, alone = (only(make(memory=memory, **options)(asked(1, 5))) for options in (shared, small))
+    assert (row["error"], row["context"]) == (None, context) and row["answers"] == alone["answers"]
+    assert (row["context_note"] is None) == exact and (exact or "does not fit: memory" in row["context_note"])
+    assert not exact or row["answers"] == expected(long_model(), words(), document(1), questions(5))
 
 
 def test_a_library_of_documents_has_limits_and_a_key(tmp_path: Path) -> None:

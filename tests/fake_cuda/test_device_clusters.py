@@ -223,7 +223,9 @@ def test_what_comes_later_is_joined_settled_and_cut_without_a_blocking_copy(devi
         storage.catch_up(history.store, history.device)  # as a step does
         device.clear()
         for token in range(300, 400):
+            storage.prefetcher.flush()  # what still arrives from the device is copied behind that
             history.append(Fake(keys[:, :, token : token + 1].clone()), Fake(values[:, :, token : token + 1].clone()))
+        storage.prefetcher.flush()
         history.clustered.settle_all()
         assert history.clustered.partition.used.sum() > used + 3 and not device.blocking
         assert set(device.syncs) == {"kernels/on_a_device.py:to_host"}  # pages are read and written without a wait

@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pairwise import in_full
 
-from hf_offload_cache.errors import CacheClosedError, StoreError
+from hf_offload_cache.errors import BudgetError, CacheClosedError, StoreError
 from hf_offload_cache.fetch import Prefetcher, Staging, split, write_queue
 from hf_offload_cache.fetch.prefetcher import _end
 from hf_offload_cache.memory import MemoryAccount
@@ -289,6 +289,27 @@ def test_the_write_queue_is_bounded(account: MemoryAccount) -> None:
     prefetcher.flush()
     assert (account.current, account.peak) == (0, 10 * RECORD_BYTES)
     assert torch.equal(read(store, ids), pattern(10, seed=3))
+    prefetcher.close()
+
+
+def test_a_booking_waits_for_what_is_queued_before_it_fails() -> None:
+    """Of the queue itself, and of other owners: how fast a disk is decides nothing."""
+    account, store = MemoryAccount(2 * RECORD_BYTES), SlowWrites(memory())
+    prefetcher, ids = Prefetcher(account, 4 * RECORD_BYTES), store.allocate(4)
+    prefetcher.write(store, ids[:2], pattern(2))
+    thread, outcome = in_background(lambda: prefetcher.write(store, ids[2:], pattern(2, seed=1)))
+    thread.join(0.05)
+    assert thread.is_alive() and account.current == 2 * RECORD_BYTES
+    store.gate.open()
+    thread.join(LONG)
+    account.hold("another", 2 * RECORD_BYTES)
+    assert outcome == [None] and account.by_owner["write queue"] == 0, "what was queued is written, not lost"
+    assert torch.equal(read(store, ids), torch.cat([pattern(2), pattern(2, seed=1)]))
+    with pytest.raises(BudgetError, match="write queue needs"):
+        prefetcher.write(store, ids[:1], pattern(1))
+    prefetcher.flush()
+    assert account.current == 2 * RECORD_BYTES
+    account.release("another", 2 * RECORD_BYTES)
     prefetcher.close()
 
 
