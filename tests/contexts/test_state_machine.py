@@ -567,7 +567,11 @@ def test_exact() -> None:
     run(Exact, 6)
 
 
-@pytest.mark.parametrize("name", MACHINES)
+USUALLY = ("sparse", "tree, disk", "replicas, memory", "clusters, memory")
+FURTHER = [pytest.param(name, marks=pytest.mark.slow) for name in MACHINES if name not in USUALLY]
+
+
+@pytest.mark.parametrize("name", [*USUALLY, *FURTHER])
 def test_selecting(name: str) -> None:
     run_sparse(*MACHINES[name])
 

@@ -47,7 +47,7 @@ def test_a_window_attends_to_the_first_and_the_latest() -> None:
 
 def test_all_of_it_on_a_tiny_model(tmp_path: Path) -> None:
     """Rows of each part for each cache that fits, and none twice; files as asked for."""
-    options = ["--tokens", "1200", "--steps", "4", "--samples", "1", "--documents", "1", "--output", "300"]
+    options = ["--tokens", "1200", "--steps", "4", "--samples", "1", "--documents", "1", "--output", "260"]
     options += ["--memory", "9/10", "1/100", "--caches", "disk-swap", "cluster", "random", "window"]
     options += ["--few", "2/3", "--scored", "12", "--parts", *fidelity.PARTS, "--markdown", str(tmp_path / "table.md")]
     options += ["--shipped", str(tmp_path / "table.json"), "--path", str(tmp_path)]

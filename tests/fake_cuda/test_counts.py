@@ -289,7 +289,7 @@ def test_a_step_that_seals_waits_for_nothing(bits: int | None) -> None:
         assert sealing and max(sealing) - usual <= LAYERS * SEALING, (sealing, usual)
 
 
-@pytest.mark.parametrize("case", [EIGHT, LLAMA, LONG])
+@pytest.mark.parametrize("case", [EIGHT, pytest.param(LLAMA, marks=pytest.mark.slow), LONG])
 def test_a_prefill_in_8_bits_costs_no_more_than_it_may(case: str) -> None:
     own, plain = cost_of("disk-swap", case, None, 8)["prefill"], cost_of(None, case)["prefill"]
     assert own.launches - plain.launches <= MOST["prefill"][0]

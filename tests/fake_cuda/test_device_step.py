@@ -510,7 +510,7 @@ def test_slots_that_a_budget_has_hold_a_complete_choice_or_the_host_is_asked(mon
 SMOL = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
 
 
-@pytest.mark.parametrize("context", [4096, 8192])
+@pytest.mark.parametrize("context", [4096, pytest.param(8192, marks=pytest.mark.slow)])
 def test_a_thirteenth_of_the_full_kv_suffices_for_steps_on_a_device(
     context: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,7 +93,13 @@ def assert_same(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.
     torch.testing.assert_close(found[1], expected[1])
 
 
-@pytest.mark.parametrize(("way", "rows", "seed"), [(way, 2 - index % 2, index) for index, way in enumerate(WAYS)])
+@pytest.mark.parametrize(
+    ("way", "rows", "seed"),
+    [
+        pytest.param(way, 2 - index % 2, index, marks=[pytest.mark.slow] if index in (2, 4, 5, 9, 11) else [])
+        for index, way in enumerate(WAYS)
+    ],
+)
 def test_tokens_are_those_of_eager_steps(way: Any, rows: int, seed: int) -> None:
     """Over all seals and one more capture, in any order of the streams; and what was read is counted."""
     cls, fields, (seals, prepares, made) = way
@@ -170,7 +176,10 @@ def changed(model: Any, cache: Any, step: Step) -> tuple[torch.Tensor, torch.Ten
     return tuple(torch.cat([part[at].flatten(0, 1) for part in parts]) for at in range(2))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("cls", FIELDS)
+FURTHER = [pytest.param(cls, marks=pytest.mark.slow) for cls in (AbstractTreeCache, SpecCache)]
+
+
+@pytest.mark.parametrize("cls", [DiskSwapCache, ClusterCache, *FURTHER])
 def test_a_graph_is_captured_again_after_changes(
     cls: type[SelectiveCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:

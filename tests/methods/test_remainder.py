@@ -240,8 +240,9 @@ def test_queries_of_a_prompt_in_pieces() -> None:
 @pytest.mark.parametrize(
     ("rows", "heads", "shared", "dim", "tokens"),
     [
-        (1, 3, 3, 64, 6000), (1, 8, 4, 128, 3000), (4, 3, 3, 64, 2048), (1, 1, 4, 256, 6000), (1, 2, 7, 64, 1200),
-        (2, 8, 4, 128, 3000), (8, 1, 4, 256, 2048), (16, 3, 3, 64, 2048),
+        (1, 3, 3, 64, 6000), (4, 3, 3, 64, 2048), (1, 1, 4, 256, 6000), (1, 2, 7, 64, 1200), (8, 1, 4, 256, 2048),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 8, 4, 128, 3000), (2, 8, 4, 128, 3000))),
+        pytest.param(16, 3, 3, 64, 2048, marks=pytest.mark.slow),
     ],
 )
 def test_fitting_takes_what_the_plan_says(
