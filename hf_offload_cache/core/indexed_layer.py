@@ -469,22 +469,25 @@ class IndexedLayer(OffloadLayer):
         return replace(plan, over_host=others)
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
-        """Rehearse the history, the indexer's keys, slots, and a step's gather."""
-        self.rehearse_history(run, kind, context)
-        if kind.topk and kind.form.num_key_heads == 1 and kind.device == "cpu":
+        """Rehearse the history, if the layer has one, the indexer's keys, slots, and a step's gather."""
+        if kind.has_history:
+            self.rehearse_history(run, kind, context)
+        if kind.has_history and kind.topk and kind.form.num_key_heads == 1 and kind.device == "cpu":
             block, width = streamed(kind, self.config, self._records(kind)), kind.form.entry_width
             sizes = kind.num_heads, width, kind.most_chosen, block * kind.form.group_size
             nbytes = planned_bytes(kind.batch, context, *sizes)
             run.passes(LATENTS, prefill=nbytes)
         self.topk = kind.topk if kind.indexer_bytes else 0  # otherwise it shares the indexer of an earlier layer
         self.indexer = self._new_indexer(self.shared, self.layer_idx)
-        streams = isinstance(self.indexer, StreamedIndexerKeys)
-        if self.config.exact or self.config.candidates or streams:  # more queries than a gather has room for
+        streams = self.config.exact or self.config.candidates or isinstance(self.indexer, StreamedIndexerKeys)
+        if kind.has_history and streams:  # more queries than a gather has room for
             run.stages("stream buffers", decode=stream_bytes(kind, self.config, self._records(kind)))
             run.passes("stream buffers", decode=place_bytes(kind, self.config, self._records(kind)), together=True)
         self.indexer.rehearse(run, kind, context)
         run.decoding()
-        if device_step.rehearse_chosen(self, run, kind, context):
+        area, view, kept = self.indexer.areas(kind)  # whose gathers take turns with the history's
+        if not kind.has_history or device_step.rehearse_chosen(self, run, kind, context):
+            self.indexing.areas.rehearse(run, area, (view, view), (kept, kept))
             return
         history, form, rows = self.history, kind.form, kind.rows
         self.most_chosen = chosen = min(kind.most_chosen, context)
@@ -494,18 +497,14 @@ class IndexedLayer(OffloadLayer):
         records, latest = min(chosen, records_soon(history.records)), -(-history.recent.shape[1] // form.group_size)
         record = rows * form.record_width * form.dtype.itemsize
         several = min(2 * chosen, records_soon(history.records)) if self.config.candidates else records
-        view, widest = ((count + latest) * record for count in (records, several))
-        kept, most = (
+        views = [max(view, (count + latest) * record) for count in (records, several)]
+        usual, most = (
             rows * (count + latest * form.group_size) * form.entry_bytes
             for count in (chosen, MOST_CANDIDATES * chosen if self.config.candidates else chosen)
         )
-        most = min(most, rows * several * form.group_size * form.entry_bytes + kept)
-        area = rows * records * form.record_bytes
-        if isinstance(self.indexer, CodedIndexerKeys):  # whose gathers take turns with these
-            areas = self.indexer.areas(kind)
-            area, view, widest = max(area, areas[0]), max(view, areas[1]), max(widest, areas[1])
-            kept, most = max(kept, areas[2]), max(most, areas[2])
-        self.indexing.areas.rehearse(run, area, (view, widest), (kept, most))
+        most = min(most, rows * several * form.group_size * form.entry_bytes + usual)
+        area = max(area, rows * records * form.record_bytes)
+        self.indexing.areas.rehearse(run, area, (views[0], views[1]), (max(usual, kept), max(most, kept)))
 
     # --- changes -----------------------------------------------------------------------------------------------
 

@@ -22,10 +22,10 @@ from ..history.state import DTYPES, is_tensor
 from ..kernels.on_a_device import to_device
 from ..memory.account import RECORDS, MemoryAccount
 from ..memory.dry_run import DryRun
-from ..stores.base import DEVICE_BLOCK, FreezableStore
+from ..stores.base import FreezableStore
 from ..stores.layered import LayeredStore
 from .gathered_mask import Scorer, ScoresOfTopK, chosen_at_edge, gather_tokens, margin_of
-from .plan import LayerKind, stream_bytes
+from .plan import LayerKind, indexer_form, stream_bytes
 from .selecting import Asked
 
 OWNER = "indexer keys"
@@ -144,6 +144,10 @@ class IndexerKeys:
         held = kind.batch * context * kind.indexer_bytes
         run.keeps(OWNER, held)
         run.passes(OWNER, prefill=held, decode=held)  # while they get more room, or other rows
+
+    def areas(self, kind: LayerKind) -> tuple[int, int, int]:
+        """Bytes of an area, of the view, and of kept entries, that a gather of exact keys needs after `rehearse`."""
+        return 0, 0, 0
 
     @property
     def full_bytes(self) -> int:
@@ -484,7 +488,6 @@ class CodedIndexerKeys(StoredIndexerKeys):
             self._fetcher.rows_changed()
 
     def areas(self, kind: LayerKind) -> tuple[int, int, int]:
-        """Bytes of an area, of the view, and of kept entries, that a gather of a rehearsed history needs."""
         assert self.exact is not None
         history, rows, most = self.exact, kind.batch, 2 * margin_of(kind.topk)
         form, store = history.form, cast(Any, history.store)
@@ -524,13 +527,6 @@ def parts_of(tree: Any, name: str, most: int) -> int:
     if type(count) is not int or not 0 <= count <= most:
         raise not_whole(name, f"its indexer's keys lie in {shown(count)} of {most} files")
     return count
-
-
-def indexer_form(dim: int, dtype: torch.dtype, config: OffloadConfig) -> RecordFormat:
-    """The format of the store of an indexer's keys (B, T, dim): as many tokens as fit the smallest read, unless
-    `group_size` is given."""
-    form = RecordFormat.of_sizes((1, dim, 1, 0), dtype, 1)
-    return replace(form, group_size=config.group_size or max(1, DEVICE_BLOCK // form.entry_bytes))
 
 
 def read_bytes(kind: LayerKind, config: OffloadConfig, context: int) -> int:

@@ -45,6 +45,8 @@ class LayerKind:
     """As of `LayerShape`; and `most_chosen`, and `topk`."""
     most_chosen: int = 0
     topk: int = 0
+    has_history: bool = True
+    """As of `LayerShape`; if not, `form` is that of an indexer's keys."""
 
     @classmethod
     def of(cls, shape: LayerShape, geometry: Geometry, config: OffloadConfig, batch: int) -> LayerKind:
@@ -52,6 +54,9 @@ class LayerKind:
         if shape.most_chosen:
             sizes = shape.num_key_heads, shape.key_dim, shape.num_value_heads, shape.value_dim
             own = geometry.device, len(geometry.layers), False, shape.indexer_bytes, shape.most_chosen, shape.topk
+            if not shape.has_history:
+                form = indexer_form(shape.indexer_bytes // geometry.dtype.itemsize, geometry.dtype, config)
+                return cls(form, 0, batch, batch, *own, has_history=False)
             return cls(indexed_form(sizes, geometry.dtype, config), shape.num_heads, batch, batch, *own)
         heads = shape.num_key_heads if config.heads_apart else 1
         sizes = (shape.num_key_heads // heads, shape.key_dim, shape.num_value_heads // heads, shape.value_dim)
@@ -69,6 +74,13 @@ def indexed_form(sizes: tuple[int, int, int, int], dtype: torch.dtype, config: O
     """
     form = RecordFormat.of_sizes(sizes, dtype, 1)
     return replace(form, group_size=config.group_size or min(_MOST_TOGETHER, max(1, DEVICE_BLOCK // form.entry_bytes)))
+
+
+def indexer_form(dim: int, dtype: torch.dtype, config: OffloadConfig) -> RecordFormat:
+    """The format of the store of an indexer's keys (B, T, dim): as many tokens as fit the smallest read, unless
+    `group_size` is given."""
+    form = RecordFormat.of_sizes((1, dim, 1, 0), dtype, 1)
+    return replace(form, group_size=config.group_size or max(1, DEVICE_BLOCK // form.entry_bytes))
 
 
 def layer_kinds(geometry: Geometry, config: OffloadConfig, batch: int) -> list[tuple[LayerKind, OffloadConfig]]:
@@ -180,7 +192,7 @@ def search(
     """The search for fields within a budget (see `Search`); `plan`: the cache class's; `limits`: memory, context and
     batch; `alone`: the search's."""
     settings = config_class.load(None, {**of_goal, **fields})  # reports wrong fields before budgets
-    forms = {kind.form for kind, _ in layer_kinds(geometry, settings, 1)}
+    forms = {kind.form for kind, _ in layer_kinds(geometry, settings, 1) if kind.has_history}
     records = [(form.record_bytes, form.group_size) for form in forms]
     full = geometry.full_kv_bytes(*limits[1:])
 
@@ -190,7 +202,7 @@ def search(
     longest = None
     if geometry.device != "cpu":
         kinds = [kind for kind, _ in layer_kinds(geometry, settings, limits[2])]
-        longest = min((longest_block(kind.form, kind.rows) for kind in kinds), default=None)
+        longest = min((longest_block(kind.form, kind.rows) for kind in kinds if kind.has_history), default=None)
     host_memory = None if settings.host_memory is None else parse_size(settings.host_memory)
     sides = geometry.device, host_memory, longest
     own = {**of_goal, **fields}

@@ -21,7 +21,8 @@ _STATES = ("conv_states", "recurrent_states")
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One offloaded layer: heads and widths of its keys (B, Hk, T, Dk) and values (B, Hv, T, Dv)."""
+    """One offloaded layer: heads and widths of its keys (B, Hk, T, Dk) and values (B, Hv, T, Dv). All are 0 in a layer
+    that stores only an indexer's keys, and attends to what another layer stores."""
 
     num_heads: int
     """Query heads, H."""
@@ -35,6 +36,11 @@ class LayerShape:
     """The most tokens that the model's indexer chooses for a query; 0: it has none."""
     topk: int = 0
     """As of `indexer_topk`."""
+
+    @property
+    def has_history(self) -> bool:
+        """Whether it stores keys and values."""
+        return self.num_key_heads > 0
 
 
 @dataclass(frozen=True)
@@ -115,12 +121,10 @@ class Geometry:
             full, others = is_offloaded(layer), _others_kept([layers[layer_idx] for layers in longer], item)
             if has_indexer(layer):
                 others = KeptLayer(0, _bytes(_others(layer), item))  # of the one token
+            if has_indexer(layer) and (shape is not None or others.token_bytes):
+                fields = {"indexer_bytes": others.token_bytes, "most_chosen": chosen, "topk": indexer_topk(text)}
+                shape, others = replace(shape or LayerShape(0, 0, 0, 0, 0), **fields), KeptLayer()
             if full and shape is not None:
-                if has_indexer(layer):
-                    shape, others = (
-                        replace(shape, indexer_bytes=others.token_bytes, most_chosen=chosen, topk=indexer_topk(text)),
-                        KeptLayer(),
-                    )
                 offloaded.append(shape)
             elif shape is not None and isinstance(layer, CacheLayerMixin):  # a dummy keeps nothing
                 window = getattr(layer, "sliding_window", None)

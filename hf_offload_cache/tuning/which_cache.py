@@ -118,9 +118,10 @@ def step_bytes(geometry: Geometry, config: OffloadConfig, context: int, batch: i
         from ..core.plan import layer_kinds
 
         kinds = [kind for kind, _ in layer_kinds(geometry, config, batch)]
-        most = [min(kind.most_chosen, -(-context // kind.form.group_size)) for kind in kinds]
-        keys = batch * sum(read_bytes(kind, config, context) for kind in kinds)
-        return keys + sum(count * batch * kind.form.record_bytes for count, kind in zip(most, kinds, strict=True))
+        keys = sum(read_bytes(kind, config, context) for kind in kinds)
+        forms = [(kind.form, kind.most_chosen) for kind in kinds if kind.has_history]
+        entries = sum(min(most, -(-context // form.group_size)) * form.record_bytes for form, most in forms)
+        return batch * (keys + entries)
     tokens = context
     if isinstance(config, SelectiveConfig) and not config.exact:
         tokens = min(context, config.tokens_fetched(context))

@@ -409,6 +409,34 @@ def test_keys_in_fewer_bits_take_less_memory_and_give_the_same_tokens(
         DiskSwapConfig(indexer_bits=4)
 
 
+@LATER
+def test_plans_count_layers_that_store_only_an_indexers_keys(tmp_path: Path) -> None:
+    """Two of four layers, in any type, and their records, which lie in memory or on the disk; and candidates."""
+    model = mistral_large4()
+    ids, geometry = prompt(model, 2, 90), Geometry.of(model)
+    assert [layer.has_history for layer in geometry.layers] == [True, True, False, False] and not geometry.kept
+    for engine, bits in itertools.product(("memory", "direct"), (None, 8, 0)):
+        with torch.no_grad(), DiskSwapCache(model, path=tmp_path, engine=engine, indexer_bits=bits, **SMALL) as cache:
+            begin = 0
+            for end in (50, 80, 81, 82, 90):
+                if end == 90:
+                    cache.activate_past_recording()
+                model(ids[:, begin:end], past_key_values=cache)
+                begin = end
+            report, plan = cache.report(), cache.plan(geometry, cache.config, 90, 2)
+        case, held = (engine, bits), report.memory_by_owner
+        assert report.peak_memory_bytes <= plan.peak_bytes, case
+        for owner in ("indexer keys", "records in memory", "rolling tail"):
+            assert held.get(owner, 0) <= plan.decode.get(owner, 0), (case, owner)
+        keys = {None: 64, 8: 16 + 4, 0: 0}[bits] * 2 * 90 * len(geometry.layers)
+        assert keys <= held.get("indexer keys", 0) <= 1.25 * keys, case
+        stores = (2 if bits is None else 2 + 4) * (engine == "memory")
+        assert held.get("records in memory", 0) == stores * 4 * 2**20 == plan.decode.get("records in memory", 0), case
+        entries = sum(min(TOPK, 23) * 4096 for layer in geometry.layers if layer.has_history)
+        keys_read = 0 if bits is None else len(geometry.layers) * 23 * 4096
+        assert step_bytes(geometry, cache.config, 90, 2) == 2 * (entries + keys_read)
+
+
 def _chosen_at_edge(exact: torch.Tensor, scores: torch.Tensor, count: int) -> tuple[torch.Tensor, np.ndarray]:
     """What is chosen by `scores`, sorted, and the tokens (B, T) that were scored exactly, none of them twice."""
     asked = np.zeros((len(exact), exact.shape[2]), dtype=bool)
