@@ -28,6 +28,8 @@ from .gathered_mask import Scorer, ScoresOfTopK, chosen_at_edge, gather_tokens, 
 from .plan import LayerKind, indexer_form, stream_bytes
 from .selecting import Asked
 
+Score = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Gives scores (B, q, N) of keys (B, N, D), under their part (B, q, N) of a mask."""
 OWNER = "indexer keys"
 """Owner in the account of the memory of indexers' keys and positions."""
 AT_ONCE = 2048
@@ -300,11 +302,16 @@ class StoredIndexerKeys(IndexerKeys, ABC):
             with account.holding(OWNER, self.scored_bytes(min(length, at_once))):
                 parts = [score(lambda: next(keys), part) for part in mask.split(at_once, 2)]
             scores = torch.cat(parts, 2)
-            if not exact or not isinstance(self, CodedIndexerKeys):
-                return scores.topk(count, dim=2).indices.to(asked.dtype)
-            scorer = exact_scorer(self, mask, 2 * margin_of(count), lambda keys, part: score(lambda: keys, part))
-            chosen = chosen_at_edge(scores, count, scorer)
+            if exact:
+                chosen = self.best(scores, count, mask, lambda keys, part: score(lambda: keys, part))
+            else:
+                chosen = scores.topk(count, dim=2).indices
         return chosen.to(asked.dtype)
+
+    def best(self, scores: torch.Tensor, count: int, mask: torch.Tensor, score: Score) -> torch.Tensor:
+        """Indices (B, q, count) of the best tokens by the `scores` (B, q, T) of what `scored` gave, under a `mask`
+        (B or 1, q, T). These are exact here; `score` gives exact ones to a class whose scores are not."""
+        return scores.topk(count, dim=2).indices
 
     def whole_bytes(self, length: int) -> int:
         """Bytes of `whole` of so many tokens."""
@@ -453,6 +460,9 @@ class CodedIndexerKeys(StoredIndexerKeys):
             codes, scales = (part[:, start : min(start + at_once, self.length)] for part in self.parts)
             yield (codes * scales).to(self.exact.form.dtype)
 
+    def best(self, scores: torch.Tensor, count: int, mask: torch.Tensor, score: Score) -> torch.Tensor:
+        return chosen_at_edge(scores, count, exact_scorer(self, mask, 2 * margin_of(count), score))
+
     def _bytes_each(self, form: RecordFormat) -> int:
         return 4 * form.key_dim + form.entry_bytes
 
@@ -547,12 +557,8 @@ def coded(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (wide / scales).round_().to(torch.int8), scales
 
 
-def exact_scorer(
-    keys: CodedIndexerKeys, mask: torch.Tensor, most: int, score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-) -> Scorer:
-    """A scorer that reads exact keys, at most `most` tokens a row at a time.
-
-    `mask` (B or 1, q, T); `score` returns scores (B, q, N) for keys (B, N, D) and their part of the mask."""
+def exact_scorer(keys: CodedIndexerKeys, mask: torch.Tensor, most: int, score: Score) -> Scorer:
+    """A scorer that reads exact keys, at most `most` tokens a row at a time. `mask` (B or 1, q, T)."""
 
     def make_exact(wanted: np.ndarray, scores: torch.Tensor) -> None:
         counts = wanted.cumsum(1)
