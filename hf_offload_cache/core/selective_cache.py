@@ -218,9 +218,11 @@ class SelectiveCache(OffloadCache):
         # no attention runs before the first layer's, so its last choice is prefetched
         first = self._following.get(0)
         self._looks_ahead = self._pace.first and (first is None or first.device_slots is None)
-        if first is not None and self.look_ahead is not None and step.tokens == 1 and self._looks_ahead:
-            with self.timeline.span("look ahead", 0):
-                first.prefetch_again()
+        if self.look_ahead is not None and step.tokens == 1 and self._looks_ahead:
+            self.storage.counters.steps_ahead += 1
+            if first is not None:
+                with self.timeline.span("look ahead", 0):
+                    first.prefetch_again()
         return changed
 
     def weigh(self, step: Step) -> None:

@@ -42,6 +42,8 @@ class Counters:
     decode_seconds: float = 0.0
     decode_stall_seconds: float = 0.0
     decode_flight_seconds: float = 0.0
+    steps_ahead: int = 0
+    """Steps of one token in which layers could begin reads in the layer before."""
     stall_seen: float = 0.0
     flight_seen: float = 0.0
     told: Callable[[], None] | None = None

@@ -205,6 +205,8 @@ class CacheReport:
     """Offloaded layers whose model chooses by an indexer what it attends to: their steps are exact."""
     chosen_ahead: int = 0
     """Of these, the layers whose reads began in the layer before, in the latest step that reads ahead."""
+    steps_ahead: int = 0
+    """The part of `decode_steps` that read ahead. With `look_ahead=None` the others were faster, or are compared."""
     steps: str = ""
     """With a model on a GPU: how many layers' latest steps ran on it alone, and why others needed the host. Empty
     before the first step that selects."""
@@ -286,9 +288,12 @@ class CacheReport:
         }
 
     def _chosen_text(self) -> str:
-        text, others = f"exact, in {self.chosen_by_model} layers", self.chosen_by_model - self.chosen_ahead
-        if self.chosen_ahead and self.hit_rate is not None and self.prefetch_hit_rate is not None:
-            text += f"; {self.prefetch_hit_rate - self.hit_rate:.1%} read ahead, in {self.chosen_ahead} layers"
+        text, ahead = f"exact, in {self.chosen_by_model} layers", self.chosen_ahead if self.steps_ahead else 0
+        if ahead and self.hit_rate is not None and self.prefetch_hit_rate is not None:
+            text += f"; {self.prefetch_hit_rate - self.hit_rate:.1%} read ahead, in {ahead} layers"
+            if self.steps_ahead < self.decode_steps:
+                text += f" and {self.steps_ahead:,} of {self.decode_steps:,} steps"
+        others = self.chosen_by_model - ahead
         return text + (f"; {others} layers read when needed" if others else "")
 
     def _repr_html_(self) -> str:
@@ -316,7 +321,7 @@ class CacheReport:
 
 _COUNTED = (
     "unpack_seconds", "look_bytes", "stall_seconds", "decode_steps", "decode_seconds", "decode_stall_seconds",
-    "decode_flight_seconds", "overlap",
+    "decode_flight_seconds", "overlap", "steps_ahead",
 )  # fmt: skip
 """Fields of a report that are figures of `Counters` as they are."""
 

@@ -294,6 +294,14 @@ def test_what_the_next_layer_chooses_is_read_a_layer_early(
         monkeypatch.setattr(type(cache.layers[2].indexer), "add_guess", lambda *_: torch.ones(2) @ torch.ones(3))
         assert_close(*(model(ids[:, 59:60], past_key_values=one).logits for one in (cache, plain)))
         assert cache.report().chosen_ahead == 1  # an indexer that fails is not called again
+        cache._pace = type(cache._pace)(False)  # what `look_ahead=None` finds faster
+        model(ids[:, :1], past_key_values=cache)
+        report = cache.report()
+        assert (report.steps_ahead, report.decode_steps) == (10, 11)
+        text = " ".join(str(report).replace("│", " ").split())
+        assert "read ahead, in 1 layers and 10 of 11 steps; 2 layers read when needed" in text
+        cache.storage.reset_counters()
+        assert "exact, in 3 layers; 3 layers read when needed" in str(cache.report())
 
 
 def _failing(history: Any, method: Callable[..., Any], calls: int) -> Callable[..., Any]:
