@@ -283,13 +283,16 @@ def test_what_the_next_layer_chooses_is_read_a_layer_early(
             seen.append(called[-1].shape[2])
             return called[-1].masked_fill(called[-1] % 3 == 0, called[-1].max())  # type: ignore[no-any-return]
 
-        hook = model.model.layers[1].self_attn.indexer.register_forward_hook(fewer)
+        indexer, inner = model.model.layers[1].self_attn.indexer, list[int]()
+        hooks = [indexer.register_forward_hook(fewer), indexer.wk.register_forward_hook(lambda *_: inner.append(1))]
         reads.clear()
         for end in (57, 58, 59):
             expected, found = (model(ids[:, end - 1 : end], past_key_values=one).logits for one in (plain, cache))
             assert_close(found, expected)
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         assert seen == [TOPK] * 2 * 3  # of both caches
+        assert len(inner) == 2 * 3 if bits is None else len(inner) >= 3 * 3  # keys in 8 bits are scored in parts
         assert [one[1] is None for one in reads] == [False, True, False] * 3 and cache.report().chosen_ahead == 2
         monkeypatch.setattr(type(cache.layers[2].indexer), "add_guess", lambda *_: torch.ones(2) @ torch.ones(3))
         assert_close(*(model(ids[:, 59:60], past_key_values=one).logits for one in (cache, plain)))
