@@ -27,6 +27,7 @@ from ..model.place import device_type, offloaded_layers
 from ..report.report import least_size_text, size_text
 from ..stores.engines import resolve_engine
 from .indexer_keys import read_bytes
+from .layers import planner
 from .plan import layer_kinds, search
 
 if TYPE_CHECKING:
@@ -179,8 +180,10 @@ def _keys_note(config: OffloadConfig, geometry: Geometry, given: Iterable[str]) 
     if config.indexer_bits != 0 or "indexer_bits" in given or config.max_context is None:
         return None
     nbytes = sum(read_bytes(kind, config, config.max_context) for kind, _ in layer_kinds(geometry, config, 1))
-    text = f"each step reads all keys of the model's indexers from the disk, {size_text(nbytes)} a sequence"
-    return f"{text}: raise memory to keep them there" if nbytes else None
+    where, there = ("host memory", "on the GPU") if geometry.device == "cuda" else ("the disk", "in memory")
+    where = where if config.engine == "memory" else "the disk"
+    text = f"each step reads all keys of the model's indexers from {where}, {size_text(nbytes)} a sequence"
+    return f"{text}: raise memory to keep them {there}" if nbytes else None
 
 
 _MOST_LOST = 0.1
@@ -488,24 +491,25 @@ def _few(lost: Iterable[float]) -> float:
 
 def steps_over_host(cls: Any, geometry: Geometry, config: OffloadConfig, context: int, batch: int) -> list[str]:
     """A note if records lie in host memory, and steps of some layers need the host nevertheless, and why."""
-    layer_class = cls.layer_class
     if geometry.device != "cuda" or config.engine != "memory" or config.exact or not cls.selects:
         return []
-    if geometry.is_indexed:
+    if not cls.layer_class.needs_slots and not geometry.is_indexed:
         return []
-    if not layer_class.needs_slots:
-        return []
+    plan_of = planner(cls.layer_class)
 
     def alone(kind: Any, own: OffloadConfig) -> bool:
-        return bool(layer_class.plan(kind, own, context).alone)
+        decides = kind.most_chosen and own.indexer_bits == 8  # the host, at the edge of a choice
+        return not decides and bool(plan_of(kind, own, context).alone)
 
     kinds, whys = layer_kinds(geometry, config, batch), list[str]()
-    for kind, count in Counter(kinds).items():
-        if not alone(*kind):
-            could = alone(kind[0], dataclasses.replace(kind[1], memory=None))
-            why = "its memory has slots for all that a step may select: raise memory" if could else (
-                "what chooses records is in its memory, not on the disk, and kernels take such heads and fields"
-            )
+    for (kind, own), count in Counter(kinds).items():
+        if kind.has_history and not alone(kind, own):
+            if alone(kind, dataclasses.replace(own, memory=None)):
+                why = "its memory has slots for all that a step may select: raise memory"
+            elif kind.most_chosen:
+                why = "indexer_bits is not 8" if kind.topk else "its indexer scores single tokens, not blocks"
+            else:
+                why = "what chooses records is in its memory, not on the disk, and kernels take such heads and fields"
             whys += [why] * count
     text = "steps of {} of {} layers need the host; a GPU alone runs them if {}"
     return [text.format(count, len(kinds), why) for why, count in Counter(whys).items()]

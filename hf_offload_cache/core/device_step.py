@@ -288,12 +288,11 @@ def chosen_bytes(form: RecordFormat, rows: int, chosen: int, count: int, units: 
     return rows * (chosen * (form.entry_bytes + 8) + units + 8 * (count + 2 * chosen + 1))
 
 
-def _slots_of_chosen(layer: Layer, chosen: int) -> int:
-    """Slots a row of a layer whose indexer chooses so many tokens: those of `reuse_capacity`, and without a limit as
+def slots_of_chosen(layer: Layer) -> int:
+    """Slots a row of a layer whose indexer chooses: those of `reuse_capacity` and what is lent, and without a limit as
     many besides as a choice needs."""
-    history = layer.history
-    count: int = layer.slots_for_all // history.rows
-    return count + (0 if layer.config.memory is not None else min(chosen, layer.most_units))
+    count: int = layer.slots
+    return count + (0 if layer.config.memory is not None else min(layer.most_chosen, layer.most_units))
 
 
 def rehearse_chosen(layer: Layer, run: DryRun, kind: LayerKind, context: int) -> bool:
@@ -301,7 +300,8 @@ def rehearse_chosen(layer: Layer, run: DryRun, kind: LayerKind, context: int) ->
     False: steps go over the host, and nothing was rehearsed."""
     form, records = kind.form, layer.history.records
     wanted = min(kind.most_chosen, records)
-    count = _slots_of_chosen(layer, kind.most_chosen)
+    layer.most_chosen = kind.most_chosen
+    count = slots_of_chosen(layer)
     possible = kind.topk > 0 and layer.config.engine == "memory" and plans_step(kind.device)
     if kind.over_host or not possible or count < wanted:
         return False
@@ -349,7 +349,7 @@ def _chosen_slots(layer: Layer, least: int) -> DeviceSlots | None:
     layer.over_host = None
     if slots is not None and not slots.closed and slots.count >= least:
         return slots
-    count = _slots_of_chosen(layer, layer.most_chosen)
+    count = slots_of_chosen(layer)
     layer.drop_fetcher()
     layer.indexing.areas.release()  # which steps over the host had
     if count < least:

@@ -414,10 +414,10 @@ class IndexedLayer(OffloadLayer):
         return most_slots(cast(Any, self.config), self.history.form.group_size, self.history.records)
 
     @property
-    def slots_for_all(self) -> int:
-        """Slots of `reuse_capacity`, for all rows."""
-        tokens = self.config.reuse_capacity if isinstance(self.config, SelectiveConfig) else 0
-        return self.history.rows * min(-(-tokens // self.history.form.group_size), self.most_units) if tokens else 0
+    def slots(self) -> int:
+        """Slots a row: those of `reuse_capacity`, and what is lent."""
+        tokens = self.config.reuse_capacity + self.indexing.lent if isinstance(self.config, SelectiveConfig) else 0
+        return min(-(-tokens // self.history.form.group_size), self.most_units) if tokens else 0
 
     def why_over_host(self) -> str | None:
         """As of `device_step`."""
@@ -428,7 +428,9 @@ class IndexedLayer(OffloadLayer):
         history, storage = self.history, self.shared.storage
         if self._fetcher is not None and self._fetcher.closed:  # its memory was needed elsewhere
             self.drop_fetcher()
-        rows, slots = made_for = history.rows, self.slots_for_all
+        slots, most = self.slots, self.indexing.over_host
+        slots = history.rows * (slots if most is None or not self.on_device else min(slots, most))
+        made_for = history.rows, slots
         if self._fetcher is None or made_for != self._made_for:
             self.drop_fetcher()
             tiers = slot_tiers(history.form, history.device, storage.account, slots, slots)
@@ -436,6 +438,13 @@ class IndexedLayer(OffloadLayer):
             self._made_for, self.shared.books_changed = made_for, True
         self._fetcher.most_records = self._fetcher.read_at_once = self.most_chosen
         return self._fetcher
+
+    def drop_slots_beyond(self) -> None:
+        """As of `SelectiveLayer`."""
+        if self._fetcher is not None and (self.on_device or self.history.rows * self.slots < self._made_for[1]):
+            self.drop_fetcher()
+        if (slots := self.device_slots) is not None and device_step.slots_of_chosen(self) < slots.count:
+            self.drop_fetcher()
 
     def drop_fetcher(self) -> None:
         """Free the slots."""
@@ -463,10 +472,12 @@ class IndexedLayer(OffloadLayer):
 
     @classmethod
     def plan(cls, kind: LayerKind, config: OffloadConfig, context: int) -> LayerPlan:
-        """As `OffloadLayer.plan`. Steps of a layer whose others run on a device have no slots there over the host."""
+        """As of `SelectiveLayer`."""
         plan = super().plan(kind, config, context)
-        others = super().plan(replace(kind, over_host=True), config, context) if plan.alone else None
-        return replace(plan, over_host=others)
+        if not plan.alone:
+            return plan
+        own = config if config.memory is None else replace(cast(SelectiveConfig, config), reuse_capacity=0)
+        return replace(plan, over_host=super().plan(replace(kind, over_host=True), own, context))
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         """Rehearse the history, if the layer has one, the indexer's keys, slots, and a step's gather."""
@@ -491,7 +502,7 @@ class IndexedLayer(OffloadLayer):
             return
         history, form, rows = self.history, kind.form, kind.rows
         self.most_chosen = chosen = min(kind.most_chosen, context)
-        for tier in slot_tiers(form, history.device, run, self.slots_for_all, self.slots_for_all):
+        for tier in slot_tiers(form, history.device, run, rows * self.slots, rows * self.slots):
             tier.rehearse(cast(Any, history.store).records)
             run.keeps("tables", tier.tables_nbytes)
         records, latest = min(chosen, records_soon(history.records)), -(-history.recent.shape[1] // form.group_size)
@@ -524,27 +535,13 @@ class IndexedLayer(OffloadLayer):
         if self._fetcher is not None:
             self._fetcher.forget(records)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        if self.is_filled:
-            super().reorder_cache(beam_idx)
-        else:
-            self.indexer.select_rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_filled:
-            super().batch_repeat_interleave(repeats)
-        elif self.indexer.batch:
-            self.indexer.select_rows(torch.arange(self.indexer.batch, device="cpu").repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.is_filled:
-            super().batch_select_indices(indices)
-        else:
-            indices = torch.as_tensor(indices, device="cpu")
-            self.indexer.select_rows(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
+    @property
+    def stored_batch(self) -> int:
+        return self.batch or self.indexer.batch
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        super().select_rows(rows)
+        if self.is_filled:
+            super().select_rows(rows)
         self.indexer.select_rows(rows)
         if self._fetcher is not None:
             self._fetcher.rows_changed()

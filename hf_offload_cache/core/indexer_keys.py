@@ -95,8 +95,7 @@ class IndexerKeys:
         """Copy `new` parts (B, t, width) behind the first `held` tokens. Raises `BudgetError` with nothing changed."""
         stop = held + new[0].shape[1]
         if not self.parts or stop > self.parts[0].shape[1]:
-            room = stop + max(_MORE_ROOM, stop // self.share_of_room)
-            room = room if self._most is None else max(stop, min(room, self._most))
+            room = self._room(stop)
             larger = self._made([(one, (one.shape[0], room, one.shape[2])) for one in new])
             for old, one in zip(self.parts, larger, strict=bool(self.parts)):
                 one[:, :held] = old[:, :held]
@@ -104,6 +103,11 @@ class IndexerKeys:
         for part, one in zip(self.parts, new, strict=True):
             part[:, held:stop] = one
         self.length = stop
+
+    def _room(self, length: int) -> int:
+        """Tokens that new parts have room for when there are `length`."""
+        room = length + max(_MORE_ROOM, length // self.share_of_room)
+        return room if self._most is None else max(length, min(room, self._most))
 
     def _made(self, shapes: Sequence[tuple[torch.Tensor, tuple[int, ...]]]) -> tuple[torch.Tensor, ...]:
         """New tensors, each of the type and device of one and of a shape. Raises `BudgetError` with none made."""
@@ -143,7 +147,7 @@ class IndexerKeys:
 
     def rehearse(self, run: DryRun, kind: LayerKind, context: int) -> None:
         """Declare the memory of `context` tokens a row, in a dry run."""
-        held = kind.batch * context * kind.indexer_bytes
+        held = kind.batch * self._room(context) * kind.indexer_bytes
         run.keeps(OWNER, held)
         run.passes(OWNER, prefill=held, decode=held)  # while they get more room, or other rows
 
@@ -356,7 +360,7 @@ class StoredIndexerKeys(IndexerKeys, ABC):
         own, records = replace(kind, form=form, rows=rows), -(-store.records // rows)
         reads, all_read = stream_bytes(own, self._config, records), bool(self._config.exact)
         run.stages("stream buffers", prefill=reads, decode=reads if all_read or self.streams else 0)
-        whole, kept = (rows * context * each for each in (form.entry_bytes, self._kept_each(form)))
+        whole, kept = rows * context * form.entry_bytes, rows * self._room(context) * self._kept_each(form)
         run.keeps(OWNER, kept)
         part = rows * min(context, self.at_once(kind.topk)) * self._bytes_each(form)
         run.passes(OWNER, prefill=max(whole, kept), decode=max(kept, part, whole if all_read else 0))

@@ -158,6 +158,11 @@ class OffloadLayer(CacheLayerMixin):
         """Number of sequences; 0 before the first `update`."""
         return self.history.rows // self.rows.heads if self.is_filled else 0
 
+    @property
+    def stored_batch(self) -> int:
+        """As `batch`, also if it stores something else than keys and values."""
+        return self.batch
+
     def whole(self, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (B, Hk, T, Dk) and values of everything before token `stop` (None: all), new and contiguous."""
         keys, values = self.history.whole(stop)
@@ -228,15 +233,15 @@ class OffloadLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replace row i by the present row `beam_idx[i]`; moves no stored data, except what `settle_rows` reads."""
-        if self.is_filled and beam_idx.tolist() != list(range(self.batch)):
+        if self.stored_batch and beam_idx.tolist() != list(range(self.stored_batch)):
             self.select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_filled:
-            self.select_rows(torch.arange(self.batch, device="cpu").repeat_interleave(repeats))
+        if self.stored_batch:
+            self.select_rows(torch.arange(self.stored_batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        if self.is_filled:
+        if self.stored_batch:
             indices = torch.as_tensor(indices, device="cpu")
             self.select_rows(indices.nonzero().reshape(-1) if indices.dtype == torch.bool else indices)
 

@@ -99,6 +99,13 @@ def layer_kinds(geometry: Geometry, config: OffloadConfig, batch: int) -> list[t
     return kinds
 
 
+def slots_of_choice(geometry: Geometry, config: OffloadConfig) -> int:
+    """Tokens a layer of slots that hold all records of what a model's indexers choose, one for each token; 0: the model
+    does not choose by itself."""
+    kinds = [kind for kind, _ in layer_kinds(geometry, config, 1) if kind.topk and kind.has_history]
+    return max((kind.most_chosen * kind.form.group_size for kind in kinds), default=0)
+
+
 def streamed(kind: LayerKind, config: OffloadConfig, records: int) -> int:
     """Maximum records a row that are streamed at a time, in blocks or for a crop, of at most so many `records` a
     row."""
@@ -205,5 +212,7 @@ def search(
         longest = min((longest_block(kind.form, kind.rows) for kind in kinds if kind.has_history), default=None)
     host_memory = None if settings.host_memory is None else parse_size(settings.host_memory)
     sides = geometry.device, host_memory, longest
-    own = {**of_goal, **fields}
-    return Search(config_class, plan_of, records, *limits, own, full, frozenset(fields), *sides, alone=alone)
+    on_device = geometry.device == "cuda" and settings.engine == "memory"
+    own, chosen = {**of_goal, **fields}, slots_of_choice(geometry, settings) if on_device else 0
+    chosen = min(chosen, limits[1])
+    return Search(config_class, plan_of, records, *limits, own, full, frozenset(fields), *sides, alone, chosen)

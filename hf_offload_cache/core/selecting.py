@@ -154,6 +154,7 @@ class Indexing:
         areas: memory that they read into.
         chosen: indices (B, q, K) of the tokens that the step's latest indexer chose, -1 for none; None: no indexer has
             told any. Layers without an indexer of their own attend to what the latest one chose.
+        lent, over_host: as of `Selecting`.
     """
 
     def __init__(self, config: OffloadConfig, storage: Storage) -> None:
@@ -162,6 +163,7 @@ class Indexing:
         self.look_ahead: LookAhead | None = None
         """Guesses what the next layer's indexer chooses; None: nothing is read ahead. Set by the cache."""
         self.chosen: torch.Tensor | None = None
+        self.lent, self.over_host = 0, cast("int | None", None)
         self._step: weakref.ref[Step] | None = None
         self._sparse = False
 

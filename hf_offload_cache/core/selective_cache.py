@@ -23,7 +23,7 @@ from .cache import OffloadCache
 from .captured import numbers_bytes, with_room
 from .indexed_layer import IndexedLayer
 from .layer import OffloadLayer
-from .plan import LayerKind, decoding_queue, layer_kinds
+from .plan import LayerKind, decoding_queue, layer_kinds, slots_of_choice
 from .selecting import Selecting
 from .selective_layer import SelectiveLayer
 from .step import Step
@@ -251,22 +251,22 @@ class SelectiveCache(OffloadCache):
         the user has fixed stay."""
         limit, context = self.storage.account.limit, self.config.max_context
         sequences, tokens = step.sequences, step.history + step.tokens
-        if limit is None or context is None or not self._selective:
+        if limit is None or context is None or not self._following:
             return
         if sequences == self._lent_for[0] and tokens <= self._lent_for[1]:
             return
-        assert self.selecting is not None
         self._lent_for = sequences, min(context, tokens + tokens // 8)
-        units = [layer.history.form.group_size for layer in self.selective if layer.is_initialized]
+        units = [layer.history.form.group_size for layer in self._following.values() if layer.is_initialized]
         unit, geometry = max(units, default=1), Geometry.of(self.model)
-        on_device = any(layer.on_device for layer in self.selective)
+        on_device = any(layer.on_device for layer in self._following.values())
         over_host = self._slots_over_host(geometry, limit) if on_device else None
         if "reuse_capacity" in self.given:
-            self.selecting.lend(0, over_host)
+            self._lend(0, over_host)
             return
         fewest, too_many = 0, -(-self._lent_for[1] // unit)
         if over_host is not None:  # those of a complete choice may fit although fewer do not: they need no areas
-            enough = -(-(self.config.tokens_fetched(self._lent_for[1]) - self.config.reuse_capacity) // unit)
+            complete = slots_of_choice(geometry, self.config) or self.config.tokens_fetched(self._lent_for[1])
+            enough = -(-(complete - self.config.reuse_capacity) // unit)
             if 0 < enough < too_many:
                 fits = self._with_slots(geometry, enough * unit) <= limit
                 fewest, too_many = (enough, too_many) if fits else (fewest, enough)
@@ -274,9 +274,16 @@ class SelectiveCache(OffloadCache):
             tried = (fewest + too_many) // 2
             fits = self._with_slots(geometry, tried * unit) <= limit
             fewest, too_many = (tried, too_many) if fits else (fewest, tried)
-        self.selecting.lend(fewest * unit, over_host)
-        for layer in self.selective:
+        self._lend(fewest * unit, over_host)
+        for layer in self._following.values():
             layer.drop_slots_beyond()
+
+    def _lend(self, tokens: int, over_host: int | None = None) -> None:
+        """As `Selecting.lend`, for all layers."""
+        if self.selecting is not None:
+            self.selecting.lend(tokens, over_host)
+        if (indexing := self.shared.indexing) is not None:
+            indexing.lent, indexing.over_host = tokens, over_host
 
     def _with_slots(self, geometry: Geometry, lent: int) -> int:
         """Upper bound on the bytes of a step for which slots are lent, with so many tokens more than configured. What
@@ -290,7 +297,7 @@ class SelectiveCache(OffloadCache):
         account = self.storage.account
         held = {owner: nbytes for owner, nbytes in account.by_owner.items() if owner not in account.host}
         held |= {SLOTS: 0, "stream buffers": 0, RECORDS: 0}
-        if any(layer.on_device for layer in self.selective):  # a step on a device frees what one over the host had
+        if any(layer.on_device for layer in self._following.values()):  # which free what steps over the host had
             held |= {"staging": 0, "selection": 0, "scores": 0}
         return sum(max(held.get(owner, 0), planned.get(owner, 0)) for owner in {*held, *planned})
 
@@ -298,7 +305,7 @@ class SelectiveCache(OffloadCache):
         """Slots a row for which a step over the host has room, of layers whose steps run on a device."""
         config = replace(self.config, reuse_capacity=0)
         room = limit - self._beside_held(self.plan(geometry, config, self._lent_for[1], self._lent_for[0]).decode)
-        histories = [layer.history for layer in self.selective if layer.is_initialized]
+        histories = [layer.history for layer in self._following.values() if layer.is_initialized]
         each = sum(history.rows * history.form.payload_bytes for history in histories)
         return max(0, room) // max(1, each)
 
@@ -337,7 +344,7 @@ class SelectiveCache(OffloadCache):
             if self._with_slots(geometry, selecting.lent) > room:
                 if not selecting.lent or self._with_slots(geometry, 0) > room:
                     return False
-                for layer in self.selective:
+                for layer in self._following.values():
                     layer.drop_fetcher()
                 self._lent_for = (0, 0)  # they are lent again, with what is booked here
         with account.not_sparing(), contextlib.suppress(BudgetError):
@@ -375,6 +382,8 @@ class SelectiveCache(OffloadCache):
             for layer in self.selective:
                 layer.drop_fetcher()
             self.selecting.rest()
+            if self.shared.indexing is not None:
+                self.shared.indexing.rest()
             self.storage.limit_writes(None)
             self._queue_for, self._in_prompt = 0, True
 
@@ -444,6 +453,7 @@ class SelectiveCache(OffloadCache):
         self._weighed = self._lent_for = (0, 0)
         if self.selecting is not None:
             self.selecting.reset()
+            self._lend(0)
 
     def freeze(self) -> None:
         for layer in self.selective:

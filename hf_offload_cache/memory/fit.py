@@ -38,6 +38,7 @@ class Search(Generic[Config]):
         host_memory: limit of the host side; None: no limit.
         longest_block: most tokens of a block on a device other than the CPU, where each block costs launches.
         alone: slots hold a complete choice, so that steps run on a device without the host.
+        chosen: tokens a layer of slots with which a device alone can read what the model chooses; 0: none can.
     """
 
     config_class: type[Config]
@@ -53,6 +54,7 @@ class Search(Generic[Config]):
     host_memory: int | None = None
     longest_block: int | None = None
     alone: bool = False
+    chosen: int = 0
     _peaks: dict[str, tuple[int, int]] = field(default_factory=dict, init=False, repr=False)
 
     def config(self, chosen: dict[str, Any]) -> Config:
@@ -297,13 +299,16 @@ def fit_stream(search: Search[Config]) -> Config:
 
 def fit_slots(search: Search[Config]) -> Config:
     """For a model that chooses by itself what steps attend to: its indexer's keys in memory, or on the disk if they do
-    not fit (`indexer_bits=0`); the largest streams that fit, and slots in the rest. Raises `BudgetError` with the
-    minimum memory."""
+    not fit (`indexer_bits=0`); the largest streams that fit, and slots in the rest. On a device slots come first, if
+    they can hold what the model chooses: then steps run there alone. Raises `BudgetError` with the minimum memory."""
     none, streams = {"reuse_capacity": 0}, [*search.all_streams(), *search.short_tails()]
     kept: list[dict[str, Any]] = [{}] if "indexer_bits" in search.fields else [{}, {"indexer_bits": 0}]
-    groups = ([{**one, **bits, **none} for one in streams] for bits in kept)
+    groups = [[{**one, **bits, **none} for one in streams] for bits in kept]
+    if search.chosen:
+        groups = [[{**one, "reuse_capacity": search.chosen} for one in group] for group in groups] + groups
     chosen = search.first_fit(choice for group in groups for choice in search.group(group))
-    return search.config(search.most({**chosen, **none, **search.fields}, "reuse_capacity", search.max_context))
+    chosen = search.most({**chosen, **search.fields}, "reuse_capacity", search.max_context)
+    return search.config(chosen if search.longest_block is None else search.wider_streams(chosen))
 
 
 def fit_selective(search: Search[Config]) -> Config:

@@ -448,6 +448,46 @@ def test_plans_count_layers_that_store_only_an_indexers_keys(tmp_path: Path) -> 
         assert step_bytes(geometry, cache.config, 90, 2) == 2 * (entries + keys_read)
 
 
+@pytest.mark.parametrize("bits", [None, pytest.param(8, marks=pytest.mark.slow)])
+def test_slots_get_what_a_longer_context_will_need(bits: int | None, tmp_path: Path) -> None:
+    """In the least budget, a short context has slots, although a long one has none. A second row, and later tokens,
+    take them back. No step has to free slots."""
+    model, most = dense_with_indexers(), 400
+    ids, geometry, plain = prompt(model, 1, most), Geometry.of(model), DynamicCache(config=model.config)
+    fields = {"group_size": 4, "look_ahead": False, "indexer_bits": bits, "candidates": False}
+    with pytest.raises(BudgetError) as caught:
+        DiskSwapCache.fit(geometry, 1 << 14, most, 2, fields)
+    made: dict[str, Any] = {"max_context": most, "max_batch": 2, "path": tmp_path, **fields}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        caches = [DiskSwapCache.for_budget(model, caught.value.needed, reuse_capacity=0, **made)]
+        caches.append(DiskSwapCache.for_budget(model, caught.value.needed, **made))
+    with torch.no_grad(), caches[0] as fixed, caches[1] as cache:
+        lent, hits, begin, rows = [], [], 0, 1
+        for end in (240, 241, 310, 380):
+            for stop in range(max(end - 2, begin + 1), end + 1):
+                part = ids[:, begin:stop].expand(rows, -1)
+                expected, *found = (model(part, past_key_values=one).logits for one in (plain, fixed, cache))
+                for logits in found:
+                    assert_close(logits, expected)
+                begin = stop
+            hits.append([one.report().hit_rate for one in caches])
+            lent.append(cache.selecting.lent)
+            assert cache.layers[0].fetcher().tiers[0].capacity == rows * cache.layers[0].slots
+            for one in (plain, *caches):
+                one.batch_repeat_interleave(2 if rows == 1 else 1)
+            rows = 2
+        assert fixed.selecting.lent == cache.config.reuse_capacity == 0
+        assert lent[0] >= 240 > lent[1] > lent[2] >= lent[3] == 0
+        assert hits[3][0] == 0 < hits[0][1]
+        many, parts = replace(geometry, layers=geometry.layers[:1] * 30), cache.layers[0].indexer.parts
+        planned = cache.plan(many, cache.config, cache.tokens, 2).decode["indexer keys"]
+        assert sum(part.nbytes for part in parts) * 30 <= planned  # there is room for more tokens
+        for one in caches:
+            report = one.report()
+            assert report.peak_memory_bytes <= report.memory_budget and one.storage.account.pressed == 0
+
+
 def _chosen_at_edge(exact: torch.Tensor, scores: torch.Tensor, count: int) -> tuple[torch.Tensor, np.ndarray]:
     """What is chosen by `scores`, sorted, and the tokens (B, T) that were scored exactly, none of them twice."""
     asked = np.zeros((len(exact), exact.shape[2]), dtype=bool)

@@ -4,6 +4,7 @@ counts."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from hf_offload_cache.errors import BudgetError, ConfigError
 from hf_offload_cache.fetch import ByteRows, FirstIn, HostTier
 from hf_offload_cache.kernels import on_a_device
 from hf_offload_cache.memory import MemoryAccount
-from hf_offload_cache.model import Geometry
+from hf_offload_cache.model import Geometry, LayerShape
 from hf_offload_cache.registry import CACHES, cache_class
 
 CONTEXT = 2048
@@ -452,3 +453,57 @@ def test_steps_that_read_what_an_indexer_chose_wait_for_nothing() -> None:
             assert [layer.device_slots for layer in cache.layers] == [None] * layers
     for one, other in zip(found, expected, strict=True):
         assert (one - other).abs().max() <= 1e-4 * other.abs().max()
+
+
+def test_a_budget_has_slots_for_what_an_indexer_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the longest context, in little more than the least budget, and for a short one by what it leaves: a step of
+    one token waits for nothing, also if it reads the indexer's keys, which leave the device if slots have no room else.
+    Candidates go over the host, and give the memory back."""
+    cls, ends = cache_class("disk-swap"), [60, 61, 62, 63, 67, 68, 69]
+    layer = LayerShape(16, 1, 512, 1, 64, indexer_bytes=256, most_chosen=512, topk=512)
+    many = Geometry(layers=(layer,) * 61, dtype=torch.bfloat16, num_blocks=61, hidden_size=896, device="cuda")
+    for part, kept in ((3, None), (4, 0), (12, 0)):
+        config = cls.fit(many, many.full_kv_bytes(16384, 1) // part, 16384, 1, {"engine": "memory"})
+        assert config.indexer_bits == kept and config.reuse_capacity >= 3 * 512
+        assert budget.steps_over_host(cls, many, config, 16384, 1) == []
+    with on_the_device(dense_with_indexers(), 1) as (there, counts), torch.no_grad():
+        ids, geometry, layers = prompt(there, 1, 70), Geometry.of(there), len(there.model.layers)
+        complete = 4 * there.config.index_topk
+        for bits, lends in ((None, False), (0, True)):
+            fields: dict[str, Any] = {"num_recent": 8, "group_size": 4, "candidates": True, "indexer_bits": bits}
+            fields["engine"] = "memory"
+            with pytest.raises(BudgetError) as caught:
+                cls.fit(geometry, 1 << 14, 400, 1, fields)
+            limit = caught.value.needed + 4096
+            config = cls.fit(geometry, limit, 400, 1, fields)
+            assert config.reuse_capacity >= complete
+            assert budget.steps_over_host(cls, geometry, config, 400, 1) == []
+            if lends:
+                config = dataclasses.replace(config, reuse_capacity=8)
+                (note,) = budget.steps_over_host(cls, geometry, config, 400, 1)
+                assert f"{layers} of {layers} layers need the host" in note and "raise memory" in note
+            else:
+                monkeypatch.setattr(cls, "lend_slots", lambda *_: None)
+            with cls(there, config=config) as cache:
+                cache.storage.pinned, begin, waits = True, 0, dict[int, int]()
+                for end in ends:
+                    if end == 67:
+                        cache.activate_past_recording()
+                    counts.clear()
+                    there(Fake(ids[:, begin:end]), past_key_values=cache)
+                    begin, waits[end] = end, counts.syncs.total() + counts.blocking.total()
+                    slots = [layer.device_slots for layer in cache.layers]
+                    assert [one is None for one in slots] == [end in (60, 67)] * layers
+                assert waits[62] == waits[63] == waits[69] == 0 < waits[67]
+                assert cache.report().steps == f"{layers} of {layers} layers on the GPU alone"
+                assert (cache.selecting.lent > 0) == lends
+                account = cache.storage.account
+                assert account.peak <= limit and account.pressed == 0
+                if lends:  # a longer context needs the memory
+                    cache._lend(0)
+                    for layer in cache.layers:
+                        layer.drop_slots_beyond()
+                        assert layer.device_slots is None
+                    there(Fake(ids[:, begin:]), past_key_values=cache)
+                    assert "over the host: the budget has 2 slots a row" in cache.report().steps
+            monkeypatch.undo()
