@@ -92,10 +92,23 @@ class Contender:
         self.seconds: list[float] = []
         self.wall: list[float] = []
         self.piece_seconds: list[float] = []
+        self.ahead_bytes = 0
+        """Bytes of reads for guesses."""
         for layer_idx in range(2 if tokens else 0):
             self._fill(layer_idx, tokens)
         if name != DYNAMIC:
             cache.storage.prefetcher.flush()
+            self._count_ahead(cache.storage.prefetcher)
+
+    def _count_ahead(self, prefetcher: Any) -> None:
+        """Add to `ahead_bytes` from now on."""
+        read = prefetcher.read
+
+        def counted(store: Any, ids: Any, out: torch.Tensor, *, guess: bool = False) -> Any:
+            self.ahead_bytes += guess * out.nbytes
+            return read(store, ids, out, guess=guess)
+
+        prefetcher.read = counted
 
     def _fill(self, layer_idx: int, tokens: int) -> None:
         """As `synthetic.fill`: latents and indexer's keys as their norms leave them."""
@@ -136,19 +149,22 @@ class Contender:
         row |= {"cache_bytes": 2 * shape.token_bytes * tokens, "expanded_bytes": shape.expanded_bytes * given}
         if self.name != DYNAMIC:
             report, stores = self.cache.report(), self.cache.storage.stores
+            steps = len(self.seconds)
             row |= {"cache_bytes": report.memory_bytes, "hit_rate": report.hit_rate}
-            row["bytes_read"] = sum(store.bytes_read for store in stores) / len(self.seconds)
+            row |= {"ready_rate": report.prefetch_hit_rate, "ahead_bytes": self.ahead_bytes / steps}
+            row["bytes_read"] = sum(store.bytes_read for store in stores) / steps
+            row["wait_ms"] = 1e3 * report.decode_stall_seconds / steps
         return row
 
     def restart(self) -> None:
         """Begin to count."""
-        self.seconds, self.wall = [], []
+        self.seconds, self.wall, self.ahead_bytes = [], [], 0
         if self.name != DYNAMIC:
             self.cache.storage.reset_counters()
 
 
-Contending = tuple[str, float | None, int | None]
-"""Name, slots and `indexer_bits`; slots None: `DynamicCache`."""
+Contending = tuple[str, float | None, int | None, bool]
+"""Name, slots, `indexer_bits` and `look_ahead`; slots None: `DynamicCache`."""
 
 
 def median(seconds: list[float]) -> float:
@@ -159,9 +175,11 @@ def median(seconds: list[float]) -> float:
 def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[str, Any]:
     """Add a row for each shape, length and contender: `DynamicCache` where its keys and values fit the free memory, and
     a `DiskSwapCache` for each number of slots, in units of what the indexer chooses; for other bits of an indexer's
-    key, with the most slots."""
-    ours: list[Contending] = [(f"slots: {many}", many, None) for many in arguments.slots]
-    ours += [(f"indexer_bits={bits}", arguments.slots[-1], bits) for bits in arguments.bits]
+    key, with the most slots; and those that read ahead, whose processor time includes the guesses."""
+    ours: list[Contending] = [(f"slots: {many}", many, None, False) for many in arguments.slots]
+    ours += [(f"indexer_bits={bits}", arguments.slots[-1], bits, False) for bits in arguments.bits]
+    if arguments.look_ahead:
+        ours += [(f"read ahead, slots: {many}", many, None, True) for many in arguments.slots]
     for name in arguments.shapes:
         shape, model = SHAPES[name], None
         for tokens in arguments.tokens:
@@ -169,7 +187,7 @@ def run(arguments: argparse.Namespace, rows: Rows, loaded: Any = None) -> dict[s
                 continue
             model = shape.build() if model is None else model
             if (free_memory() or 0) > 3 * shape.expanded_bytes * tokens:
-                contenders = [(DYNAMIC, None, None), *ours]
+                contenders = [(DYNAMIC, None, None, False), *ours]
             else:
                 contenders = ours
                 rows.say(f"{name}, {tokens:,} tokens: {DYNAMIC} would not fit")
@@ -184,12 +202,12 @@ def _measured(
     """A row for each contender. All take their steps in turns."""
     plain, made = without_seams(model), list[Contender]()
     try:
-        for name, slots, bits in contenders:
+        for name, slots, bits, ahead in contenders:
             if slots is None:
                 cache, own = DynamicCache(config=plain.config), plain
             else:
                 fields = {"reuse_capacity": int(slots * shape.topk), "indexer_bits": bits, "path": arguments.path}
-                fields["look_ahead"] = False  # a guess would be on the thread whose time counts
+                fields["look_ahead"] = ahead
                 cache, own = DiskSwapCache(model, **fields), model
             made.append(Contender(name, cache, own, shape, tokens))
         for one, step in in_turns(made, arguments.steps + arguments.settles, arguments.settles):
@@ -198,7 +216,7 @@ def _measured(
             one.step()
         found = {one.name: one.row(tokens) for one in made}
         if arguments.piece:
-            last = made[-1 - len(arguments.bits)]
+            last = [one for one in made if one.name.startswith("slots")][-1]
             for one, _ in in_turns([made[0], last], arguments.pieces, 1):
                 one.piece(arguments.piece)
                 one.cache.crop(-arguments.piece)
@@ -220,7 +238,8 @@ def _measured(
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """By shape and length: times of `DynamicCache` over those of the cache with most slots, and hits by slots."""
+    """By shape and length: times of `DynamicCache` over those of the cache with most slots, hits by slots, and what was
+    in slots or read ahead."""
     table: dict[str, dict[str, Any]] = {}
     for shape, tokens in dict.fromkeys((row["shape"], row["tokens"]) for row in rows):
         each = {row["name"]: row for row in rows if (row["shape"], row["tokens"]) == (shape, tokens)}
@@ -229,7 +248,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for name in ("ms", "piece_ms", "prompt_ms"):
             if full is not None and name in full:
                 found[f"{name} of {DYNAMIC} over ours"] = full[name] / last[name]
-        found |= {f"hits, {name}": row["hit_rate"] for name, row in each.items()}
+        ahead = {name: row for name, row in each.items() if row["ahead_bytes"]}
+        found |= {f"hits, {name}": row["hit_rate"] for name, row in each.items() if name not in ahead}
+        found |= {f"in memory when needed, {name}": row["ready_rate"] for name, row in ahead.items()}
         table[f"{shape}, {tokens}"] = found
     return {"shapes": table}
 
@@ -241,6 +262,7 @@ STUDY = Study(
         "tokens": ([32768, 131072], "tokens of a history"),
         "slots": ([0.0, 1.0, 2.0, 4.0], "slots in memory, over the tokens that an indexer chooses"),
         "bits": ([8, 0], "also these bits of an indexer's key in memory, with the most slots"),
+        "look_ahead": (False, "also read ahead, with each number of slots"),
         "steps": (8, "timed steps"),
         "settles": (2, "steps before them"),
         "piece": (0, "also pieces of a prompt of so many tokens after that history, with the most slots"),

@@ -23,7 +23,7 @@ TEXT = "--tokens 700 --steps 4 --samples 1"
 CLUSTERS = "num_selected=64,reuse_capacity=32,cluster_size=16"
 SMALL = {
     "long_decode": f"--prompt 320 --steps 32 --every 8 --set adaptive:cache=cluster,{CLUSTERS}",
-    "native_sparse": "--tokens 256 300",
+    "native_sparse": "--tokens 256 300 --look-ahead",
     "long_growth": f"--prompt 320 --marks 32 64 --set adaptive:cache=cluster,{CLUSTERS}",
     "quality": f"{TEXT} --memory none --set a:num_selected=48",
     "quality --of fields": f"{TEXT} --set a:adapter=calibrated,num_selected=48",
@@ -68,6 +68,9 @@ def test_a_study_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     again = common.main(study, [*words, "--resume", *plots], loaded)
     assert again["rows"] == written["rows"]
     assert all(path.stat().st_size > 1000 for path in drawn.values())
+    for row in found["rows"] if name == "native_sparse" else ():
+        ahead = row["name"].startswith("read ahead")
+        assert (row.get("ahead_bytes", 0) > 0) == ahead == (row.get("ready_rate", 0) > row.get("hit_rate", 0))
 
 
 def counting(arguments: argparse.Namespace, rows: common.Rows, loaded: Any = None) -> dict[str, Any]:
