@@ -8,6 +8,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import walk
 from harness import generate, prompt, since
 from layered_models import dense_with_indexers, glm5_next, layered, mistral_large4
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
 from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, DiskSwapConfig, SpecCache, offload_cache
@@ -199,6 +201,65 @@ def test_pieces_of_a_long_prompt_make_no_keys_of_its_history(
             assert (limited.peak_bytes, limited.prefill["chosen latents"]) == (memory_limit, 5000)
             each = sum(counts[len(projections) :]) / len(projections)  # tokens expanded for a layer
             assert (each > piece + stored / 2) == (biased or not has_room) and each >= piece
+
+
+class Choices(TorchFunctionMode):
+    """Keeps what a model's indexers choose within, and the scores (B, q, T) by which they do, by layer and piece.
+    `told`: what they choose instead."""
+
+    def __init__(self, model: Any, told: dict[Any, torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.made, self.scores, self.told, self.piece = dict[Any, torch.Tensor](), dict[Any, torch.Tensor](), told, 0
+        indexers = (layer.self_attn.indexer for layer in model.model.layers)
+        self.hooks = [one.register_forward_hook(partial(self.chose, at)) for at, one in enumerate(indexers)]
+
+    def chose(self, layer: int, *called: Any) -> torch.Tensor | None:
+        at = layer, self.piece
+        self.made[at], self.scores[at] = called[-1].clone(), self.latest
+        return None if self.told is None else self.told[at]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.topk:
+            self.latest = args[0]
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self.hooks:
+            hook.remove()
+
+
+def test_logits_agree_where_choices_agree_and_choices_agree_but_for_ties(tmp_path: Path) -> None:
+    """Rounding exchanges tokens whose scores are almost the same: on some processors, in the second of these rows.
+    Logits agree up to the first token of a row where it does, and everywhere with the same choices."""
+    model, ends, rows = dense_with_indexers(), (0, 100, 200, 300, *range(301, 305)), range(4)
+    ids = prompt(model, len(rows), ends[-1], 13)
+
+    def run(cache: Any, told: Any = None) -> tuple[torch.Tensor, Choices]:
+        logits = []
+        with torch.no_grad(), Choices(model, told) as choices:
+            for choices.piece, (begin, end) in enumerate(itertools.pairwise(ends)):
+                logits.append(model(ids[:, begin:end], past_key_values=cache).logits)
+        return torch.cat(logits, 1), choices
+
+    expected, theirs = run(DynamicCache(config=model.config))
+    with DiskSwapCache(model, path=tmp_path, **SMALL) as cache:
+        assert_close(run(cache, theirs.made)[0], expected)
+        cache.reset()
+        found, ours = run(cache)
+    agreed = dict.fromkeys(rows, ends[-1])
+    for at, scores in theirs.scores.items():  # piece by piece, layer by layer
+        visible = scores > torch.finfo(scores.dtype).min / 2
+        one, other = (torch.zeros_like(visible).scatter_(2, side.made[at].long(), True) for side in (theirs, ours))
+        exchanged = (one != other) & visible
+        for row, query in exchanged.any(2).nonzero().tolist():
+            if (position := ends[at[1]] + query) < agreed[row]:
+                agreed[row], known = position, scores[row, query]
+                alike = known[exchanged[row, query]]
+                assert alike.max() - alike.min() <= CLOSE * known[visible[row, query]].abs().max()
+    for row, count in agreed.items():
+        assert count >= ends[1]  # the first piece has no history
+        assert_close(found[row, :count], expected[row, :count])
 
 
 @pytest.mark.parametrize(("make", "calls", "bits"), [
