@@ -588,6 +588,41 @@ def _other_clusters(sizes: Sizes, device: torch.device) -> Case:
     return Case(run, sum(one.nbytes for one in given[:5]))
 
 
+# A fit of estimates: 16 queries of each key head weigh 2,048 of its tokens
+
+def _fit(sizes: Sizes, device: torch.device) -> tuple[list[Any], list[Any], torch.Tensor]:
+    """Arguments of `fits.unselected` and of `fits.weigh`, and the tokens' keys."""
+    _, centroids, tables, _ = _clusters(sizes, device)
+    heads, tokens = sizes.heads // sizes.kv_heads, min(sizes.tokens, 2048)
+    keys = torch.randn(len(centroids), tokens, sizes.dim, device=device).to(torch.bfloat16)
+    states = keys[:, :1].expand(-1, 16 * heads, -1)
+    labels = torch.zeros(keys.shape[:2], dtype=torch.int32, device=device)
+    scored = kernel("clusters.score")(states, centroids, tables, keys[:, :0], 0.1)
+    asked = [*scored, tables[0], heads, sizes.attended]
+    return asked, [states, keys, labels, *kernel("fits.unselected")(*asked), scored[0], None, 0.1, (1, tokens, 8)], keys
+
+
+@case("fits.unselected")
+def _unselected(sizes: Sizes, device: torch.device) -> Case:
+    asked, _, _ = _fit(sizes, device)
+    return Case(functools.partial(kernel("fits.unselected"), *asked), asked[0].nbytes + asked[3].nbytes)
+
+
+@case("fits.weigh")
+def _weigh(sizes: Sizes, device: torch.device) -> Case:
+    _, given, keys = _fit(sizes, device)
+    return Case(functools.partial(kernel("fits.weigh"), *given), keys.nbytes + given[3].nbytes + given[5].nbytes)
+
+
+@case("fits.add_squares")
+def _add_squares(sizes: Sizes, device: torch.device) -> Case:
+    keys = _fit(sizes, device)[2]
+    (rows, _, dim), weights = keys.shape, torch.rand(len(keys), 1, keys.shape[1], device=device)
+    sums = torch.zeros(rows, 1, dim + 1, 2 * dim + 1, device=device), torch.zeros(rows, dim + 1, device=device)
+    run = functools.partial(kernel("fits.add_squares"), keys.mT, None, keys[:, None], weights, None, *sums)
+    return Case(run, 2 * keys.nbytes + 2 * sums[0].nbytes)
+
+
 # A prompt: attention of a piece to one more block of the history
 
 @case("mixed_attention.merge")

@@ -14,6 +14,7 @@ from ..errors import not_whole
 from ..fetch.choice import Estimates
 from ..history.records import RecordFormat
 from ..history.state import LARGEST, Array, State
+from ..kernels.fits import add_squares
 from ..kernels.on_a_device import to_device, to_host
 from ..memory.account import ADAPTERS, MemoryAccount
 from ..memory.dry_run import DryRun
@@ -79,10 +80,10 @@ class ValueMaps:
     def set(self, rows: slice, maps: torch.Tensor, true: torch.Tensor, estimated: torch.Tensor) -> None:
         """Let `rows` have `maps` (b, r + 1, Hv, Dv) float32, and the ratio of their `true` mass (b, H) to the
         `estimated` one, at most a factor of 8 from 1."""
-        ratio = (true / estimated.clamp_min(1e-30)).clamp_(1 / 8, 8).masked_fill_(estimated <= 0, 1)
-        scale = maps.abs().amax((2, 3)).clamp_min_(1e-30).div_(127)
+        scale = torch.linalg.vector_norm(maps, torch.inf, (2, 3)).clamp_min_(1e-30).div_(127)
         rounded = (maps / scale[..., None, None]).round_().to(torch.int8)
-        self.maps[rows], self.scale[rows], self.ratio[rows] = to_host(rounded, scale, ratio)
+        self.maps[rows], self.scale[rows], true, estimated = to_host(rounded, scale, true, estimated)
+        self.ratio[rows] = (true / estimated.clamp_min(1e-30)).clamp_(1 / 8, 8).masked_fill_(estimated <= 0, 1)
         self.changed()
 
     def on(self, device: torch.device) -> OnDevice:
@@ -189,27 +190,24 @@ class LeastSquares:
     """Weighted sums of the regression of each row's values on components, `inputs` with the constant."""
 
     def __init__(self, rows: int, inputs: int, form: RecordFormat, device: torch.device) -> None:
-        heads = form.num_value_heads
-        self._gram = torch.zeros(rows, heads, inputs, inputs, dtype=torch.float32, device=device)
-        self._product = torch.zeros(rows, heads, inputs, form.value_dim, dtype=torch.float32, device=device)
+        shape = rows, form.num_value_heads, inputs, inputs + form.value_dim
+        self._sums = torch.zeros(shape, dtype=torch.float32, device=device)
         self._squares = torch.zeros(rows, inputs, dtype=torch.float32, device=device)
 
     def add(
-        self, components: torch.Tensor, values: torch.Tensor, weights: torch.Tensor, seen: torch.Tensor | None = None
-    ) -> None:
+        self, components: torch.Tensor, values: torch.Tensor, weights: torch.Tensor, seen: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Add tokens with components (b, r, n), values (b, Hv, n, Dv) and weights (b, Hv, n), of `token_weights`.
-        `seen` (b or 1, n) excludes padding."""
-        inputs = torch.cat([components, torch.ones_like(components[:, :1])], 1)
+        `seen` (b or 1, n) excludes padding; `offsets` (r,) are added to components. In one launch on a CUDA device."""
         if seen is not None:
-            inputs.masked_fill_(~seen[:, None], 0)
-        weighted = inputs[:, None] * weights[:, :, None]  # (b, Hv, r + 1, n)
-        self._gram += (weighted.flatten(1, 2) @ inputs.mT).view_as(self._gram)
-        self._product += weighted @ values
-        self._squares += torch.linalg.vecdot(inputs, inputs)
+            seen = seen.expand(len(components), -1)
+        add_squares(components, offsets, values, weights, seen, self._sums, self._squares)
 
     def solved(self, rows: slice = slice(None)) -> torch.Tensor:
         """Maps (b, r + 1, Hv, Dv) float32 of least weighted squares, of some rows."""
-        squares, gram, product = self._squares[rows], self._gram[rows], self._product[rows]
+        squares, inputs = self._squares[rows], self._squares.shape[1]
+        gram, product = self._sums[rows, ..., :inputs], self._sums[rows, ..., inputs:]
         count = squares[:, -1:].clamp_min(1)  # of tokens
         deviation = (squares / count).sqrt_().clamp_min_(1e-6)
         gram = gram / (deviation[:, :, None] * deviation[:, None])[:, None]

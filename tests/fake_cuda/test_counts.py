@@ -20,6 +20,7 @@ from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_offload_cache.core import SelectiveCache
+from hf_offload_cache.methods.cluster import ClusterPredictor
 from hf_offload_cache.registry import CACHES, cache_class
 
 LAYERS, STEPS, SETTLES, MOST_JOINING = 2, 4, 4, 72
@@ -48,6 +49,8 @@ once more, for a look at a mask that all layers share. In the counted steps of `
 see `JOINING`."""
 WITHIN = 800
 """The most launches of a layer of `DiskSwapCache` in a prefill of a long prompt within half its memory."""
+FITTING = 36
+"""The most launches of a fit of a layer's estimates of `ClusterCache`."""
 JOINING = 200
 """The most launches of a layer beyond a usual step's, where tokens join clusters or clusters settle. They settle in
 parts: of eight rows of Llama's in three."""
@@ -262,12 +265,23 @@ def test_a_budget_costs_no_more_than_it_may() -> None:
     assert prefill.copies == 0 and prefill.waits <= MOST["prefill"][1] + 1  # one more or less depends on time
 
 
-def test_a_fit_of_estimates_copies_no_pageable_memory() -> None:
+def test_a_fit_of_estimates_costs_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a budget, of all rows together. It copies no pageable memory."""
     tokens, _ = CASES[LONG][4:]
-    with a_run("cluster", LONG, remainder=True) as (cache, ids, counts, fed):
+    launches, waits, learn = list[int](), list[int](), ClusterPredictor.learn
+    with a_run("cluster", LONG, "1/2", remainder=True) as (cache, ids, counts, fed):
+
+        def watched(*args: Any) -> None:
+            before = counts.launches.total(), counts.syncs.total()
+            learn(*args)
+            launches.append(counts.launches.total() - before[0])
+            waits.append(counts.syncs.total() - before[1])
+
+        monkeypatch.setattr(ClusterPredictor, "learn", watched)
         for part in (ids[:, : tokens // 2], ids[:, tokens : tokens + 1]):
             fed(part)
         assert all(layer.predictor.maps is not None for layer in cache.selective) and not counts.blocking
+        assert launches[:LAYERS] == [launches[0]] * LAYERS and launches[0] <= FITTING and waits[:LAYERS] == [1] * LAYERS
 
 
 @pytest.mark.parametrize("bits", [None, 8])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,23 @@ import numpy as np
 import pytest
 import torch
 from long_models import long_tiny
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch_memory import most_held
 
 from hf_offload_cache import ClusterCache
 from hf_offload_cache.core import SelectiveLayer, selective_layer
 from hf_offload_cache.errors import ContextError
+from hf_offload_cache.history import RecordFormat, Sealed
+from hf_offload_cache.kernels import clusters, fits
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.methods.cluster import remainder
 
 FIELDS: dict[str, Any] = {
     "group_size": 4, "num_recent": 8, "block_tokens": 64, "num_selected": 32, "cluster_size": 8, "engine": "memory",
     "look_ahead": False, "remainder": True,
 }  # fmt: skip
 LENGTH = 1100
+fit_bytes, fit_maps = remainder.fit_bytes, remainder.fit_maps
 
 
 @functools.cache
@@ -108,8 +116,8 @@ def test_it_is_nearer_to_full_attention_where_values_follow_from_keys(steps: lis
 
     layers = model.config.num_hidden_layers
     context = Context(ids(), [keys] * layers, [values] * layers, [queries] * layers)
-    for remainder in (False, True):
-        with ClusterCache(model, **{**FIELDS, "remainder": remainder}) as cache:
+    for estimated in (False, True):
+        with ClusterCache(model, **{**FIELDS, "remainder": estimated}) as cache:
             replay(cache, model, context)
             steps.clear()
             step(cache)
@@ -118,7 +126,7 @@ def test_it_is_nearer_to_full_attention_where_values_follow_from_keys(steps: lis
             shared = call.query.shape[1] // own.shape[0]
             states = call.query[0, :, 0].float().unflatten(0, (-1, shared)) * call.scaling
             full = (states @ own.transpose(1, 2)).softmax(2) @ other
-            errors[remainder] = float((output[0, 0] - full.flatten(0, 1)).square().sum())
+            errors[estimated] = float((output[0, 0] - full.flatten(0, 1)).square().sum())
     assert errors[True] < errors[False] / 3
 
 
@@ -204,3 +212,68 @@ def test_a_second_turn_fits_again(filled: ClusterCache) -> None:
     for layer, before in zip(filled.layers, maps, strict=True):
         assert layer.predictor.maps is not before and before.maps.numel() == 0  # type: ignore[attr-defined]
         assert layer.predictor.fitted_at > 2 * LENGTH - 100  # type: ignore[attr-defined]
+
+
+def sampled(rows: int, heads: int, dim: int, tokens: int, count: int) -> tuple[Any, ...]:
+    """Arguments of `fit_maps`: sealed keys and values in two parts, clusters of them at random, and queries."""
+    made = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(rows, 1, tokens, dim, generator=made).bfloat16() for _ in range(2))
+    labels = torch.randint(0, count, (rows, tokens), generator=made).numpy().astype(np.uint16)
+    sizes = np.stack([np.bincount(own, minlength=count) for own in labels]).astype(np.int32)
+    means = torch.randn(rows, count, dim, generator=made).half().numpy()
+    parts = list(zip(keys.split([500, tokens - 500], 2), values.split([500, tokens - 500], 2), strict=True))
+    form = RecordFormat.of_sizes((1, dim, 1, dim), torch.bfloat16, 8)
+    queries = torch.randn(rows, heads, 600, dim, generator=made).bfloat16()
+    return Sealed(count, tokens, parts, lambda: iter(parts)), form, labels, means, sizes, queries, dim**-0.5
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("sizes", [(2, 3, 64, 6000, 500), (1, 8, 256, 2048, 100)])
+def test_fitting_takes_what_the_plan_says(sizes: tuple[int, ...], padded: bool) -> None:
+    """Rows that are fitted together have the maps that they have alone."""
+    (rows, heads, _, tokens, count), (sealed, form, *given) = sizes, sampled(*sizes)
+    visible = (torch.arange(tokens) > 60).expand(rows, -1) if padded else None
+    given += [200, visible, MemoryAccount()]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as held, record_function("fit"):
+        alone = fit_maps(sealed, form, *given)
+    assert 0.9 * fit_bytes(form, heads, count) < most_held(held, "fit") <= fit_bytes(form, heads, count)
+    together = fit_maps(sealed, form, *given, together=rows)
+    assert (alone.maps.int() - together.maps.int()).abs().max() <= 1 and alone.maps.float().std() > 10
+    torch.testing.assert_close(alone.ratio, together.ratio)
+
+
+def test_tokens_weigh_what_queries_that_leave_their_clusters_pay_them() -> None:
+    """As loops in float64 say, of a query that sees fewer tokens than the next one; of equal clusters the first are
+    selected."""
+    (rows, queries, heads, count, tokens, dim), made = (2, 3, 2, 7, 20, 8), torch.Generator().manual_seed(0)
+    states, means, keys = (
+        torch.randn(rows, size, dim, generator=made) for size in (queries * heads, count, tokens)
+    )
+    means[:, 3:5] = means[:, 2:3]
+    labels = torch.randint(0, count - 1, (rows, tokens), generator=made).int()
+    members = torch.stack([torch.bincount(own, minlength=count) for own in labels]).int()
+    scored = clusters.score(states, means.half(), members[None], means[:, :0], 1.0)
+    left, total = fits.unselected(*scored, members, heads, 8)
+    weights, mass = fits.weigh(states, keys, labels, left, total, scored[0], None, 1.0, (2, 39, 10))
+    wanted, masses = torch.zeros(rows, tokens).double(), torch.zeros(2, rows, queries * heads).double()
+    for row in range(rows):
+        scores = states[row].double() @ means[row].half().double().T
+        every = (scores.exp() * members[row]).sum(1)
+        for query in range(queries):
+            lines = range(query * heads, query * heads + heads)
+            shares = sum(scores[line].exp() / every[line] for line in lines)
+            order, chosen, begun = sorted(range(count), key=lambda one: (-round(float(shares[one]), 9), one)), [], 0
+            for cluster in order:
+                if members[row, cluster] and begun < 8:
+                    chosen.append(cluster)
+                    begun += int(members[row, cluster])
+            others = [one for one in range(count) if one not in chosen and members[row, one]]
+            assert left[row, query].nonzero().flatten().tolist() == others
+            for token, line in itertools.product(range(tokens), lines):
+                if 2 * token < 39 - 10 * query and int(labels[row, token]) in others:
+                    paid = (keys[row, token].double() @ states[row, line].double()).exp() / every[line]
+                    wanted[row, token] += paid
+                    masses[0, row, line] += paid
+                    masses[1, row, line] += scores[line, labels[row, token]].exp() / every[line]
+    torch.testing.assert_close(weights.double(), wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(mass.sum(3).double(), masses, rtol=1e-4, atol=1e-6)

@@ -25,7 +25,7 @@ from .config import ClusterConfig, ClusterForm
 from .entries import ClusteredEntries
 from .on_device import DeviceClusters
 from .partition import MOST_ROOM
-from .remainder import estimates, fit_bytes, fit_maps, rehearse_maps
+from .remainder import estimates, fit_bytes, fit_maps, rehearse_maps, rows_together
 
 _GROWN = 1.25
 """Growth of the history after which maps are fitted again, to the tokens of a long call."""
@@ -94,9 +94,12 @@ class ClusterPredictor(Predictor):
         if visible is not None:
             seen = visible[:, :tokens].expand(len(queries), -1).repeat_interleave(rows // len(queries), 0)
         partition, wanted = clustered.partition, self.config.tokens_fetched(tokens)
-        with self._account.holding("fitting", fit_bytes(clustered.form, own.shape[1], partition.clusters)):
+        sizes, has_room = (clustered.form, own.shape[1], partition.clusters), self._account.has_room
+        tried, alone = rows_together(rows, own.device, clustered.form)
+        together = next((count for count in tried if has_room(fit_bytes(*sizes, count, alone))), tried[-1])
+        with self._account.holding("fitting", fit_bytes(*sizes, together, alone)):
             made_of = clustered.form, clustered.labels, partition.centroids, partition.counts
-            maps = fit_maps(sealed, *made_of, own, self.scaling, wanted, seen, self._account)
+            maps = fit_maps(sealed, *made_of, own, self.scaling, wanted, seen, self._account, together)
         if self.maps is not None:
             self.maps.close()
         self.maps, self.fitted_at = maps, tokens

@@ -3,34 +3,60 @@ their centroids. It goes beyond the paper, whose steps drop these clusters."""
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import numpy as np
 import torch
 
 from ...fetch.choice import Estimates
 from ...history.base import Sealed
 from ...history.records import RecordFormat
-from ...kernels.on_a_device import to_device
+from ...kernels.clusters import score
+from ...kernels.fits import POINTS, unselected, weigh
+from ...kernels.on_a_device import has_step, plans_step, to_device
+from ...kernels.ranking import BLOCK
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
-from ...predictors.value_maps import LeastSquares, ValueMaps, asked, placed, token_weights
+from ...predictors.value_maps import QUERIES, LeastSquares, ValueMaps, asked, placed, token_weights
 
 _TOKENS = 2048
-"""Tokens that maps are fitted to, evenly among a call's."""
+"""Most tokens that maps are fitted to, evenly among a call's."""
 _SCORES = 1 << 16
-"""Scores in a piece of a fit."""
+"""Scores in a piece of a fit, where no kernel computes them."""
+_TOGETHER = 4 << 20
+"""Bytes for the rows that a device's plan fits together."""
 
 
 def rehearse_maps(run: DryRun, form: RecordFormat, rows: int, heads: int, clusters: int) -> None:
     """Declare the memory of maps and of fitting them, for at most `clusters` a row, in a dry run."""
     ValueMaps.rehearse(run, form, (rows, form.key_width, heads))
-    run.passes("fitting", prefill=fit_bytes(form, heads, clusters))
+    alone = plans_step(run.device_type, form.key_width, form.value_dim)
+    each = fit_bytes(form, heads, clusters, 1, alone)
+    together = max(1, min(rows, _TOGETHER // each)) if alone else 1
+    run.passes("fitting", prefill=fit_bytes(form, heads, clusters, together, alone))
 
 
-def fit_bytes(form: RecordFormat, heads: int, clusters: int) -> int:
-    """Bytes that `fit_maps` uses while it runs: a row's sample and its centroids in float32, and scores."""
-    sums = 4 * 3 * (form.key_width + 1) * (form.key_width + 1 + form.value_dim)
-    sample = 4 * _TOKENS * (2 * form.entry_width + 2 * form.key_width) + 4 * clusters * form.key_width
-    return sample + sums + 4 * 4 * max(_SCORES, heads * max(_TOKENS, clusters))
+def rows_together(rows: int, device: torch.device, form: RecordFormat) -> tuple[list[int], bool]:
+    """How many of so many rows `fit_maps` may fit together on `device`, the best first, and whether kernels score their
+    tokens. Without these it fits one after the other: the scores of all would take too much memory."""
+    if not has_step(device, form.key_width, form.value_dim):
+        return [1], False
+    return [-(-rows >> times) for times in range(max(0, rows - 1).bit_length() + 1)], True
+
+
+def fit_bytes(form: RecordFormat, heads: int, clusters: int, rows: int = 1, alone: bool = False) -> int:
+    """Bytes that `fit_maps` uses while it runs, for so many rows together: their samples, sums, and scores of
+    `QUERIES` queries. `alone`: by kernels, which have no scores of tokens in memory."""
+    inputs, lines = form.key_width + 1, QUERIES * heads
+    sums = 4 * 3 * inputs * (inputs + form.value_dim)
+    sample = _TOKENS * (form.entry_bytes + 5 + 3 * 4)  # with labels and weights
+    of_queries = lines * form.key_width * form.dtype.itemsize + clusters * (2 * form.key_width + 4)
+    if alone:
+        parts = -(-clusters // BLOCK) + -(-_TOKENS // POINTS)
+        return rows * (sample + sums + of_queries + 4 * lines * (clusters + 2 * parts + 1) + 5 * QUERIES * clusters)
+    scored = 4 * form.key_width * (_TOKENS + clusters) + 6 * 4 * max(_SCORES, heads * max(_TOKENS, clusters))
+    return sample + sums + of_queries + max(scored, 4 * _TOKENS * (form.entry_width + 2 * inputs))
 
 
 def fit_maps(
@@ -44,6 +70,7 @@ def fit_maps(
     wanted: int,
     visible: torch.Tensor | None,
     account: MemoryAccount,
+    together: int = 1,
 ) -> ValueMaps:
     """Fit maps from keys to values to the tokens that were just `sealed`: weighted least squares. A mean of keys,
     mapped, is the mean of their mapped values, so the same maps take centroids. A token's weight is the attention that
@@ -53,68 +80,49 @@ def fit_maps(
         labels: (rows, tokens), each token's cluster.
         centroids, sizes: (rows, clusters, D) and (rows, clusters) of all clusters.
         visible: (rows, tokens) bool, excludes padding.
+        together: rows that are fitted together: of `rows_together`.
     """
     (rows, heads), before = queries.shape[:2], sealed.tokens - sealed.fresh
     states, behind = asked(queries)
     made = ValueMaps(form, (rows, form.key_width, heads), account)
-    every = -(-sealed.fresh // _TOKENS)
-    for row in range(rows):
-        places = torch.arange(before, sealed.tokens, every, device="cpu")
-        if visible is not None:
-            places = places[visible[row, places.to(visible.device)].cpu()]
-        keys, values = _sample(sealed.parts, row, places - before)
-        means, cluster, held = (
-            to_device(part, keys.device) for part in (centroids[row], labels[row, places.numpy()], sizes[row])
-        )
-        weights, mass = (torch.zeros(*shape, dtype=torch.float32, device=keys.device)
-                         for shape in ((len(keys),), (2, heads)))  # fmt: skip
-        piece = max(1, _SCORES // (heads * max(len(keys), len(means), 1)))
-        for first in range(0, len(behind), piece):
-            part = states[row, :, first : first + piece].float().to(keys.device) * scaling  # (H, n, D)
-            ends = sealed.tokens - torch.tensor(behind[first : first + piece], device="cpu")
-            there = to_device((places < ends[:, None]).numpy(), keys.device)  # (n, tokens)
-            scores = part @ keys.t(), part @ means.float().t()
-            _add_rest(*scores, cluster.long(), there, held.float(), wanted, weights, mass)
-        sums = LeastSquares(1, form.key_width + 1, form, keys.device)
-        sums.add(keys.t()[None], values[None, None], token_weights(weights[None, None], form))
-        made.set(slice(row, row + 1), sums.solved(), *mass[:, None])
+    every, device = -(-sealed.fresh // _TOKENS), states.device
+    at_once, apart = len(behind), (behind[1] if len(behind) > 1 else 1)
+    if not has_step(device, form.key_width, form.value_dim):
+        at_once = max(1, _SCORES // (heads * max(_TOKENS, sizes.shape[1])))
+    for first in range(0, rows, together):
+        some = slice(first, min(rows, first + together))
+        keys, values = _sample(sealed.parts, some, every)
+        labels_there = to_device(labels[some, before : sealed.tokens : every].astype(np.int32), device)
+        seen = None if visible is None else visible[some, before : sealed.tokens : every]
+        if seen is not None:  # padding may be NaN
+            keys.masked_fill_(~seen[..., None], 0)
+            values.masked_fill_(~seen[:, None, :, None], 0)
+        means, members = (to_device(part, device) for part in (centroids[some], sizes[some].astype(np.int32)))
+        weighed = list[tuple[torch.Tensor, torch.Tensor]]()
+        for begin in range(0, len(behind), at_once):
+            part = states[some, :, begin : begin + at_once].transpose(1, 2).flatten(1, 2)  # (rows, n H, D)
+            scored = score(part, means, members[None], means[:, :0], scaling)
+            left, total = unselected(*scored, members, heads, wanted)
+            ends = every, sealed.fresh - apart * begin, apart
+            found, parts = weigh(part, keys, labels_there, left, total, scored[0], seen, scaling, ends)
+            weighed.append((found, parts.unflatten(2, (-1, heads)).sum((2, 4))))
+        weights, mass = (functools.reduce(operator.add, one) for one in zip(*weighed, strict=True))
+        sums = LeastSquares(len(keys), form.key_width + 1, form, device)
+        sums.add(keys.mT, values, token_weights(weights[:, None], form, seen), seen)
+        made.set(some, sums.solved(), *mass)
     return made
 
 
 def _sample(
-    parts: list[tuple[torch.Tensor, torch.Tensor]], row: int, places: torch.Tensor
+    parts: list[tuple[torch.Tensor, torch.Tensor]], rows: slice, every: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (n, D) float32 of a row's tokens at `places`, counted from the first of `parts`."""
+    """Keys (r, n, D) and values (r, 1, n, Dv) of the first token of `parts` and each `every` tokens later: new."""
     begin, found = 0, []
-    for keys, values in parts:
-        own = places[(places >= begin) & (places < begin + keys.shape[2])] - begin
-        of_part = to_device(own.numpy(), keys.device)
-        found.append([part[row, 0, of_part].float() for part in (keys, values)])
-        begin += keys.shape[2]
-    keys, values = (torch.cat(own) for own in zip(*found, strict=True))
-    return keys, values
-
-
-def _add_rest(
-    scores: torch.Tensor, by_mean: torch.Tensor, cluster: torch.Tensor, there: torch.Tensor, held: torch.Tensor,
-    wanted: int, weights: torch.Tensor, mass: torch.Tensor,
-) -> None:  # fmt: skip
-    """Add the attention to what each of n queries does not select to `weights` (tokens,), and its true and estimated
-    sums over these tokens to `mass` (2, H): by `scores` (H, n, tokens) and those of centroids `by_mean` (H, n,
-    clusters), of the tokens that are `there` (n, tokens), each in a `cluster` (tokens,) of all that have `held`
-    (clusters,) tokens."""
-    count, clusters = by_mean.shape[1:]
-    total = (by_mean + held.log()).logsumexp(2, keepdim=True)
-    shares = (by_mean - total).clamp_(-80, 60).exp_()  # of one key at the centroid
-    order = shares.sum(0).masked_fill(held == 0, -1).argsort(1, descending=True)
-    ordered = held[order]
-    rest = torch.zeros_like(ordered).scatter_(1, order, (ordered.cumsum(1) - ordered >= wanted).float())
-    attention = (scores - total).clamp_(-80, 60).exp_() * (there * rest.gather(1, cluster.expand(count, -1)))
-    sizes = torch.zeros(count, clusters, dtype=torch.float32, device=scores.device)
-    sizes.scatter_add_(1, cluster.expand(count, -1), there.float())
-    weights += attention.sum((0, 1))
-    mass[0] += attention.sum((1, 2))
-    mass[1] += (shares * (sizes * rest)).sum((1, 2))
+    for part in parts:
+        found.append([one[rows, :, -begin % every :: every] for one in part])
+        begin += part[0].shape[2]
+    keys, values = (torch.cat(own, 2) for own in zip(*found, strict=True))
+    return keys[:, 0], values
 
 
 def estimates(
