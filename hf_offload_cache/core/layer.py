@@ -22,6 +22,7 @@ from ..memory.account import RECORDS
 from ..memory.dry_run import DryRun
 from ..memory.plan import LayerPlan
 from ..model.attention_call import TAG, AttentionCall, Tag
+from ..model.masks import hiding
 from ..model.place import no_backward
 from ..stores.base import FreezableStore
 from .plan import LayerKind, place_bytes, stream_bytes, streamed
@@ -530,16 +531,21 @@ class OffloadLayer(CacheLayerMixin):
         self, stop: int, plain: bool = False
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """Keys and values (B, Hkv, t, D) before token `stop`, in blocks, and their positions, (B, Hkv, t) or (B, t).
-        `plain`: no mask needs the positions, which a block without empty entries is then given without."""
+        `plain`: no mask needs the positions. A block without empty entries is then given without, and on a CUDA device
+        one with some has a mask in their place: see `stream_attention`."""
+        heads, device = self.rows.heads, self.history.device
         for block in self.history.blocks(stop):
-            positions, device = block.positions, self.history.device
-            if positions is not None and plain and (positions >= 0).all():
+            positions, places = block.positions, None
+            if positions is not None and self.config.heads_apart:
+                positions = positions.reshape(-1, heads, positions.shape[1])
+            empty = None if positions is None or not plain else positions < 0
+            if empty is not None and not empty.any():
                 positions = None
-            places = None if positions is None else torch.from_numpy(positions)
-            if positions is not None and device.type == "cuda":
-                places = to_device(positions, device)
-            if places is not None and self.config.heads_apart:
-                places = places.unflatten(0, (-1, self.rows.heads))
+            if positions is not None and device.type == "cuda" and empty is not None and not empty.all(-1).any():
+                of_heads = empty.reshape(len(empty), -1, empty.shape[-1])
+                places = hiding(of_heads, self.history.form.dtype, device)
+            elif positions is not None:
+                places = to_device(positions, device) if device.type == "cuda" else torch.from_numpy(positions)
             yield self.rows.unfold(block.keys), self.rows.unfold(block.values), places
 
     # --- for a method to override ------------------------------------------------------------------------------

@@ -127,10 +127,10 @@ def to_host_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: arriving.wait()[0]
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`array` on `device`, which may be the host. To a CUDA device nothing waits; the copy follows its current
-    stream."""
-    tensor = torch.from_numpy(array)
+def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`array`, in host memory, on `device`, which may be the host. To a CUDA device nothing waits; the copy follows its
+    current stream."""
+    tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
     return _pinned(tensor).to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from ..kernels.on_a_device import to_host
+from ..kernels.on_a_device import to_device, to_host
 
 
 def shown(mask: torch.Tensor) -> torch.Tensor:
@@ -41,6 +42,15 @@ def additive_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, float("-inf"))
     return mask.float().masked_fill(~shown(mask), float("-inf"))
+
+
+def hiding(hidden: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An additive mask (B, H, 1, t) on a device, which hides entries where `hidden` (B, H, t) is True. Its rows begin
+    at multiples of 16 elements, because attention on a GPU copies others."""
+    length = hidden.shape[-1]
+    rows = torch.zeros(*hidden.shape[:2], 1, -(-length // 16) * 16, dtype=dtype, device="cpu")
+    rows[..., :length].masked_fill_(torch.from_numpy(hidden)[:, :, None], float("-inf"))
+    return to_device(rows, device)[..., :length]
 
 
 def mask_at(mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:

@@ -30,20 +30,21 @@ def attend_block(
     causal: bool,
     scaling: float,
     softcap: float | None,
+    sighted: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over one block: (B, H, q, Dv), of a kernel in the query's type, else float32; and its log-sum-exp (B,
     H, q), -inf for a query that sees nothing.
 
-    `mask` is additive, (·, 1 or Hkv, q or 1, t). `causal`: the block ends with the queries' own tokens. Uses one of
-    PyTorch's fused kernels if one applies (same values up to rounding; ten times as fast on a CPU), else
-    `attend_block_reference`.
+    `mask` is additive, (·, 1 or Hkv, q or 1, t). `causal`: the block ends with the queries' own tokens. `sighted`: each
+    query sees something, whatever the mask. Uses one of PyTorch's fused kernels if one applies (same values up to
+    rounding; ten times as fast on a CPU), else `attend_block_reference`.
     """
     same_ends = not causal or query.shape[2] == keys.shape[2]
     if softcap is None and same_ends and not (torch.is_grad_enabled() and query.requires_grad):
         fused = _fused(query, keys, values, mask, causal, scaling)
         if fused is not None:
             output, log_sum = fused
-            blind = None if mask is None else mask.amax(-1) == float("-inf")
+            blind = None if mask is None or sighted else mask.amax(-1) == float("-inf")
             if blind is not None and blind.shape[1] > 1:
                 blind = blind.repeat_interleave(query.shape[1] // blind.shape[1], 1)
             # kernels leave the log-sum undefined if a row sees nothing; on a GPU, to ask whether one does takes longer
@@ -102,7 +103,8 @@ def _efficient(
 ) -> Attended:
     if bias is not None:  # each of its rows must begin at a multiple of 16 bytes
         length = keys.shape[2]
-        bias = torch.nn.functional.pad(bias.to(query.dtype), (0, -length % 16))[..., :length]
+        if bias.dtype != query.dtype or any(stride % 16 for stride in bias.stride()[:-1]):
+            bias = torch.nn.functional.pad(bias.to(query.dtype), (0, -length % 16))[..., :length]
         bias = bias.expand(*query.shape[:3], length)
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
     output, log_sum, *_ = kernel(query, keys, values, bias, True, 0.0, causal, scale=scale)
@@ -144,7 +146,8 @@ def attend_block_reference(
 
 Block = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Keys and values (B, Hkv, t, D), and their positions: integers (t,) for all, (B, t) or (B, Hkv, t); -1 for no entry.
-No positions, or None: the block follows those before it."""
+No positions, or None: the block follows those before it. Without a mask for the history, an additive mask (B, 1 or Hkv,
+1, t) in their place: it hides what is no entry, and each key head has some."""
 
 
 def stream_attention(
@@ -163,11 +166,12 @@ def stream_attention(
 
     `own` is the block that ends with the queries' own tokens, in order. `history` is everything before it that every
     query may see: blocks in any order, all with positions, or all without and in order; without a mask for it, some of
-    them may be without, whose entries are all seen. `mask` (·, 1, q, T) is the model's, with a column per position, the
-    last ones for `own`; None: a query sees the tokens of `own` up to itself, aligned at the lower right. `seen` (·, 1,
-    1, ·) is the part of the history that all queries see, whatever the mask says of it. `attended` is the result for
-    other history, float32, which this call changes. `softcap` bounds scores by tanh; `s_aux` (H,) is a logit per head
-    that joins the denominator only. No query sees an entry at position -1; a query that sees nothing gives zeros.
+    them may be without, whose entries are all seen, or have a mask of their own. `mask` (·, 1, q, T) is the model's,
+    with a column per position, the last ones for `own`; None: a query sees the tokens of `own` up to itself, aligned at
+    the lower right. `seen` (·, 1, 1, ·) is the part of the history that all queries see, whatever the mask says of it.
+    `attended` is the result for other history, float32, which this call changes. `softcap` bounds scores by tanh;
+    `s_aux` (H,) is a logit per head that joins the denominator only. No query sees an entry at position -1; a query
+    that sees nothing gives zeros.
 
     Each block is merged into a running float32 result by its log-sum-exp: equal to one softmax over all blocks up to
     float32 rounding. A block is finished before the next is requested. Returns (B, q, H, Dv) in the query's dtype,
@@ -181,10 +185,12 @@ def stream_attention(
     if attended is not None:
         total, log_sum = attended
 
-    def merge(keys: torch.Tensor, values: torch.Tensor, part_mask: torch.Tensor | None, causal: bool) -> None:
+    def merge(
+        keys: torch.Tensor, values: torch.Tensor, part_mask: torch.Tensor | None, causal: bool, sighted: bool = False
+    ) -> None:
         nonlocal total, log_sum
         part, part_log_sum = attend_block(
-            query, keys, values, part_mask, causal=causal, scaling=scaling, softcap=softcap
+            query, keys, values, part_mask, causal=causal, scaling=scaling, softcap=softcap, sighted=sighted
         )
         part_log_sum = part_log_sum.float()  # the kernel returns float64 for a float64 query
         if total is None:
@@ -204,6 +210,9 @@ def stream_attention(
             stop = begin + keys.shape[2]
             merge(keys, values, None if before is None else additive_mask(before[..., begin:stop]), False)
             begin = stop
+        elif positions.is_floating_point():
+            query = query.contiguous()  # which each block's kernel would copy
+            merge(keys, values, positions, False, True)
         else:
             merge(keys, values, mask_at(before, positions), False)
     keys, values = own

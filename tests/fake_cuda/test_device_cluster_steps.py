@@ -86,8 +86,10 @@ def decoded(model: Any, cache: Any, ids: torch.Tensor, put: Any, tokens: int = T
 
 def test_a_limit_changes_no_logits() -> None:
     """Nor clusters, if later pieces of a prompt attend to blocks of the same size. These are longer on a device without
-    a limit, and sums over other blocks are rounded differently."""
+    a limit, and sums over other blocks are rounded differently. The prompt's are those of `DynamicCache`: in a block,
+    key heads have different numbers of entries."""
     ids, found = prompt(llama(), 1, 304), []
+    expected = fed(llama(), DynamicCache(), ids[:, :288], host)
     for limit in (None, "64MiB"):
         with a_device(memory=limit, block_tokens=32, max_context=320) as (model, cache, _):
             parts = [*ids[:, :288].split(96, 1), *ids[:, 288:].split(1, 1)]
@@ -95,6 +97,7 @@ def test_a_limit_changes_no_logits() -> None:
             found.append((logits, [layer.history.clustered.labels for layer in cache.selective]))
     (free, labels), (limited, others) = found
     assert torch.equal(free, limited) and all(map(np.array_equal, labels, others))
+    torch.testing.assert_close(free[:, :288], expected, rtol=1e-4, atol=1e-4)
     assert all(own.max() > 8 for own in labels)
 
 

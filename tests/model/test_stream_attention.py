@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from hf_offload_cache.model import (
     planned_bytes,
     shown,
 )
+from hf_offload_cache.model.masks import hiding
 from hf_offload_cache.model.stream_attention import _efficient, _flash, stream_attention
 from hf_offload_cache.testing import stream_attention_reference
 
@@ -353,6 +355,25 @@ def test_ragged_rows(masked: bool) -> None:
     for attention in (stream_attention, stream_attention_reference):
         result = attention(query, blocks, own, visible if masked else None)
         assert error(result, dense(query, keys, values, seen), values) < FLOAT32 * 10
+
+
+def test_blocks_with_masks_of_their_own() -> None:
+    """They hide what is no entry, and each key head has some: as blocks with positions, without asking who is blind."""
+    query, keys, values = tensors(2, 4, 2, 3, 30, 8, 8, 9)
+    held = torch.rand(2, 2, 27, generator=torch.Generator().manual_seed(0)) < 0.5
+    held[..., ::9] = True
+    positions, own = torch.where(held, torch.arange(27), -1), (keys[:, :, 27:], values[:, :, 27:])
+    parts = [slice(first, first + 9) for first in range(0, 27, 9)]
+    masks = [hiding(~held[..., part].numpy(), torch.float32, keys.device) for part in parts]
+    assert all(mask.shape == (2, 2, 1, 9) and mask.stride() == (32, 16, 16, 1) for mask in masks)
+    with mock.patch.object(torch.Tensor, "amax", None):
+        found = stream_attention(
+            query, [(keys[:, :, part], values[:, :, part], mask) for part, mask in zip(parts, masks, strict=True)],
+            own, None,
+        )  # fmt: skip
+    blocks = [(keys[:, :, part], values[:, :, part], positions[..., part]) for part in parts]
+    wanted = stream_attention(query, blocks, own, None)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("positions", [False, True])
