@@ -47,7 +47,7 @@ MOST = {"prefill": (300, 4, 0), "step": (8, 0, 0)}
 """The most launches, waits and blocking copies of a layer, beyond those with `DynamicCache`. A call as a whole may wait
 once more, for a look at a mask that all layers share. In the counted steps of `ClusterCache` no tokens join clusters:
 see `JOINING`."""
-WITHIN = 800
+WITHIN = 420
 """The most launches of a layer of `DiskSwapCache` in a prefill of a long prompt within half its memory."""
 FITTING = 36
 """The most launches of a fit of a layer's estimates of `ClusterCache`."""
@@ -257,7 +257,7 @@ def test_steps_in_which_tokens_join_clusters_wait_for_nothing(case: str) -> None
 
 
 def test_a_budget_costs_no_more_than_it_may() -> None:
-    """Its plan has room for a fit in parts of more than 128 tokens, which have a quarter of the launches."""
+    """Its plan has room for a fit in parts of more than 128 tokens, which have a fraction of the launches."""
     own, plain = cost_of("disk-swap", LONG, "1/2"), cost_of(None, LONG)
     step, prefill = own["step"], own["prefill"]
     assert (step.waits, step.copies) == (0, 0) and step.launches - plain["step"].launches <= MOST["step"][0]

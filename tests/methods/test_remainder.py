@@ -145,9 +145,10 @@ def test_it_is_the_twins(kind: str, hidden: bool, heads: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("padded", [True, False])
-def test_long_parts_fit_as_short_ones(kind: str, padded: bool) -> None:
-    """The maps of three rows, in many pieces and in one. Padding, of which one row has more than text, has no part in
-    them, even if it is not finite; with compact keys of all that keys have, estimates are true."""
+def test_long_parts_fit_as_short_ones(kind: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The maps of three rows, in many pieces and in one, and as on a device, where kernels compare entries. Padding, of
+    which one row has more than text, has no part in them, even if it is not finite; with compact keys of all that keys
+    have, estimates are true."""
     padding = torch.tensor([[0], [40], [900]])
     visible = torch.arange(UNITS * GROUP) >= padding if padded else None
     one, (keys, values) = learned(kind, 3, visible), keys_and_values(3)
@@ -156,15 +157,18 @@ def test_long_parts_fit_as_short_ones(kind: str, padded: bool) -> None:
     if visible is not None:
         values = values.masked_fill(~visible[:, None, :, None], torch.nan)
         keys = keys.masked_fill(~visible[:, None, :, None], torch.inf)
-    for part in (128, 1 << 14):
+    for part, alone, heads in [(128, False, 1), (1 << 14, False, 1), (999, True, 1), (128, False, KV), (999, True, KV)]:
+        monkeypatch.setattr(remainder, "has_step", lambda *_, alone=alone: alone)
         made_of = compact, lambda: zip(keys.split(500, 2), values.split(500, 2), strict=True), FORMS[KV], queries
         chosen = BUDGET, CANDIDATES * BUDGET
-        maps = fit_maps(*made_of, DIM**-0.5, chosen, visible, MemoryAccount(), part=part)
+        maps = fit_maps(*made_of, DIM**-0.5, chosen, visible, MemoryAccount(), heads, part)
         assert maps is not None
         made.append(maps)
-    short, long = made
+    short, long, there, apart, apart_there = made
+    torch.testing.assert_close(apart_there.ratio, apart.ratio, rtol=1e-3, atol=0)
+    assert (apart_there.maps.int() - apart.maps.int()).abs().max() <= 1
     assert one.fitted.maps is not None
-    for maps in (long, one.fitted.maps):
+    for maps in (long, there, one.fitted.maps):
         torch.testing.assert_close(maps.ratio, short.ratio, rtol=1e-3, atol=0)
         torch.testing.assert_close(maps.scale, short.scale, rtol=1e-3, atol=0)
         assert (maps.maps.int() - short.maps.int()).abs().max() <= 1

@@ -27,15 +27,14 @@ QUERIES_SEEN, APART = 512, 8
 """Latest queries of a call that define the metric in which keys are approximated, and the stride between them."""
 LEAST_QUERIES = 32
 """Fewest queries of a call that may define the metric in which keys are approximated."""
-PART, _PARTS_OF_A_DEVICE = 128, (1 << 14, 1 << 12, 1 << 10)
+PART, _PARTS_OF_A_DEVICE = 128, (1 << 14, 1 << 13, 1 << 12, 1 << 11, 1 << 10)
 """Tokens, of all rows together, that are converted to float32 at a time, and on a device with enough memory."""
 
 
 def part_sizes(device: torch.device | str) -> tuple[int, ...]:
     """Tokens, of all rows together, that a fit may convert to float32 at a time on `device`: the best first.
 
-    A processor works best on what its caches hold. On a device each part costs the same launches, however long it
-    is."""
+    A processor works best on what its caches hold. On a device each part costs the same launches."""
     return (PART,) if torch.device(device).type == "cpu" else (*_PARTS_OF_A_DEVICE, PART)
 
 
@@ -401,15 +400,14 @@ def coding_bytes(width: int, itemsize: int, rows: int, tokens: int, part: int = 
     products. `part`: one of `part_sizes`."""
     sample, square = min(_SAMPLE, rows * tokens), 4 * width * width
     components = most_components(width)
-    projected, at_once = (min(components, part // each) for each in (_PROJECTED, _MEASURED))
+    projected, at_once = (min(components, most) for most in (part // _PROJECTED, _measured_at_once(part)))
     read = max(rows, min(part, rows * tokens)) * width
-    sampled = min(sample, part // 2) * width
     directions = 4 * width * components
     kept = square if part > PART else 0  # the queries' metric
     counted, solved = 2 * square + (4 + 2 * itemsize) * read + kept, 3 * square + directions + 64 * width + kept
     tried = len(_STEPS) * (1 if part == PART else len(CLASSES))
     measured = directions + max(3 * itemsize * read, 4 * (projected + (tried + 1) * at_once) * sample)
-    regressed = 3 * directions + 4 * sampled + 4 * components * components + 16 * width
+    regressed = 3 * directions + 4 * min(sample, part // 2) * width + 4 * components * components + 16 * width
     return max(counted, solved, sample * width * itemsize + max(measured, regressed))
 
 
@@ -460,7 +458,7 @@ def fit_coding(
     sample = _sample(_beyond_sinks(keys(), tokens, visible, part), tokens)
     measured: list[tuple[torch.Tensor, torch.Tensor]] = []
     for some in directions.split(part // _PROJECTED, 1):
-        at_once = _projected(sample, mean, some, part).split(part // _MEASURED)
+        at_once = _projected(sample, mean, some, part).split(_measured_at_once(part))
         measured += [_measured(each, part > PART) for each in at_once]
         del at_once
     errors, steps = (torch.cat(each, 1) for each in zip(*measured, strict=True))
@@ -546,19 +544,21 @@ def _sample(keys: Iterator[tuple[torch.Tensor, int]], tokens: int) -> torch.Tens
             sample = flat.new_zeros(min(_SAMPLE, rows * tokens), flat.shape[1])
         all_of = max(rows * tokens, _SAMPLE)
         first, stop = ((at - 1) * _SAMPLE // all_of + 1 for at in (count, count + len(flat)))
-        places = torch.arange(first, stop, device=flat.device).mul_(all_of).add_(_SAMPLE - 1).div_(
-            _SAMPLE, rounding_mode="floor"
-        )
-        some = flat.index_select(0, places.sub_(count))
-        sample[sampled : sampled + len(some)] = some
-        sampled, count = sampled + len(some), count + len(flat)
-        del flat, some
+        places = to_device((np.arange(first, stop) * all_of + _SAMPLE - 1) // _SAMPLE - count, flat.device)
+        torch.index_select(flat, 0, places, out=sample[sampled : sampled + stop - first])
+        sampled, count = sampled + stop - first, count + len(flat)
+        del flat
     return sample[: max(1, sampled)]
 
 
 def _projected(sample: torch.Tensor, mean: torch.Tensor, directions: torch.Tensor, part: int) -> torch.Tensor:
     """Components (r, n) float32 of a sample (n, W) along directions (W, r)."""
     return torch.cat([(_less(some, mean) @ directions).t() for some in sample.split(part)], 1)
+
+
+def _measured_at_once(part: int) -> int:
+    """Components that are measured at a time, in as much memory as reading takes if parts are long."""
+    return max(min(part, 1024) // _MEASURED, part // (2 * _MEASURED))
 
 
 def _measured(values: torch.Tensor, together: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from ...fetch.choice import DeviceChoice, Estimates
 from ...history.base import Sealed
 from ...history.records import RecordFormat
 from ...history.state import LARGEST, Array, Number, State
+from ...kernels.on_a_device import has_step, plans_step
 from ...kernels.ranking import pick, project, ranking_bytes, rest, score, share
 from ...memory.account import MemoryAccount, Workspace
 from ...memory.dry_run import DryRun
@@ -143,7 +144,8 @@ class FittedKeys:
         if estimates:
             sizes_of_maps = rows, leading(rank), heads
             rehearse_maps(run, form, sizes_of_maps, context, CANDIDATES * wanted, part)
-            last = max(last, fit_bytes(form, *sizes_of_maps, context, part))
+            alone = plans_step(run.device_type, form.key_dim, form.value_dim)
+            last = max(last, fit_bytes(form, *sizes_of_maps, context, part, alone))
         if rules.num_sinks:
             SinkKeys(form, rows, rules.num_sinks, torch.device("cpu"), run, np.zeros(rows, dtype=np.int64))
         waiting, replaced = 0, run.on_device - before
@@ -322,7 +324,8 @@ class FittedKeys:
         shared, form, keys = self._shared, self.form, self.keys
         assert keys is not None
         wanted, sizes = shared.wanted(sealed.tokens), (self.rows, keys.leading, queries.shape[1])
-        room = partial(fit_bytes, form, *sizes, sealed.tokens)
+        alone = has_step(keys.device, form.key_dim, form.value_dim)
+        room = partial(fit_bytes, form, *sizes, sealed.tokens, alone=alone)
         part = self._part(keys.device, room)
         with shared.account.holding("fitting", room(part)):
             chosen = wanted, CANDIDATES * wanted

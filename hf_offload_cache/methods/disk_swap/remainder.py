@@ -3,6 +3,7 @@ compact keys. It goes beyond the paper, whose steps drop these units."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, Self
 
@@ -11,7 +12,8 @@ import torch
 
 from ...history.records import RecordFormat
 from ...history.state import Array, State
-from ...kernels.on_a_device import to_device
+from ...kernels.fits import weigh
+from ...kernels.on_a_device import has_step, plans_step, to_device
 from ...memory.account import MemoryAccount
 from ...memory.dry_run import DryRun
 from ...predictors.value_maps import QUERIES, LeastSquares, ValueMaps, asked, token_weights
@@ -39,9 +41,9 @@ def rehearse_maps(
     `tokens`: tokens a row; `units`: maximum units whose entries a step estimates; `part`: one of `part_sizes`."""
     rows, rank, heads = sizes
     ValueMaps.rehearse(run, form, sizes)
-    count = min(units * form.group_size, tokens)
+    count, alone = min(units * form.group_size, tokens), plans_step(run.device_type, form.key_dim, form.value_dim)
     run.passes("scores", decode=4 * (3 * heads * count + _COMPONENTS) + count * rank)
-    run.passes("fitting", prefill=fit_bytes(form, rows, rank, heads, tokens, part))
+    run.passes("fitting", prefill=fit_bytes(form, rows, rank, heads, tokens, part, alone))
 
 
 # The queries of a prompt that a fit at its end needs
@@ -162,8 +164,11 @@ def _weighted(components: torch.Tensor, weights: np.ndarray) -> np.ndarray:
 
 # Fitting
 
-def fit_bytes(form: RecordFormat, rows: int, rank: int, heads: int, tokens: int, part: int = PART) -> int:
-    """Bytes that `fit_maps` uses while it runs. `part`: one of `part_sizes`."""
+def fit_bytes(
+    form: RecordFormat, rows: int, rank: int, heads: int, tokens: int, part: int = PART, alone: bool = False
+) -> int:
+    """Bytes that `fit_maps` uses while it runs. `part`: one of `part_sizes`. `alone`: kernels compare entries and add
+    them, which need no memory for that."""
     group, inputs, size = form.group_size, rank + 1, form.dtype.itemsize
     tokens, key_heads, value_heads = min(tokens, _TOKENS + 2 * group), form.num_key_heads, form.num_value_heads
     units, indices = -(-tokens // group), 8 * tokens
@@ -174,11 +179,15 @@ def fit_bytes(form: RecordFormat, rows: int, rank: int, heads: int, tokens: int,
     shares = 4 * rows * max(key_heads, value_heads) * tokens
     keys = size * form.entry_width + 4 * (form.key_width + heads * QUERIES) + 5 * QUERIES * key_heads
     values = (size + 4) * value_heads * form.value_dim + 4 * inputs * (3 + value_heads) + 2 * rank + 24
-    piece = min(rows * tokens, max(rows, _piece(form, part)))
+    piece = min(rows * tokens, max(rows, _piece(form, part, alone)))
     gram, product = (4 * value_heads * inputs * width for width in (inputs, form.value_dim))
     sums = rows * (gram + product + 4 * inputs)
     adding = max(piece * max(keys, 2 * size * form.entry_width), piece * values + rows * max(gram, product))
-    adding = max(shares, adding + sums) + indices
+    left = 0
+    if alone:  # entries with copies that are joined, components, and what is added to each token's masses
+        adding = piece * (2 * size * form.entry_width + 8 * inputs + 2 * heads + 4 * key_heads + 24)
+        left = rows * QUERIES * (key_heads * units + 4 * heads)
+    adding = max(shares, adding + left + sums) + indices
     solving = min(rows, _solved(part)) * (2 * gram + 4 * product) + sums + indices
     queries = rows * QUERIES * (heads * form.key_dim * (4 + size) + key_heads * units + 4 * heads) + QUERIES * units
     return max(weighing, adding, solving) + queries + shares + indices
@@ -197,9 +206,9 @@ def _solved(part: int) -> int:
     return max(1, part // PART)
 
 
-def _piece(form: RecordFormat, part: int) -> int:
+def _piece(form: RecordFormat, part: int, alone: bool) -> int:
     """Tokens of the sample, of all rows together, whose entries are compared and added at a time."""
-    return max(PART, part // 2, min(2 * PART, _ENTRIES // form.entry_width))
+    return part if alone else max(PART, part // 2, min(2 * PART, _ENTRIES // form.entry_width))
 
 
 def fit_maps(
@@ -232,6 +241,7 @@ def fit_maps(
     wanted, candidates = (max(1, round((count - 1) / every)) for count in chosen)
     if wanted >= min(candidates, len(sample)):
         return None
+    alone = has_step(keys.device, form.key_dim, form.value_dim)
     latest = _Asked(queries, ends, keys, form, scaling, sample, every, heads)
     shares = latest.weigh(wanted, candidates, visible, part)
     tokens = (sample[:, None] * group + np.arange(group)).ravel()
@@ -239,17 +249,18 @@ def fit_maps(
     weights = token_weights(shares, form, None if visible is None else visible[:, places])
     del shares
     sums = LeastSquares(rows, keys.leading + 1, form, keys.device)
-    offsets = to_device(keys.offsets[: keys.leading, None], keys.device)
-    for piece, sample_keys, sample_values in _sampled(stored(), tokens, places, max(1, _piece(form, part) // rows)):
+    offsets = to_device(keys.offsets[: keys.leading], keys.device)
+    most = max(1, _piece(form, part, alone) // rows)
+    for piece, sample_keys, sample_values in _sampled(stored(), tokens, places, most):
         here = places[piece]
         seen = None if visible is None else visible[:, here]
         if seen is not None:  # padding may be NaN
             sample_keys.masked_fill_(~seen[:, None, :, None], 0)
             sample_values.masked_fill_(~seen[:, None, :, None], 0)
-        latest.compare(piece, sample_keys, seen)
+        (latest.compare_there if alone else latest.compare)(piece, sample_keys, seen)
         del sample_keys
-        components = keys.components(slice(None), here)[:, : keys.leading] + offsets
-        sums.add(components, sample_values.float(), weights[..., piece], seen)
+        components = keys.components(slice(None), here)[:, : keys.leading]
+        sums.add(components, sample_values, weights[..., piece], seen, offsets)
         del components, sample_values
     made = ValueMaps(form, (rows, keys.leading, queries.shape[1]), account)
     for together in _slices(rows, _solved(part)):
@@ -300,8 +311,7 @@ class _Asked:
         states, behind = asked(queries)
         self._keys, self._group, self._heads = keys, form.group_size, (form.num_key_heads, heads)
         self._scaling, self._every, device = scaling, every, keys.device
-        by_head = states.unflatten(1, (form.num_key_heads, -1)).flatten(2, 3).to(device)
-        self._states = by_head.float() * scaling  # (B, Hk, R q, D)
+        self._by_head = states.unflatten(1, (form.num_key_heads, -1)).to(device)  # (B, Hk, R, q, D)
         rows, query_heads, count = states.shape[:3]
         self._queries = states.transpose(1, 2)  # (B, q, H, D)
         self._units = units = np.concatenate([[0], sample])
@@ -386,6 +396,30 @@ class _Asked:
         if padding is not None:
             scores.masked_fill_(padding[:, None, None, here].unflatten(3, shape), float(HIDDEN))
         return scores
+
+    @functools.cached_property
+    def _states(self) -> torch.Tensor:
+        """(B, Hk, R q, D) float32, scaled."""
+        return self._by_head.flatten(2, 3).float() * self._scaling
+
+    @functools.cached_property
+    def _there(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `fits.weigh` takes, after `weigh`: of each key head of each sequence its queries, the units of their
+        remainders, and the logarithms of all weights' sums."""
+        rest = self._rest.transpose(1, 2).expand(-1, self._heads[0], -1, -1)  # (B, Hk, q, units)
+        total = self._total.unflatten(2, (self._heads[0], -1)).transpose(1, 2)  # (B, Hk, q, R)
+        states = self._by_head.transpose(2, 3).flatten(2, 3)
+        return states.flatten(0, 1), rest.flatten(0, 1).contiguous(), total.flatten(2).flatten(0, 1)
+
+    def compare_there(self, places: slice, keys: torch.Tensor, seen: torch.Tensor | None) -> None:
+        """As `compare`, by a kernel."""
+        (states, left, total), rows = self._there, len(self._by_head) * self._heads[0]
+        units = np.arange(places.start, places.stop, dtype=np.int32) // self._group
+        labels = to_device(units, keys.device).expand(rows, -1)
+        if seen is not None:
+            seen = seen[:, None].expand(len(keys), self._heads[0], -1).flatten(0, 1)
+        _, parts = weigh(states, keys.flatten(0, 1), labels, left, total, None, seen, self._scaling, (0, 1, 0))
+        self.mass[0] += parts[0].unflatten(1, (left.shape[1], -1)).sum((1, 3)).view_as(self.mass[0])
 
     def compare(self, places: slice, keys: torch.Tensor, seen: torch.Tensor | None) -> None:
         """Add the true remainders' mass among keys (B, Hk, t, D), those of the sample's tokens at `places`. `seen` (·,
