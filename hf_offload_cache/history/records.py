@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..config import BLOCK_TOKENS, OffloadConfig
+from ..errors import ConfigError
 from ..kernels.low_bit import LEVELS, pack_entries, unpack_entries
 from ..kernels.on_a_device import has_step
 from ..memory.account import MemoryAccount
@@ -79,6 +80,13 @@ class RecordFormat:
     group_size: int
     bits: int | None = None
     """8: records hold integers of 8 bits; None: `dtype`."""
+
+    def __post_init__(self) -> None:
+        if self.bits is not None and self.dtype.itemsize == 1:
+            raise ConfigError(
+                f"the model's keys and values are {self.dtype}, which has 8 bits already: leave out entry_bits="
+                f"{self.bits} (weights of 8 bits alone, with keys and values of 16, work)"
+            )
 
     @classmethod
     def of(

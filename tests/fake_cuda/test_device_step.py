@@ -125,6 +125,37 @@ def test_steps_on_a_device_are_as_close_as_on_the_host(
     assert (report.estimated_mass is not None) == fields.get("remainder", True)
 
 
+class InEightBits(torch.nn.Module):
+    """A linear layer with weights in 8-bit floats, which computes in its input's type."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(linear.weight.to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(states, self.weight.to(states.dtype))
+
+
+def test_a_model_with_weights_of_8_bits_has_entries_in_8_bits() -> None:
+    """Its keys and values have 16, and steps are those of the same weights in 16 bits."""
+    found, ids = list[torch.Tensor](), prompt(llama(), 1, 610)
+    for rounded in (False, True):
+        model = llama().bfloat16()
+        for block in model.model.layers:
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                linear = InEightBits(getattr(block.self_attn, name))
+                if rounded:
+                    linear.weight = torch.nn.Parameter(linear.weight.bfloat16(), requires_grad=False)
+                setattr(block.self_attn, name, linear)
+        sizes = {"max_context": 700, "max_batch": 1, "num_selected": 32, "engine": "memory", "entry_bits": 8}
+        with on_the_device(model) as (there, counts), DiskSwapCache(there, group_size=4, **sizes) as cache:
+            found.append(decoded(there, cache, ids, Fake, 600))
+            assert all(layer.history.units > (600 - 32) // 4 for layer in cache.selective)  # steps seal some
+            formats = {layer.history.form.dtype for layer in cache.selective}
+            assert formats == {torch.bfloat16} and all(of_slots(cache)) and not counts.blocking
+    assert torch.equal(*found) and found[0].isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("planned", "pieces", "fits"),
     [(TOKENS + 128, 2, [TOKENS]), (None, 2, [TOKENS // 2, TOKENS]), (TOKENS // 2 + 128, 1, [TOKENS // 2])],

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hf_offload_cache.config import OffloadConfig
 from hf_offload_cache.core import OffloadLayer, Shared
+from hf_offload_cache.errors import ConfigError
 from hf_offload_cache.fetch import Storage
 from hf_offload_cache.history import TARGET_RECORD_BYTES, RecordFormat
 from hf_offload_cache.stores import DEVICE_BLOCK, aligned_empty
@@ -123,6 +124,18 @@ def test_entries_in_8_bits(
     assert form.payload_bytes <= form.record_bytes < form.payload_bytes + DEVICE_BLOCK
     scales = (form.num_key_heads + form.num_value_heads) * dtype.itemsize
     assert 0 <= form.payload_bytes - group * (form.entry_width + scales) < dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_entries_that_have_8_bits_are_kept_as_they_are(dtype: torch.dtype) -> None:
+    keys, values = pair(2, 16, 2, 16, dtype=dtype)
+    with pytest.raises(ConfigError, match=f"{dtype}, which has 8 bits already: leave out entry_bits=8"):
+        RecordFormat.of(keys, values, 4, 8)
+    form = RecordFormat.of(keys, values, 4)
+    entries = form.entries(keys, values, torch.empty(2, 5, form.entry_width, dtype=dtype))[:, :4]
+    records = aligned_empty(2, form.record_bytes)
+    form.fill(entries, records)
+    assert torch.equal(form.unpacked(form.payload(records)).view(torch.uint8), entries.view(torch.uint8))
 
 
 def test_the_least_numbers_keep_their_sign_in_8_bits() -> None:
