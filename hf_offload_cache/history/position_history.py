@@ -248,11 +248,13 @@ class PositionHistory:
                 self._nothing = Sealed(groups, groups * self.form.group_size, [], self._weak_stored)
             return self._nothing
         self._moved = False
-        count = min(self._leaving(held + keys.shape[2]), self._piece)
-        packing = packing_bytes(self.form, self.rows, self._latest, count, self._packed)
+        count, piece = self._leaving(held + keys.shape[2]), self._piece
+        if count > piece and self._on_device:
+            piece = self._longer(count, piece)
+        packing = packing_bytes(self.form, self.rows, self._latest, min(count, piece), self._packed)
         try:
             with self._storage.account.holding("packing", packing):
-                sealed = self._append(keys, values)
+                sealed = self._append(keys, values, piece)
             self.length += keys.shape[2]
         except BaseException as error:
             if self._moved or not isinstance(error, Exception):
@@ -282,11 +284,25 @@ class PositionHistory:
         in_place = self._unlimited and self.store.in_memory
         return piece_groups(self.form, self.rows, self._storage.write_queue, in_place)
 
+    def _longer(self, groups: int, piece: int) -> int:
+        """As `piece`, or longer: a device has room to fill more of these `groups` a row at a time in their store. Each
+        time costs the same launches."""
+        if not self.store.in_memory:
+            return piece
+        most = min(groups, piece_groups(self.form, self.rows, self._storage.write_queue, True))
+        sizes = self.form, self.rows, self._latest
+        while most > piece and not self._storage.account.has_room(packing_bytes(*sizes, most, self._packed)):
+            most = -(-most // 2)
+        return max(most, piece)
+
     def _leaving(self, held: int) -> int:
         """Number of groups that leave a tail of `held` tokens."""
         return max(0, held - self._num_recent) // (self._together * self.form.group_size) * self._together
 
-    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _append(
+        self, keys: torch.Tensor, values: torch.Tensor, piece: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Add these, and pack `piece` groups a row at a time."""
         form, group, old = self.form, self.form.group_size, self.tail.entries
         total = old.shape[1] + keys.shape[2]
         count = self._leaving(total)
@@ -302,7 +318,7 @@ class PositionHistory:
             self._moved = True
             self.tail.drop_first(count * group)
         else:
-            piece, stop = self._piece, 0
+            stop = 0
             while stop < count:
                 start, stop = stop, min(stop + piece, count)
                 some = ids[:, start:stop]

@@ -47,7 +47,7 @@ MOST = {"prefill": (300, 4, 0), "step": (8, 0, 0)}
 """The most launches, waits and blocking copies of a layer, beyond those with `DynamicCache`. A call as a whole may wait
 once more, for a look at a mask that all layers share. In the counted steps of `ClusterCache` no tokens join clusters:
 see `JOINING`."""
-WITHIN = 420
+WITHIN = 380
 """The most launches of a layer of `DiskSwapCache` in a prefill of a long prompt within half its memory."""
 FITTING = 36
 """The most launches of a fit of a layer's estimates of `ClusterCache`."""

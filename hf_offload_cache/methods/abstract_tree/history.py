@@ -225,6 +225,9 @@ class ChunkHistory(PositionHistory):
                     self.replicas.forget(records)
             raise
 
+    def _longer(self, groups: int, piece: int) -> int:
+        return super()._longer(groups, piece) if self.replicas is None else piece  # these are made of as many at a time
+
     def _write(
         self, ids: np.ndarray, records: torch.Tensor
     ) -> list[tuple[np.ndarray, torch.Tensor, Callable[[], object] | None]]:
