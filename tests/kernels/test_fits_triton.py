@@ -90,8 +90,8 @@ def test_each_is_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
         "weigh": (states, keys, labels, left, total, scored[0], None, 1.0, (1, 8, 1)),
         "add_squares": (keys.mT, None, keys[:, None], keys[:, None, :, 0], None, *sums),
     }
-    for name, given in calls.items():
-        moved = on(device, *given)
-        with Launches(module, monkeypatch) as launches:
-            getattr(module, name)(*moved)
-        assert (launches.count, launches.others) == (1, []), name
+    moved = {name: on(device, *given) for name, given in calls.items()}
+    with Launches(module, monkeypatch) as launches:
+        for number, (name, args) in enumerate(moved.items(), 1):
+            getattr(module, name)(*args)
+            assert (launches.count, launches.others) == (number, []), name
