@@ -228,7 +228,7 @@ def sampled(rows: int, heads: int, dim: int, tokens: int, count: int) -> tuple[A
 
 
 @pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("sizes", [(2, 3, 64, 6000, 500), (1, 8, 256, 2048, 100)])
+@pytest.mark.parametrize("sizes", [(2, 3, 64, 6000, 500), (1, 8, 256, 2048, 100), (1, 32, 16, 4000, 300)])
 def test_fitting_takes_what_the_plan_says(sizes: tuple[int, ...], padded: bool) -> None:
     """Rows that are fitted together have the maps that they have alone."""
     (rows, heads, _, tokens, count), (sealed, form, *given) = sizes, sampled(*sizes)
@@ -236,7 +236,7 @@ def test_fitting_takes_what_the_plan_says(sizes: tuple[int, ...], padded: bool) 
     given += [200, visible, MemoryAccount()]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as held, record_function("fit"):
         alone = fit_maps(sealed, form, *given)
-    assert 0.9 * fit_bytes(form, heads, count) < most_held(held, "fit") <= fit_bytes(form, heads, count)
+    assert 0.8 * fit_bytes(form, heads, count) < most_held(held, "fit") <= fit_bytes(form, heads, count)
     together = fit_maps(sealed, form, *given, together=rows)
     assert (alone.maps.int() - together.maps.int()).abs().max() <= 1 and alone.maps.float().std() > 10
     torch.testing.assert_close(alone.ratio, together.ratio)

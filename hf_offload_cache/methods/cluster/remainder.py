@@ -55,7 +55,7 @@ def fit_bytes(form: RecordFormat, heads: int, clusters: int, rows: int = 1, alon
     if alone:
         parts = -(-clusters // BLOCK) + -(-_TOKENS // POINTS)
         return rows * (sample + sums + of_queries + 4 * lines * (clusters + 2 * parts + 1) + 5 * QUERIES * clusters)
-    scored = 4 * form.key_width * (_TOKENS + clusters) + 6 * 4 * max(_SCORES, heads * max(_TOKENS, clusters))
+    scored = 4 * form.key_width * (_TOKENS + clusters) + 30 * max(_SCORES, heads * max(_TOKENS, clusters))
     return sample + sums + of_queries + max(scored, 4 * _TOKENS * (form.entry_width + 2 * inputs))
 
 
