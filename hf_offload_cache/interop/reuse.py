@@ -94,8 +94,8 @@ class Reuse:
         if not request.has_others:
             return request
         media: Media | str = media_of(inner, ids, beside_text(call))
-        if isinstance(media, Media) and media.marks and request.rows != len(ids):
-            media = "its sequences are several to a prompt (beams, or several answers)"
+        if isinstance(media, Media) and len(media.marks) > 1 and request.rows != len(ids):
+            media = "it has several of them, and several sequences to a prompt (beams, or several answers)"
         configs = (call, vars(call.get("generation_config") or inner.generation_config))
         if isinstance(media, Media) and media.marks and any(one.get("prefill_chunk_size") for one in configs):
             media = "prefill_chunk_size divides its prompt"
@@ -267,8 +267,6 @@ class Reuse:
     def leave(self, cache: OffloadCache, request: Request) -> None:
         """Save the content of `cache` and close it, in another thread. Raises nothing."""
         cache.identity = request.identity  # weights and adapters may change before it is saved
-        if request.media.marks:
-            _mark(cache, request.media.marks)
         self.later(self._save, cache, request, cache.given_model)
 
     def later(self, function: Callable[..., None], *args: Any) -> Future[None]:
@@ -295,6 +293,8 @@ class Reuse:
                 if each > 1:  # beams, and several answers to a prompt, share its tokens
                     cache.crop(min(0, request.ids.shape[1] - cache.tokens))
                     cache.batch_select_indices(torch.arange(0, cache.sequences, each, device="cpu"))
+                if request.media.marks:
+                    _mark(cache, request.media.marks)
                 pads = _left_padding(cache.attention_mask) if cache.sequences > 1 else None
                 if pads is not None and Filling.reason_against_rows(cache, padded=any(pads)) is None:
                     for row, pad in enumerate(pads):

@@ -204,6 +204,30 @@ def test_rows_with_pictures_of_their_own(name: str, tmp_path: Path) -> None:
             assert {key: value.tolist() for key, value in cache.capture()["model"].items()} == offsets
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_beams_about_a_picture(name: str, tmp_path: Path) -> None:
+    """Each of two prompts, one about text, leaves its own tokens once; the next ones, with beams or without, begin
+    with them, and encode the picture only if it is another."""
+    kind = KINDS[name]
+    own, about = kind.build(), torch.cat([words(70, 9), shown(kind, 1)], 1)
+    ids = torch.cat([words(about.shape[1], 8), about])
+    asked = [  # ids, the picture's seed, beams, tokens that the first forward computes, pictures that are encoded
+        (ids, 1, 2, 2 * ids.numel(), 1), (ids, 1, 3, 6, 0), (about, 1, 1, 1, 0),
+        (about, 2, 2, 2 * (about.shape[1] - 70 - WORDS - 1), 1),
+    ]  # fmt: skip
+    expected = [
+        answer(own, given, kind.inputs(given, contents(kind, seed)), num_beams=beams)
+        for given, seed, beams, *_ in asked
+    ]
+    with offload(own, exact=True, library=tmp_path) as done, counted(own, kind) as (computed, encoded):
+        for (given, seed, beams, first, pictures), plain in zip(asked, expected, strict=True):
+            computed.clear()
+            encoded.clear()
+            assert torch.equal(answer(own, given, kind.inputs(given, contents(kind, seed)), num_beams=beams), plain)
+            assert (computed[0], len(encoded)) == (first, pictures)
+        assert done.reuse is not None and done.reuse.trouble == []
+
+
 def test_a_context_keeps_its_pictures(tmp_path: Path) -> None:
     """Saved, opened, forked, cropped, and with other sequences. A context of text is stored as in earlier versions."""
     kind = KINDS["llava"]
@@ -256,7 +280,7 @@ def test_equal_ids_with_other_pictures_are_another_context(tmp_path: Path) -> No
 
 
 def test_a_model_that_may_not_continue_behind_a_picture(tmp_path: Path) -> None:
-    """Its requests are computed, nothing is stored, and the record says why. Nor are beams about pictures."""
+    """Its requests are computed, nothing is stored, and the record says why. Nor are beams about two pictures."""
     build, given = WITH_A_PICTURE["mllama"]
     own, inputs = build(), given()
     ids = inputs.pop("input_ids")
@@ -268,10 +292,11 @@ def test_a_model_that_may_not_continue_behind_a_picture(tmp_path: Path) -> None:
     typed = media_of(own, ids, {"token_type_ids": torch.zeros_like(ids)})
     assert isinstance(typed, str) and "token_type_ids" in typed, "some models attend in both directions where it is 0"
     kind = KINDS["llava"]
-    own, ids = kind.build(), shown(kind, 1)
-    expected = answer(own, ids, kind.inputs(ids, contents(kind, 1)), num_beams=2)
-    with offload(own, exact=True, library=tmp_path) as done, pytest.warns(UserWarning, match="several to a prompt"):
-        assert torch.equal(answer(own, ids, kind.inputs(ids, contents(kind, 1)), num_beams=2), expected)
+    own, ids = kind.build(), torch.cat([shown(kind, 1), shown(kind, 2)], 1)
+    inputs = kind.inputs(ids, contents(kind, 1, 2))
+    expected = answer(own, ids, inputs, num_beams=2)
+    with offload(own, exact=True, library=tmp_path) as done, pytest.warns(UserWarning, match="several sequences to a"):
+        assert torch.equal(answer(own, ids, inputs, num_beams=2), expected)
     assert ContextLibrary(tmp_path).entries() == []
 
 
