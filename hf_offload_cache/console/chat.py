@@ -100,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.cache or named_cache.default_for(None)
     named_cache.offloading_class(name)
     named_cache.check_fields(name, fields, arguments.path, arguments.memory)
+    named_cache.check_library_key(None if arguments.no_library else "", fields, ", or --no-library")
     library = _library(arguments)
 
     tokenizer = named_cache.load_tokenizer(arguments.model)

@@ -68,17 +68,20 @@ def run(arguments: argparse.Namespace) -> int:
     import lm_eval
     import lm_eval.utils
     from lm_eval.__main__ import cli_evaluate
+    from lm_eval.config.evaluate_config import EvaluatorConfig
 
     from . import offload_lm  # noqa: F401  (lm-eval knows the model by its name from then on)
 
     given = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
     given |= {"key": str(given["key"])} if "key" in given else {}  # results are written as JSON
-    evaluate, table = lm_eval.simple_evaluate, lm_eval.utils.make_table
+    given = {**dict(arguments.fields), **given}
+    evaluate, table, tasks = lm_eval.simple_evaluate, lm_eval.utils.make_table, EvaluatorConfig.process_tasks
     words = ["lm_eval", *arguments.rest]
     try:
         with (
             _replaced(sys, "argv", words),
-            _replaced(lm_eval, "simple_evaluate", _with_cache(evaluate, {**dict(arguments.fields), **given})),
+            _replaced(EvaluatorConfig, "process_tasks", _checked_before(tasks, given)),
+            _replaced(lm_eval, "simple_evaluate", _with_cache(evaluate, given)),
             _replaced(lm_eval.utils, "make_table", _with_requests(table)),
         ):
             cli_evaluate()
@@ -90,20 +93,43 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _checked_before(tasks: Callable[..., Any], given: dict[str, Any]) -> Callable[..., Any]:
+    """lm-eval's `process_tasks`, which finds and loads the tasks, after the arguments of the model are checked."""
+
+    def process_tasks(config: Any, *others: Any, **more: Any) -> Any:
+        from ..contexts.library import ContextLibrary
+        from .offload_lm import check_arguments
+
+        together = _together(config.model, config.model_args, given)
+        check_arguments(together)
+        if (folder := together.get("library")) is not None:
+            limit = {"max_bytes": together["library_bytes"]} if "library_bytes" in together else {}
+            ContextLibrary(folder, key=together.get("key"), **limit)
+        return tasks(config, *others, **more)
+
+    return process_tasks
+
+
+def _together(model: Any, model_args: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `OffloadLM`: `--model_args` and the `given` ones. Raises `ConfigError`."""
+    if model not in (*_PLAIN_NAMES, _NAME):
+        raise ConfigError(f"--model must be hf or {_NAME}, got {model!r}: run lm_eval itself for other models")
+    twice = sorted(given.keys() & (model_args or {}).keys())
+    if twice:
+        raise ConfigError(f"{twice[0]} is both an option and in --model_args: leave one of them out")
+    together = {**(model_args or {}), **given}
+    for name in ("library_bytes", "key"):
+        if name in together and together.get("library") is None:
+            raise ConfigError(f"--{name.replace('_', '-')} is for a library: give --library DIR too")
+    check_floor(*(together.get(name) for name in ("floor", "memory", "library")))
+    return together
+
+
 def _with_cache(evaluate: Callable[..., Any], given: dict[str, Any]) -> Callable[..., Any]:
     """lm-eval's `simple_evaluate`, whose model `hf` is `hf-offload` with the `given` arguments."""
 
     def evaluate_with_cache(*, model: Any, model_args: Any = None, **others: Any) -> Any:
-        if model not in (*_PLAIN_NAMES, _NAME):
-            raise ConfigError(f"--model must be hf or {_NAME}, got {model!r}: run lm_eval itself for other models")
-        twice = sorted(given.keys() & (model_args or {}).keys())
-        if twice:
-            raise ConfigError(f"{twice[0]} is both an option and in --model_args: leave one of them out")
-        together = {**(model_args or {}), **given}
-        for name in ("library_bytes", "key"):
-            if name in together and together.get("library") is None:
-                raise ConfigError(f"--{name.replace('_', '-')} is for a library: give --library DIR too")
-        check_floor(*(together.get(name) for name in ("floor", "memory", "library")))
+        together = _together(model, model_args, given)
         if others.get("use_cache") is not None:
             others["use_cache"] += _of_cache(together)
         return evaluate(model=_NAME, model_args=together, **others)

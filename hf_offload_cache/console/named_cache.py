@@ -255,6 +255,14 @@ def check_fields(
         )
 
 
+def check_library_key(library: object, fields: Mapping[str, Any], otherwise: str = "") -> None:
+    """Raise `ConfigError` for a key among the fields of a cache with a library. `otherwise` ends the advice."""
+    if library is not None and fields.get("encryption_key") is not None:
+        raise ConfigError(
+            f"the library's key encrypts the cache's own files too: give key=FILE, and no other key{otherwise}"
+        )
+
+
 def check_folder(path: str | Path | None) -> None:
     """Raise `ConfigError` unless `path` is None or a folder."""
     if path is not None and not Path(path).is_dir():

@@ -25,8 +25,10 @@ from ..errors import BudgetError, ConfigError, ContextError, StoreError
 from ..interop.offload import FLOOR, beyond_share, budgets, offload, request_cache
 from ..interop.reuse import LEAST, opened_within
 from ..model.look_ahead import reason_against_pieces
+from ..registry import CACHES
 from .continuations import Asked, Continuations, Needed, Scored
-from .named_cache import DYNAMIC, check_fields, load, offloading_class
+from .default_model import find_gguf
+from .named_cache import DYNAMIC, check_fields, check_library_key, load, offloading_class
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -61,17 +63,9 @@ class OffloadLM(HFLM):
         path: str | None = None, strict: bool = False, floor: int | str = FLOOR, goal: str | None = None,
         library: str | None = None, library_bytes: int | str = "200GB", key: str | Path | None = None, **others: Any,
     ) -> None:  # fmt: skip
-        theirs, self.fields, loading = sort_arguments(others, cache, pretrained)
-        check_fields(cache, self.fields, path, memory, goal)
-        parse_size(floor, "floor")
+        own = {"pretrained": pretrained, "cache": cache, "memory": memory, "path": path, "floor": floor, "goal": goal}
+        theirs, self.fields, loading = check_arguments({**own, "library": library, "key": key, **others})
         self.cache_name, self.memory, self.path = cache, memory, path
-        if library is not None and (cache == DYNAMIC or self.fields.get("exact") == "bitwise"):
-            raise ConfigError(
-                "library: with exact=bitwise each text is computed in one piece, and cache=dynamic stores none: leave "
-                "one of the two out"
-            )
-        if key is not None and library is None:
-            raise ConfigError("key is for a library: give library too")
         self.library = None if library is None else ContextLibrary(library, library_bytes, key=key)
         self._key_fields = {} if self.library is None else self.library.key_fields
         path = library if path is None else path  # where records can be linked into it
@@ -84,8 +78,6 @@ class OffloadLM(HFLM):
         if cache != DYNAMIC and str(theirs.get("batch_size", 1)).startswith("auto"):
             _LOGGER.warning("batch_size=auto is 1 with cache=%s: name a number for batches", cache)
             theirs["batch_size"] = 1
-        for name in ("dtype", "softmax_dtype", "mixed_precision_dtype"):
-            _check_dtype(name, theirs.get(name))
         theirs["device"] = _there(theirs.get("device"))
         if pretrained is None:
             dtype = str(theirs.pop("dtype", "auto")).removeprefix("torch.")
@@ -337,6 +329,34 @@ class ModelArguments(NamedTuple):
     of_cache: dict[str, Any]
     loading: dict[str, Any]
     """Arguments of `from_pretrained`."""
+
+
+_DEFAULTS = {"cache": next(iter(CACHES)), "floor": FLOOR}
+_OWN = {"pretrained", "cache", "memory", "path", "strict", "floor", "goal", "library", "library_bytes", "key"}
+"""`OffloadLM`'s own arguments."""
+
+
+def check_arguments(given: Mapping[str, Any]) -> ModelArguments:
+    """Sort the arguments of an `OffloadLM` that are not its own. Raises the errors that it raises for arguments before
+    it loads a model, except those of the library; `DefaultModelMissingError` if no model is named and there is none."""
+    own = {**dict.fromkeys(_OWN), **_DEFAULTS, **{name: given[name] for name in _OWN & given.keys()}}
+    cache, library, others = own["cache"], own["library"], {name: given[name] for name in given if name not in _OWN}
+    found = sort_arguments(others, cache, own["pretrained"])
+    check_fields(cache, found.of_cache, own["path"], own["memory"], own["goal"])
+    parse_size(own["floor"], "floor")
+    if library is not None and (cache == DYNAMIC or found.of_cache.get("exact") == "bitwise"):
+        raise ConfigError(
+            "library: with exact=bitwise each text is computed in one piece, and cache=dynamic stores none: leave "
+            "one of the two out"
+        )
+    check_library_key(library, found.of_cache)
+    if own["key"] is not None and library is None:
+        raise ConfigError("key is for a library: give library too")
+    for name in ("dtype", "softmax_dtype", "mixed_precision_dtype"):
+        _check_dtype(name, found.of_hf.get(name))
+    if own["pretrained"] is None:
+        find_gguf()
+    return found
 
 
 def sort_arguments(given: Mapping[str, Any], cache: str, pretrained: Any) -> ModelArguments:

@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     fields = dict(arguments.fields)
     named_cache.offloading_class(name)
     named_cache.check_fields(name, fields, arguments.path, arguments.memory, arguments.goal)
+    named_cache.check_library_key(arguments.library, fields)
     check_floor(arguments.floor, arguments.memory, arguments.library)
     place = arguments.program if module else _find_program(arguments.program)
     with contextlib.ExitStack() as stack:

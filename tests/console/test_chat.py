@@ -251,6 +251,7 @@ def test_what_a_memory_is_planned_for(run, monkeypatch):
         (["--set", "num_selectd=3"], "did you mean 'num_selected'?"),
         (["--no-library", "--library-bytes", "1GB"], "leave out --no-library"),
         (["--library-bytes", "lots"], "--library-bytes must be"),
+        (["--set", "encryption_key=a"], "own files too: give --key FILE, and no other key, or --no-library"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(run, tmp_path, arguments, words):
@@ -334,7 +335,9 @@ def test_a_model_with_windows(run, windowed, document):
 def test_where_the_library_is(run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     usual = tmp_path / "home" / "hf_offload_cache" / "library"
-    assert run("--question", "w5", "--no-library", library=())[0] == 0 and not usual.exists()
+    (key := tmp_path / "own-key").write_bytes(bytes(range(32)))
+    own = ("--no-library", "--set", f"encryption_key={key}")
+    assert run("--question", "w5", *own, library=())[0] == 0 and not usual.exists()
     assert run("--question", "w5", library=())[0] == 0
     assert len(ContextLibrary(usual).entries()) == 1 and usual.stat().st_mode & 0o777 == 0o700
     code, out, err = run("--question", "w5", "--json", library=())

@@ -386,7 +386,7 @@ def test_what_nobody_takes_is_refused(wrong: dict[str, Any], hint: str, saved: s
 def test_what_there_is_not_is_refused_before_a_model_is_loaded() -> None:
     """And what decides how a model is loaded needs a name."""
     for wrong in ({"cache": "disc"}, {"num_selekted": 3}, {"memory": "a lot"}, {"cache": "dynamic", "memory": "1/2"},
-                  {"dtype": "flot16"}):  # fmt: skip
+                  {"dtype": "flot16"}, {"library": "a", "encryption_key": "b"}):  # fmt: skip
         with pytest.raises(ConfigError):
             OffloadLM("there is no such model", **wrong)
     for wrong in ({"attn_implementation": "eager"}, {"peft": "a folder"}, {"load_in_4bit": True}):
@@ -452,17 +452,21 @@ def test_an_error_of_an_evaluation_keeps_its_traceback(kind: type[Exception]) ->
 
 
 OWN = ["--memory", "1/13", "--set", "num_selected=40", "--cache", "cluster", "--strict", "--library", "a folder",
-       "--library-bytes", "20GB", "--key", "a file"]  # fmt: skip
+       "--library-bytes", "20GB", "--key", "key.bin"]  # fmt: skip
 THEIRS = ["--model", "hf", "--model_args", "pretrained=a/b,dtype=bfloat16", "--tasks", "one", "two", "-b", "4"]
 GIVEN = {"cache": "cluster", "memory": "1/13", "strict": True, "num_selected": 40, "library": "a folder",
-         "library_bytes": "20GB", "key": "a file"}  # fmt: skip
+         "library_bytes": "20GB", "key": "key.bin"}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [[*OWN, *THEIRS], [*THEIRS, *OWN], [*OWN[:2], *THEIRS[:6], *OWN[2:], *THEIRS[6:]],
                                    [*OWN, "run", *THEIRS]])  # fmt: skip
-def test_an_existing_command_line_stays_as_it_is(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_command_line_stays_as_it_is(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its model `hf` is `hf-offload`, and all other arguments are lm-eval's, wherever this library's options are."""
     called: list[dict[str, Any]] = []
+    (tmp_path / "key.bin").write_bytes(bytes(range(32)))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lm_eval.evaluator.simple_evaluate", lambda **given: called.append(given))
     monkeypatch.setattr("lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks", lambda self, metadata: None)
     before = sys.argv
@@ -506,14 +510,24 @@ def test_answers_that_lm_eval_keeps_are_of_one_cache(monkeypatch: pytest.MonkeyP
     (["--floor", "1MiB"], "--floor 1MiB is for a memory that is a fraction"),
     (["--library", "a", "--set", "exact=bitwise"], "--library: with --set exact=bitwise each text is computed in one"),
     (["--library", "a", "--library-bytes", "a lot"], "--library-bytes must be"),
+    (["--library", "no/folder"], "Error: folder 'no/folder' cannot be made"),
+    (["--library", "a", "--key", "nowhere"], "EncryptionKeyError: --key: 'nowhere' cannot be read"),
+    (["--library", "a", "--set", "encryption_key=b"], "too: give --key FILE, and no other key"),
+    (["--model_args", "library=a,encryption_key=b"], "too: give --key FILE, and no other key"),
+    (["--memory", "much"], "--memory must be"), (["--set", "num_selekted=3"], "did you mean 'num_selected'"),
+    (["--model_args", "pretrained=a/b,dtype=flot16"], "dtype must be a type of torch"),
 ])  # fmt: skip
 def test_what_this_library_cannot_do_is_one_line(
-    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks", lambda self, metadata: None)
+    """Printed before lm-eval looks for its tasks, and nothing is written."""
+    asked: list[Any] = []
+    monkeypatch.setattr("lm_eval.config.evaluate_config.EvaluatorConfig.process_tasks", asked.append)
+    monkeypatch.chdir(tmp_path)
     assert cli.main(["lm-eval", "--tasks", "one", *words]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("hf-offload-cache: ConfigError: ") and told in said
+    assert re.match(r"hf-offload-cache: \w+Error: ", said) and told in said
+    assert asked == [] and not any(tmp_path.iterdir())
 
 
 def test_other_words_of_lm_eval_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:

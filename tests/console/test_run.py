@@ -65,6 +65,11 @@ def test_requests_of_a_program_use_a_library(
         assert f"1 requests were offloaded, {reused} tokens of their prompts came from the library\n" in err
     assert cli.main(["run", "--library-bytes", "1GB", str(program), str(tiny), "0"]) == 2
     assert "--library-bytes is for a library: give --library DIR too" in capsys.readouterr().err
+    twice = ["run", "--set", f"encryption_key={key}", "--library", folder]
+    assert cli.main([*twice, str(program), str(tiny), "0"]) == 2
+    assert "the library's key encrypts the cache's own files too: give --key FILE, and no other key" in (
+        capsys.readouterr().err
+    )
     with pytest.warns(UserWarning, match="a context was not kept: max_bytes is 1 and"):
         assert cli.main([*own, "1", str(program), str(tiny), "0"]) == 0
 
