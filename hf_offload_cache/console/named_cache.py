@@ -124,20 +124,20 @@ def load_positions(name: str | None = None) -> int | None:
 
 def load_geometry(
     name: str | None = None, dtype: str = "auto", device: str | None = None, here: bool = True
-) -> Geometry:
-    """Geometry of the model that `load` would load, from its configuration and at most the sizes of its weight files.
-    `name` may also be one of `known_models`, unless a folder has that name: "auto" is bfloat16 then. Unless the machine
-    is `here`, it need not have the `device`. Raises `DefaultModelMissingError`, `ModelLoadError`,
-    `UnsupportedModelError`."""
+) -> tuple[Geometry, str | None]:
+    """Geometry of the model that `load` would load, from its configuration and at most the sizes of its weight files,
+    and a sentence about its weights if they are quantized. `name` may also be one of `known_models`, unless a folder
+    has that name: "auto" is bfloat16 then. Unless the machine is `here`, it need not have the `device`. Raises
+    `DefaultModelMissingError`, `ModelLoadError`, `UnsupportedModelError`."""
     import torch
 
     where = _device(device).type if here else torch.device(device or "cuda").type
     if name is None:
         from .default_model import default_geometry
 
-        return default_geometry(None if dtype == "auto" else getattr(torch, dtype), where)
+        return default_geometry(None if dtype == "auto" else getattr(torch, dtype), where), None
     if (known := known_model(name)) is not None:
-        return known.geometry(torch.bfloat16 if dtype == "auto" else getattr(torch, dtype), where)
+        return known.geometry(torch.bfloat16 if dtype == "auto" else getattr(torch, dtype), where), None
 
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -145,32 +145,38 @@ def load_geometry(
 
     try:
         config = AutoConfig.from_pretrained(name)
-        stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+        text = config.get_text_config()
+        stated = getattr(text, "dtype", None) or getattr(config, "dtype", None)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
-            model = model.to(stored if dtype == "auto" else getattr(torch, dtype))
+            model = model.to((stated or torch.float32) if dtype == "auto" else getattr(torch, dtype))
     except Exception as error:
         why = f"cannot read the configuration of {_named(name)}: {_reason(error)}{_known_name(name)}"
         raise ModelLoadError(why) from error
     geometry = dataclasses.replace(Geometry.of(model), device=where)
-    files = _weight_files(name, dtype)
-    return dataclasses.replace(geometry, weight_bytes=files) if files else geometry
+    files = sum(file.stat().st_size for file in Path(name).glob("model*.safetensors")) if dtype == "auto" else 0
+    settings = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if settings is not None:
+        return _quantized(geometry, model, settings, files)
+    return dataclasses.replace(geometry, weight_bytes=files) if files and stated is None else geometry, None
 
 
-def _weight_files(name: str, dtype: str) -> int:
-    """Bytes of the weight files in a folder, if the weights keep their type; 0: unknown."""
-    return sum(file.stat().st_size for file in Path(name).glob("*.safetensors")) if dtype == "auto" else 0
+def _quantized(geometry: Geometry, model: Any, settings: Any, files: int) -> tuple[Geometry, str | None]:
+    """`geometry` with the bytes of the weights in the form of these settings, and how they were counted. `files`: the
+    bytes of their files, which count if nothing else is known; 0: there are none."""
+    from ..model.weights import DENSE, UNKNOWN, quantization_method, quantized_bytes
 
-
-def uncounted_quantization(name: str | None, dtype: str) -> str | None:
-    """The method that `load_geometry`, which counted numbers of the model's type, did not know the weights' bytes for;
-    None: they are not quantized, or are counted. Raises as `load_geometry`."""
-    if name is None or known_model(name) is not None or _weight_files(name, dtype):
-        return None
-    from transformers import AutoConfig
-
-    found = getattr(AutoConfig.from_pretrained(name), "quantization_config", None)
-    return None if found is None else str(found.get("quant_method", "unknown method"))
+    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
+    method, counted = quantization_method(settings), quantized_bytes(model, settings, geometry.device)
+    if counted == DENSE:
+        kind = str(geometry.dtype).removeprefix("torch.")
+        where = "" if method == "compressed-tensors" else f" on {geometry.device}"
+        return geometry, f"weights of {method} are dequantized when they are used{where}: they were counted as {kind}"
+    if counted == UNKNOWN and not files:
+        return geometry, f"the weights were counted as if they were not quantized ({method}): they may take less"
+    found = dataclasses.replace(geometry, weight_bytes=files if isinstance(counted, str) else counted)
+    how = "by their files" if isinstance(counted, str) else f"as {method} keeps them"
+    return found, f"the weights are quantized, and were counted {how}"
 
 
 def known_model(name: str | None) -> KnownModel | None:

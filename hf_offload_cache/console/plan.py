@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         OffloadConfig.load(None, fields)
     try:
         here = arguments.device_memory is None  # the device; memory and disk may be elsewhere
-        geometry = named_cache.load_geometry(arguments.model, arguments.dtype, arguments.device, here)
+        geometry, of_weights = named_cache.load_geometry(arguments.model, arguments.dtype, arguments.device, here)
     except named_cache.ModelLoadError as error:
         if (arguments.device or "").startswith("cuda") and "cannot be used here" in str(error):
             advice = "or give --device-memory, such as 24GiB, to plan for a machine that has it"
@@ -119,7 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not geometry.full_kv_bytes(arguments.context, arguments.batch):
         raise UnsupportedModelError("the model stores no keys and values: there is nothing to offload, and no plan")
     room = _room(arguments, geometry, fields, folder, sizes)
-    result, fits = (_compare if arguments.compare else _plan)(arguments, fields, geometry, room, str(folder))
+    do = _compare if arguments.compare else _plan
+    result, fits = do(arguments, fields, geometry, room, str(folder), of_weights)
     if arguments.json is not None:
         asked = {"model": arguments.model, "context": arguments.context, "batch": arguments.batch}
         write_json(arguments.json, {**asked, **result})
@@ -211,9 +212,10 @@ def _fits(plan: MemoryPlan, room: dict[str, int | None]) -> dict[str, bool | Non
 
 
 def _plan(
-    arguments: argparse.Namespace, fields: dict[str, Any], geometry: Geometry, room: dict[str, int | None], folder: str
-) -> tuple[dict[str, Any], bool]:
-    """Print the plan of one cache. Returns values for JSON, and whether the machine has enough."""
+    arguments: argparse.Namespace, fields: dict[str, Any], geometry: Geometry, room: dict[str, int | None], folder: str,
+    of_weights: str | None,
+) -> tuple[dict[str, Any], bool]:  # fmt: skip
+    """Print the plan of one cache, and notes about the model. Returns values for JSON, and whether there is enough."""
     from ..core.budget import missed_goal, steps_over_host
     from ..tuning.which_cache import step_bytes
     from . import named_cache
@@ -240,7 +242,8 @@ def _plan(
     step, seconds = _step(arguments, config, read)
     print(step)
     over_host = steps_over_host(cls, geometry, config, arguments.context, arguments.batch)
-    found = (*missed, *cls.notes(plan, config, geometry, fields), *over_host, none_needed, *_of_model(arguments))
+    found = (*missed, *cls.notes(plan, config, geometry, fields), *over_host, none_needed)
+    found += tuple(_of_model(arguments, of_weights))
     notes = [in_options(note, arguments) for note in found if note is not None]
     for note in notes:
         print(f"note: {note}")
@@ -252,16 +255,15 @@ def _plan(
     return result, False not in fits.values()
 
 
-def _of_model(arguments: argparse.Namespace) -> list[str]:
-    """Whether it has fewer positions, whether its weights take less than was counted, and where the configuration of a
-    model that `models` lists comes from."""
-    from .named_cache import known_model, load_positions, uncounted_quantization
+def _of_model(arguments: argparse.Namespace, of_weights: str | None) -> list[str]:
+    """Whether it has fewer positions, how its weights were counted, and where the configuration of a model that
+    `models` lists comes from."""
+    from .named_cache import known_model, load_positions
 
     said, positions = [], load_positions(arguments.model)
     if positions is not None and positions < arguments.context:
         said.append(f"the model has {positions:,} positions, and was not made for {arguments.context:,} tokens")
-    if (method := uncounted_quantization(arguments.model, arguments.dtype)) is not None:
-        said.append(f"the weights were counted as if they were not quantized ({method}): they take less")
+    said += [] if of_weights is None else [of_weights]
     if (known := known_model(arguments.model)) is not None:
         said.append(f"the configuration of {known.repository} is the one of {known.date} that this package has")
         said[-1] += "" if known.note is None else f"; {known.note}"
@@ -303,9 +305,10 @@ def _print(
 
 
 def _compare(
-    arguments: argparse.Namespace, fields: dict[str, Any], geometry: Geometry, room: dict[str, int | None], folder: str
-) -> tuple[dict[str, Any], bool]:
-    """Print the plans of all caches. Returns values for JSON, and whether the machine has enough for any."""
+    arguments: argparse.Namespace, fields: dict[str, Any], geometry: Geometry, room: dict[str, int | None], folder: str,
+    of_weights: str | None,
+) -> tuple[dict[str, Any], bool]:  # fmt: skip
+    """Print the plans of all caches, and notes about the model. Returns values for JSON, and whether any fits."""
     from ..tuning.which_cache import compare_plans, measured_caches, shape_of, which_cache
 
     cells = measured_caches(arguments.measured, shape_of(arguments.model or "the default model", geometry), fields)
@@ -327,7 +330,7 @@ def _compare(
         table.add_row(f"seconds for that at {_speed_text(arguments)}", *[_seconds(one, speed) for one in plans])
     console.print(table)
     none_needed = _none_needed(arguments, geometry, room)
-    for note in (none_needed, *_of_model(arguments)):
+    for note in (none_needed, *_of_model(arguments, of_weights)):
         if note is not None:
             print(f"note: {note}")
     for one in plans:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .stream_attention import attend_block as attend_block
     from .stream_attention import attend_block_reference as attend_block_reference
     from .weights import SAMPLE as SAMPLE
+    from .weights import quantized_bytes as quantized_bytes
 
 _HOME = {
     "Attachable": "seam",
@@ -60,6 +61,7 @@ _HOME = {
     "media_of": "media",
     "no_place": "place",
     "planned_bytes": "chosen_latents",
+    "quantized_bytes": "weights",
     "reason_against_pieces": "look_ahead",
     "release": "attach",
     "seen_before": "masks",

@@ -14,6 +14,7 @@ from ..history.records import RecordFormat
 from ..memory.account import tensors_in
 from .config_values import config_value
 from .place import device_type, has_indexer, inner_model, is_offloaded
+from .weights import total_bytes
 
 _STATES = ("conv_states", "recurrent_states")
 """Attributes of transformers' layers with linear states."""
@@ -133,13 +134,12 @@ class Geometry:
                 kept.append(KeptLayer(0, entry * item, window and max(1, window - 1)))
             kept += [_linear_states(layer, item), others]
         kept = [layer for layer in kept if layer != KeptLayer(most_tokens=layer.most_tokens)]
-        weights = {id(tensor): tensor.nbytes for tensor in (*inner.parameters(), *inner.buffers())}
         hidden, vocab = config_value(text, "hidden_size"), config_value(text, "vocab_size")
         return cls(
             layers=tuple(offloaded),
             dtype=inner.dtype,
             kept=tuple(kept),
-            weight_bytes=sum(weights.values()),
+            weight_bytes=total_bytes(inner),
             num_blocks=len(seen.layers),
             hidden_size=hidden if isinstance(hidden, int) else 0,
             device=device_type(inner),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,3 +187,118 @@ def _as_bits(tensor: Any) -> torch.Tensor:
 def _marked(found: list[Weight], hexdigits: str) -> str:
     unseen = sum(not weight.seen for weight in found)
     return f"unseen: {unseen} of {len(found)} weights; {hexdigits}" if unseen else hexdigits
+
+
+# --- bytes of quantised weights, from a configuration alone
+
+DENSE, UNKNOWN = "dense", "unknown"
+"""How weights are counted: with the numbers of the model's type, because transformers dequantises them as it loads or
+first uses them; or so because their bytes are unknown."""
+
+
+def quantized_bytes(model: Any, settings: Mapping[str, Any], device: str) -> int | str:
+    """Bytes that the weights and buffers of `model`, which is on the meta device and may be changed, take on a `device`
+    ("cpu", "cuda") once transformers has loaded them in the form of `settings`, a configuration's
+    `quantization_config`. `DENSE` or `UNKNOWN`: as many as the model's without it.
+    """
+    method = quantization_method(settings)
+    if method == "compressed-tensors" or (method in ("fp8", "mxfp4") and device == "cpu"):
+        return DENSE
+    if method == "fp8":
+        return _as_replaced(model, settings)
+    count = {"bitsandbytes": _bitsandbytes, "gptq": _gptq, "awq": _awq}.get(method)
+    if count is None or _has_experts(model):  # experts: versions differ
+        return UNKNOWN
+    return count(model, settings)
+
+
+def quantization_method(settings: Mapping[str, Any]) -> str:
+    """The name of the method of a `quantization_config`, as transformers finds it."""
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return "bitsandbytes"
+    method = settings.get("quant_method", "unknown method")
+    return str(getattr(method, "value", method))
+
+
+def _as_replaced(model: Any, settings: Mapping[str, Any]) -> int | str:
+    """Bytes of the layers that transformers itself puts in the place of the model's."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    try:
+        AutoHfQuantizer.from_config(dict(settings), pre_quantized=True).preprocess_model(model=model)
+    except Exception:  # its type depends on the settings
+        return UNKNOWN
+    return total_bytes(model)
+
+
+def _has_experts(model: torch.nn.Module) -> bool:
+    """Whether several weights are one parameter, which versions of the packages quantise or not."""
+    others = (module for module in model.modules() if not isinstance(module, torch.nn.Conv1d))
+    return any(tensor.ndim == 3 for module in others for tensor in module.parameters(recurse=False))
+
+
+def total_bytes(model: torch.nn.Module) -> int:
+    """Bytes of all parameters and buffers; tied ones count once."""
+    tensors = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensors.values())
+
+
+def _with_layers(model: Any, layers: Iterable[torch.nn.Linear], nbytes: Callable[[int, int], int]) -> int:
+    """The model's bytes, with `nbytes` of inputs and outputs for the weight of each of these layers."""
+    own = {id(layer.weight): layer for layer in layers}
+    changed = sum(nbytes(one.in_features, one.out_features) - one.weight.nbytes for one in own.values())
+    return total_bytes(model) + changed
+
+
+def _linear_layers(model: Any, skipped: list[str] | None, default_too: bool = False) -> list[torch.nn.Linear]:
+    """Those that transformers replaces: all but the `skipped` ones; None: but the output layer and tied ones."""
+    from transformers.quantizers import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    patterns = HfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules, default_too)
+    named = ((name, module) for name, module in model.named_modules() if type(module) is torch.nn.Linear)
+    return [module for name, module in named if should_convert_module(name, patterns)]
+
+
+def _bitsandbytes(model: Any, settings: Mapping[str, Any]) -> int | str:
+    layers = _linear_layers(model, settings.get("llm_int8_skip_modules"))
+    if settings.get("load_in_8bit"):
+        return _with_layers(model, layers, lambda ins, outs: ins * outs + 4 * outs)
+    if not settings.get("load_in_4bit"):
+        return UNKNOWN
+
+    def four_bits(ins: int, outs: int) -> int:
+        """Codes, a scale for each 64 of them, which may be in 8 bits with a scale for each 256, and code books."""
+        scales = of_scales = math.ceil(ins * outs / 64)
+        if settings.get("bnb_4bit_use_double_quant"):
+            of_scales += 4 * (math.ceil(scales / 256) + 256 + 1)
+        else:
+            of_scales *= 4
+        return math.ceil(ins * outs / 2) + of_scales + 4 * 16
+
+    return _with_layers(model, layers, four_bits)
+
+
+def _gptq(model: Any, settings: Mapping[str, Any]) -> int | str:
+    bits, group = settings.get("bits"), settings.get("group_size", 128)
+    if not isinstance(bits, int) or settings.get("dynamic") or settings.get("lm_head"):
+        return UNKNOWN
+    chosen = settings.get("modules_in_block_to_quantize") or [""]
+    ends = tuple(name for names in chosen for name in ([names] if isinstance(names, str) else names))
+    layers = [
+        module for name, module in model.get_decoder().named_modules()
+        if type(module) is torch.nn.Linear and name.endswith(ends)
+    ]  # fmt: skip
+    return _with_layers(model, layers, lambda ins, outs: _in_groups(ins, outs, bits, group) + 4 * ins)
+
+
+def _awq(model: Any, settings: Mapping[str, Any]) -> int | str:
+    bits, group = settings.get("bits", 4), settings.get("group_size", 128)
+    layers = _linear_layers(model, settings.get("modules_to_not_convert"), default_too=True)
+    return _with_layers(model, layers, lambda ins, outs: _in_groups(ins, outs, bits, group))
+
+
+def _in_groups(ins: int, outs: int, bits: int, group: int) -> int:
+    """Codes, and for each group of inputs and each output a zero point of as many bits and a scale of 16."""
+    groups = 1 if group <= 0 else math.ceil(ins / group)
+    return math.ceil(ins * outs * bits / 8) + groups * outs * 2 + math.ceil(groups * outs * bits / 8)

@@ -22,6 +22,7 @@ from hf_offload_cache.console import main as cli
 from hf_offload_cache.console import named_cache as load_model
 from hf_offload_cache.memory import MemoryPlan, machine
 from hf_offload_cache.methods.cluster import cache as cluster
+from hf_offload_cache.model import Geometry, quantized_bytes
 from hf_offload_cache.report.report import size_text
 
 DOCUMENT_WORDS = 200
@@ -253,13 +254,14 @@ def plan(tiny, tmp_path, console):
 
 
 def test_plan_of_a_folder(plan, tiny, tmp_path):
-    """Two layers, two key heads of 16 floats: 512 bytes a token. The weights are the folder's files, and not read."""
+    """Two layers, two key heads of 16 floats: 512 bytes a token. No weights are read."""
     (tmp_path / "disk").mkdir()
     path = ["--path", str(tmp_path / "disk")]
     code, out, err, written = plan("--batch", "3", "--memory", "1/4", "--set", "num_sinks=2", *path)
     assert (code, err) == (0, "")
-    weights = sum(file.stat().st_size for file in tiny.glob("*.safetensors"))
-    assert written["plan"]["weight_bytes"] == weights
+    files = sum(file.stat().st_size for file in tiny.glob("*.safetensors"))
+    weights = written["plan"]["weight_bytes"]
+    assert 0 < files - weights < 8192  # what a file has besides is its header
     assert written["plan"]["full_kv_bytes"] == 3 * 4000 * 512
     assert written["config"]["memory"] == 3 * 4000 * 512 // 4 >= written["plan"]["peak_bytes"]
     assert written["config"]["num_sinks"] == 2 and written["config"]["max_batch"] == 3
@@ -281,11 +283,6 @@ def test_plan_loads_no_weights(plan, tiny, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     assert 0 <= bare["plan"]["weight_bytes"] - parameters < 1024  # and the rotary frequencies
-    config = json.loads((tiny / "config.json").read_text())
-    quantized = {**config, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    (tmp_path / "bare" / "config.json").write_text(json.dumps(quantized))
-    _, out, _, small = plan("--memory", "1/2", model=tmp_path / "bare")
-    assert small["plan"] == bare["plan"] and "not quantized (bitsandbytes): they take less" in small["notes"][-1]
     (tmp_path / "bare" / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 8}))
     code, _, err, _ = plan("--memory", "1/2", model=tmp_path / "bare")
     assert code == 2 and "the model stores no keys and values: there is nothing to offload" in last_line(err)
@@ -295,6 +292,93 @@ def test_plan_loads_no_weights(plan, tiny, tmp_path):
     assert {**bare["plan"], "weight_bytes": 0} == {**whole["plan"], "weight_bytes": 0}
     _, _, _, half = plan("--memory", "1/2", "--dtype", "bfloat16")
     assert half["plan"]["full_kv_bytes"] * 2 == whole["plan"]["full_kv_bytes"]
+
+
+def test_bytes_of_quantized_weights(tiny):
+    """Those of the tensors that the methods' packages make for each layer."""
+    config = transformers.AutoConfig.from_pretrained(tiny)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    shapes = {name: one.weight.shape for name, one in model.model.named_modules() if type(one) is torch.nn.Linear}
+    whole, ints, floats = Geometry.of(model).weight_bytes, torch.int32, torch.float32
+
+    def packed(outs, ins, bits=4):
+        groups = ins // 32
+        return [(ins * bits // 32, outs, ints), (groups, outs * bits // 32, ints), (groups, outs, torch.float16)]
+
+    def indexed(outs, ins):
+        return [*packed(outs, ins), (ins, ints)]
+
+    def in_eight_bits(outs, ins):
+        return [*packed(outs, ins, 8), (ins, ints)]
+
+    def with_scales(outs, ins):
+        return [(outs, ins, torch.int8), (outs, floats)]
+
+    def in_blocks_of_64(outs, ins):
+        return [(outs, ins // 2, torch.uint8), (outs * ins // 64, floats), (16, floats)]
+
+    def in_squares(outs, ins):
+        return [(outs, ins, torch.int8), (-(-outs // 128), -(-ins // 128), floats)]
+
+    attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    four, eight = ({"quant_method": "bitsandbytes", f"load_in_{bits}bit": True} for bits in (4, 8))
+    two = [["self_attn.v_proj"], ["mlp.up_proj"]]
+    for settings, device, ends, stored in (
+        (gptq, "cuda", "", indexed),
+        ({**gptq, "bits": 8, "modules_in_block_to_quantize": two}, "cpu", ("v_proj", "up_proj"), in_eight_bits),
+        (awq, "cuda", "", packed),
+        ({**awq, "modules_to_not_convert": [*mlp]}, "cuda", attention, packed),
+        ({**eight, "llm_int8_skip_modules": [*attention, "lm_head"]}, "cpu", mlp, with_scales),
+        (four, "cpu", "", in_blocks_of_64),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "cuda", "", in_squares),
+    ):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        layers = [shape for name, shape in shapes.items() if name.endswith(ends)]
+        tensors = [torch.empty(size, dtype=kind, device="meta") for one in layers for *size, kind in stored(*one)]
+        change = sum(one.nbytes for one in tensors) - 4 * sum(one.numel() for one in layers)
+        assert quantized_bytes(model, settings, device) == whole + change, settings
+    for settings, device, expected in (
+        ({"quant_method": "fp8"}, "cpu", "dense"), ({"quant_method": "mxfp4"}, "cpu", "dense"),
+        ({"quant_method": "mxfp4"}, "cuda", "unknown"), ({"quant_method": "compressed-tensors"}, "cuda", "dense"),
+        ({**gptq, "dynamic": {"-:.*": {}}}, "cuda", "unknown"), ({**gptq, "lm_head": True}, "cuda", "unknown"),
+    ):  # fmt: skip
+        assert quantized_bytes(model, settings, device) == expected, settings
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 50}
+    with torch.device("meta"):
+        experts = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    assert [quantized_bytes(experts, settings, "cuda") for settings in (four, gptq, awq)] == ["unknown"] * 3
+
+
+def test_plan_counts_quantized_weights(plan, tiny, tmp_path):
+    """As they are in memory, whatever the files have; by the files if a method is not known; else as if they were not
+    quantized. A note says how."""
+    config, folder = json.loads((tiny / "config.json").read_text()), tmp_path / "bare"
+    folder.mkdir()
+    _, _, _, plain = plan("--memory", "1/2")
+    whole = plain["plan"]["weight_bytes"]
+
+    def planned(method, *machine):
+        settings = {"quant_method": method, "bits": 4}
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+        code, out, err, written = plan("--memory", "1/2", *machine, model=folder)
+        assert code == 0, err
+        assert f"note: {written['notes'][-1]}" in out
+        return written["plan"]["weight_bytes"] - whole, written["notes"][-1]
+
+    counted = "the weights are quantized, and were counted"
+    dense = "weights of fp8 are dequantized when they are used on cpu: they were counted as float32"
+    unknown = "the weights were counted as if they were not quantized (quanto): they may take less"
+    assert planned("quanto") == (0, unknown)
+    for name in ("model-1.safetensors", "model-2.safetensors", "consolidated.safetensors"):
+        (folder / name).write_bytes(bytes(1234))
+    assert planned("quanto") == (2 * 1234 - whole, f"{counted} by their files")
+    assert planned("fp8") == (0, dense)
+    saved, note = planned("gptq", "--device", "cuda:0", "--device-memory", "24GiB")
+    assert saved < -whole // 4 and note == f"{counted} as gptq keeps them"
 
 
 def test_plan_for_a_goal(plan):
@@ -646,9 +730,8 @@ def test_a_plan_for_a_machine_elsewhere(elsewhere, tiny):
     assert plan["device"] == "cuda" and plan["peak_bytes"] <= 2 * 2**20 and plan["disk_bytes"] == 0
     records = plan["host_decode"]["records in memory"]
     assert 40000 * 512 // 2 < records < plan["host_bytes"] and "records in memory" not in plan["decode"]
-    weights = sum(file.stat().st_size for file in tiny.glob("*.safetensors"))
     assert machine_there["needs"] == {
-        "device memory": weights + plan["peak_bytes"], "host memory": plan["host_bytes"], "disk": 0
+        "device memory": plan["weight_bytes"] + plan["peak_bytes"], "host memory": plan["host_bytes"], "disk": 0
     }  # fmt: skip
     assert machine_there["free"] == {"device memory": 24 * 2**30, "host memory": 64 * 2**30, "disk": None}
     assert machine_there["fits"] == {"device memory": True, "host memory": True, "disk": True}

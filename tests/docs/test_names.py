@@ -25,7 +25,7 @@ OF_OTHERS = {
     "RAY_AUTH_TOKEN",
     "__del__", "chmod", "clone", "cookies", "cpu_offload_space", "custom_generate",
     "from_pretrained", "generate_batch", "tools",
-    "kernel.io_uring_disabled", "load_in_4bit", "model.gradient_checkpointing_disable", "model.train",
+    "kernel.io_uring_disabled", "model.gradient_checkpointing_disable", "model.train",
     "repartition", "set_attn_implementation", "spawn",
 }  # fmt: skip
 """Names, as they stand on the pages, of transformers, Ray, Python and Linux, and what a reader fills in."""

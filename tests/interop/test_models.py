@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from vision_models import PICTURE, WITH_A_PICTURE, Inputs, git, ids, pixels
 
 from hf_offload_cache import DiskSwapCache, offload, offload_all
+from hf_offload_cache.model import quantized_bytes
 
 NEW = 8
 WIDE: dict[str, Any] = {**SMALL, "block_tokens": 128}
@@ -188,6 +189,17 @@ def check(own: Any, path: Path, device: torch.device = CPU, exact: bool | str = 
     assert done.report.decode_steps == NEW - 1 and (done.report.selected_fraction or 1) < 0.9
 
 
+def _stored_bytes(model: Any) -> int:
+    """Bytes of a model's tensors, with those that bitsandbytes keeps beside a weight."""
+    found = [*model.parameters(), *model.buffers()]
+    for weight in model.parameters():
+        states = [getattr(weight, "quant_state", None)]
+        states += [getattr(states[0], "state2", None)]
+        found += [getattr(state, name, None) for state in states for name in ("absmax", "code", "offset")]
+        found += [getattr(weight, "SCB", None)]
+    return sum(tensor.nbytes for tensor in {id(one): one for one in found if isinstance(one, torch.Tensor)}.values())
+
+
 QUANTISED: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "nf4": ("Linear4bit", torch.float32, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
     "fp4, scales too": ("Linear4bit", torch.bfloat16, {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}),
@@ -201,6 +213,10 @@ def test_quantised_weights(name: str, folder: Path, tmp_path: Path) -> None:
     kind, dtype, options = QUANTISED[name]
     own = loaded(folder, quantization_config=transformers.BitsAndBytesConfig(**options), dtype=dtype, device_map=DEVICE)
     assert type(own.model.layers[0].mlp.up_proj).__name__ == kind
+    with torch.device("meta"):
+        planned = transformers.AutoModelForCausalLM.from_config(own.config).to(dtype)
+    counted = quantized_bytes(planned, own.config.quantization_config.to_dict(), "cpu")
+    assert 0 <= _stored_bytes(own) - counted < 1024, "what `plan` counts, but for the rotary frequencies"
     for module in own.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # that kernel rounds activations to bfloat16

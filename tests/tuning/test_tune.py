@@ -294,7 +294,7 @@ def test_the_console_compares_all_caches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(load_model, "load", lambda *args: (tiny_llama(), tokenizer))
-    monkeypatch.setattr(load_model, "load_geometry", lambda *args: Geometry.of(tiny_llama()))
+    monkeypatch.setattr(load_model, "load_geometry", lambda *args: (Geometry.of(tiny_llama()), None))
     text, out = tmp_path / "text.txt", tmp_path / "caches.json"
     text.write_text(WORDS)
     room = ["--memory", "9/10", "--context", "900"]
@@ -314,7 +314,7 @@ def test_the_console_compares_all_caches(
     assert chosen["fidelity"]["name"] == nearest
     assert f"for fidelity: {nearest}: at 900 tokens" in capsys.readouterr().out
     half = Geometry.uniform(3, 4, 2, 16, torch.bfloat16)
-    monkeypatch.setattr(load_model, "load_geometry", lambda *args: half)
+    monkeypatch.setattr(load_model, "load_geometry", lambda *args: (half, None))
     assert cli.main([*plan, "--model", "a/model"]) == 2
     told = capsys.readouterr()
     assert "with LlamaForCausalLM, and this is a/model: dtype was float32, here it is bfloat16" in told.err
