@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import parse_size
-from ..console.named_cache import check_fields, offloading_class
+from ..console.named_cache import check_fields, check_library_key, offloading_class
 from ..contexts.library import ContextLibrary
 from ..errors import BudgetError, ConfigError, PromptError, StoreError
 from ..interop.offload import FLOOR
@@ -114,6 +114,7 @@ class AnswerDocuments:
         self._columns, self._raises = (document, questions), errors == "raise"
         loaded, tokenizer = model() if callable(model) else load(model, dtype, device)
         if isinstance(contexts, ContextLibrary):
+            check_library_key(contexts, fields)
             fields = {**fields, **contexts.key_fields}
             path = contexts.folder if path is None else path  # where records can be linked into it
         recipe = Recipe(loaded, offloading_class(cache), memory, path, fields, floor, strict)

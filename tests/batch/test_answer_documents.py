@@ -174,6 +174,8 @@ def test_a_library_of_documents_has_limits_and_a_key(tmp_path: Path) -> None:
     given = ContextLibrary(tmp_path / "contexts", 3_000_000, tmp_path / "key", max_bytes_a_day="1GB")
     library = pickle.loads(pickle.dumps(given))
     assert (library.max_bytes, library.max_bytes_a_day) == (3_000_000, 10**9)
+    with pytest.raises(ConfigError, match="the library's key encrypts the cache's own files too"):
+        worker(tmp_path, contexts=library, encryption_key=tmp_path / "key")
     answers = worker(tmp_path, contexts=library)
     assert only(answers(asked(1, 5)))["context"] == "prefilled"
     assert all(entry.encrypted for entry in library.entries()) and library.entries()
