@@ -85,13 +85,13 @@ def save(
     cache.check_open()
     if (Path(directory).parent / MANIFEST_NAME).exists():
         raise ContextError(f"directory {os.fspath(directory)!r} lies in another context: save it next to that one")
+    cache.freeze()  # removes first what an interrupted forward has added
     if not cache.tokens:
         raise ValueError("the cache has nothing to save: run a prompt through it first")
     made_for = cache.identity
     if made_for is None or tokenizer is not None or full_digest:
         made_for = full_fingerprint(cache.given_model, tokenizer, every_byte=full_digest)
     check_adapters(cache.adapters or {}, made_for)
-    cache.freeze()
     storage = cache.storage
     digest = ""
 

@@ -251,6 +251,10 @@ class Contents:
             self._end_crop()
         if step is None:
             return False
+        if not step.history:  # a layer may have room, or an indexer's keys, for sequences that are not there
+            for layer in self.offloaded:
+                if not layer.length:
+                    layer.reset()
         lengths = self.lengths()
         if lengths == step.lengths and not (step.entered and self.has_linear_state):
             shared.step = shared.unseen = shared.front = None  # it ended before it added anything

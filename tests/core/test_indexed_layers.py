@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import harness
 import numpy as np
@@ -26,6 +26,7 @@ from hf_offload_cache import AbstractTreeCache, ClusterCache, DiskSwapCache, Dis
 from hf_offload_cache.core import Filling, chosen_at_edge
 from hf_offload_cache.errors import BudgetError, ConfigError, ContextError
 from hf_offload_cache.fetch import Fetcher
+from hf_offload_cache.history import PositionHistory
 from hf_offload_cache.model import Geometry
 from hf_offload_cache.tuning.which_cache import step_bytes
 
@@ -270,10 +271,21 @@ def test_a_step_that_fails_leaves_the_indexers_as_they_were(
 ) -> None:
     """A read of the second layer's entries fails, when layers have added the step's keys, and their indexers' too; of
     the first model a read of its indexer's exact keys. Of the second model the fifth layer reads the entries, and the
-    third stores an indexer's keys alone."""
+    third stores an indexer's keys alone. Before, prefills of other numbers of sequences fail: nothing is left."""
     model = make()
     ids, plain = prompt(model, 1, 60), DynamicCache(config=model.config)
     with torch.no_grad(), DiskSwapCache(model, path=tmp_path, indexer_bits=bits, **SMALL) as cache:
+        for rows in (3, 2):
+            with monkeypatch.context() as broken, contextlib.ExitStack() as closing:
+                if rows == 3:
+                    broken.setattr(PositionHistory, "append", _not_now)
+                else:
+                    closing.callback(model.lm_head.register_forward_pre_hook(_not_now).remove)
+                with pytest.raises(OSError, match="not now"):
+                    model(prompt(model, rows, 20), past_key_values=cache)
+            with pytest.raises(ValueError, match="nothing to save"):
+                cache.save(tmp_path / "context")
+            assert "indexer keys" not in +cache.storage.account.by_owner
         for one in (plain, cache):
             model(ids[:, :50], past_key_values=one)
         history = cache.layers[1].history if bits is None else cache.layers[1].indexer.exact
@@ -366,6 +378,10 @@ def test_what_the_next_layer_chooses_is_read_a_layer_early(
         assert "read ahead, in 1 layers and 10 of 11 steps; 2 layers read when needed" in text
         cache.storage.reset_counters()
         assert "exact, in 3 layers; 3 layers read when needed" in str(cache.report())
+
+
+def _not_now(*_: Any) -> NoReturn:
+    raise OSError("not now")
 
 
 def _failing(history: Any, method: Callable[..., Any], calls: int) -> Callable[..., Any]:
