@@ -290,7 +290,7 @@ class IndexedLayer(OffloadLayer):
         """Keys and values for attention, of stored ones or of stored latents."""
         tag, dtype, device = call.tag, call.query.dtype, call.query.device
         assert tag is not None
-        if keys.dtype != dtype:
+        if not keys.dtype == values.dtype == dtype:
             keys, values = keys.to(dtype), values.to(dtype)
         if tag.expand is None:
             return keys, values
@@ -327,7 +327,9 @@ class IndexedLayer(OffloadLayer):
         query sees, or of none, if each query sees few of them."""
         assert call.tag is not None and call.tag.own is not None
         wanted, device = cast(np.ndarray, seen.any(0)), call.query.device
-        own = self.expanded(call, *call.tag.own)
+        own, asked = self.expanded(call, *call.tag.own), call.query.dtype
+        if own[0].dtype != asked:  # `torch.autocast` makes keys of another type, to which it casts a query
+            call = replace(call, query=call.query.to(own[0].dtype))
         width = own[1].shape[3]
         more = max(0, own[0].shape[3] - width)  # as wide as the keys, for which there is a faster kernel
 
@@ -358,7 +360,7 @@ class IndexedLayer(OffloadLayer):
         if attended is not None:
             attended = torch.nn.functional.pad(attended[0], (0, more)), attended[1]
         output, weights = call.stream(blocks() if attended is None else (), widened(*own), mask, None, attended)
-        return output[..., :width], weights
+        return output[..., :width].to(asked), weights
 
     # --- reading ahead -----------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class IndexerKeys:
         stop = held + new[0].shape[1]
         if not self.parts or stop > self.parts[0].shape[1]:
             room = self._room(stop)
-            larger = self._made([(one, (one.shape[0], room, one.shape[2])) for one in new])
+            larger = self._made([(one, (one.shape[0], room, one.shape[2])) for one in self.parts or new])
             for old, one in zip(self.parts, larger, strict=bool(self.parts)):
                 one[:, :held] = old[:, :held]
             self._exchange(larger)

@@ -380,6 +380,41 @@ def test_what_the_next_layer_chooses_is_read_a_layer_early(
         assert "exact, in 3 layers; 3 layers read when needed" in str(cache.report())
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("deepseek_v32", torch.float32),
+        ("deepseek_v32", torch.bfloat16),
+        pytest.param("qwen4_exp_text", torch.float32, marks=LATER),
+    ],
+)
+def test_autocast_rounds_as_with_a_dynamic_cache(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The first layer that chooses gets the same inputs from both caches, so it chooses the same tokens. A prompt in
+    pieces, the first without autocast, candidates, and a step. Indexers' keys stay in the type of the first ones."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = ARCHITECTURES[name]().to(dtype)
+    ids, plain, outputs = prompt(model, 1, 130), DynamicCache(config=model.config), list[torch.Tensor]()
+    first = next(module for module in model.modules() if hasattr(module, "indexer"))
+    first.register_forward_hook(lambda _, __, found: outputs.append(found[0].float()))
+    first.indexer.register_forward_hook(lambda _, __, found: outputs.append(found.clone()))
+    with torch.no_grad(), DiskSwapCache(model, path=tmp_path, **SMALL) as cache:
+        for begin, end in itertools.pairwise((0, 30, 32, 120, 124, 125)):
+            outputs.clear()
+            for one in (plain, cache):
+                if end == 124:
+                    one.activate_past_recording()
+                with torch.autocast("cpu", torch.bfloat16, enabled=begin > 0):
+                    model(ids[:, begin:end], past_key_values=one)
+            chosen, output, own, found = outputs
+            assert torch.equal(own, chosen)
+            assert (found - output).abs().max() <= 0.02 * output.abs().max()
+        layer, other = (one.layers[first.layer_idx] for one in (cache, plain))
+        kept = layer.indexer.whole()
+        assert kept.dtype == torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        torch.testing.assert_close(kept.float(), other.indexer_keys.float(), rtol=0.01, atol=0)
+
+
 def _not_now(*_: Any) -> NoReturn:
     raise OSError("not now")
 
