@@ -164,6 +164,8 @@ class Seam:
                 cache.timeline.end_step()
             return changed
         if self.verb == "leave_indexer":
+            if len(module._forward_hooks) > 1:
+                output = each_once(output)  # other code's hooks may have changed it
             return cache.leave_indexer(self.layer_idx, output)
         if not cache.watches_blocks:
             return None
@@ -215,6 +217,15 @@ def hook_indexers(model: torch.nn.Module, hooks: Hooks) -> None:
         indexer = getattr(attention, "indexer", None)
         if isinstance(indexer, torch.nn.Module):
             _hook("leave_indexer", layer_idx, indexer.register_forward_hook, hooks)
+
+
+def each_once(chosen: torch.Tensor) -> torch.Tensor:
+    """As `chosen`, the indices (B, q, K) of tokens, with -1 for repeated ones: a mask counts such a token once. A mask
+    stays as it is."""
+    if chosen.dtype == torch.bool:
+        return chosen
+    chosen = chosen.sort(2).values
+    return chosen.masked_fill(torch.nn.functional.pad(chosen[..., 1:] == chosen[..., :-1], (1, 0)), -1)
 
 
 def put_last(indexer: torch.nn.Module) -> None:

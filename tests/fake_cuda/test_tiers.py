@@ -392,7 +392,7 @@ def test_what_an_indexer_chose_is_read_for_a_device(tmp_path: Path) -> None:
 def test_steps_that_read_what_an_indexer_chose_wait_for_nothing() -> None:
     """Of two rows, one of them padded, with records in pinned memory: at most 8 launches of a layer more than with
     `DynamicCache`. A step of several tokens goes over the host, and the next ones go on without it, behind tokens that
-    were removed and rows that moved; all within the plan."""
+    were removed and rows that moved, the last with tokens that another's hook repeats; all within the plan."""
     length, counted, stop, model = 60, [63, 64], 64, dense_with_indexers()
     ids, mask = prompt(model, 2, stop + 5), torch.ones(2, stop + 5, dtype=torch.long)
     mask[1, :45], layers = 0, len(model.model.layers)  # fewer tokens are left than an indexer chooses
@@ -419,7 +419,10 @@ def test_steps_that_read_what_an_indexer_chose_wait_for_nothing() -> None:
         found += run(*given, stop + 2, stop + 3)
         cache.reorder_cache(torch.tensor([0, 0]))
         mask[1], ids[1], kept = mask[0], ids[0], (mask[1].clone(), ids[1].clone())
+        indexer = given[0].model.layers[1].self_attn.indexer
+        hook = indexer.register_forward_hook(lambda _, __, chosen: chosen.masked_fill(chosen % 3 == 0, 5))
         found += run(*given, stop + 3, stop + 4)
+        hook.remove()
         mask[1], ids[1] = kept
         return found
 
