@@ -467,7 +467,7 @@ class OffloadCache(Cache):
     def stored_fields(cls, config: Any, geometry: Geometry) -> dict[str, Any]:
         """The `kept_values` of a saved `config`, for `fit`. Defaults that depend on the model's shape are replaced by
         the stored layers' values."""
-        return dict[str, Any](config.kept_values())
+        return {**config.kept_values(), **({"indexer_bits": config.indexer_bits} if geometry.is_indexed else {})}
 
     # --- contexts ----------------------------------------------------------------------------------------------
 

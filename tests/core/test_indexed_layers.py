@@ -510,6 +510,11 @@ def test_keys_in_fewer_bits_take_less_memory_and_give_the_same_tokens(
     plan = DiskSwapCache.plan(geometry, fitted, 4000, 1)
     assert fitted.indexer_bits == 0 and plan.peak_bytes < caught.value.needed and fitted.reuse_capacity > 0
     assert any("reads all keys of the model's indexers" in one for one in DiskSwapCache.notes(plan, fitted, geometry))
+    with torch.no_grad(), DiskSwapCache(model, path=tmp_path) as cache:
+        model(ids[:, :40], past_key_values=cache)
+        cache.save(tmp_path / "context")
+    with pytest.raises(BudgetError, match="need at least"):  # a saved context keeps its bits
+        DiskSwapCache.open(tmp_path / "context", model, caught.value.needed - 1, tmp_path, max_context=4000)
     with torch.no_grad(), DiskSwapCache(model, indexer_bits=8, engine="memory") as cache:
         model(ids[:, :40], past_key_values=cache)
         parts, tree = cache.layers[0].freeze(), cache.layers[0].capture()
