@@ -221,6 +221,8 @@ class Contents:
         if step is not None and step.ids is not None:
             self.tokens.append(step.ids, step.history, step.padding)
         self.shared.step = None
+        if self.shared.indexing is not None:
+            self.shared.indexing.chosen = None  # of a long piece, as large as a layer's latents
         if self._progress is not None:
             self._end_progress(failed=False)
         self._prefilled = True
@@ -252,9 +254,9 @@ class Contents:
         if step is None:
             return False
         if not step.history:  # a layer may have room, or an indexer's keys, for sequences that are not there
-            for layer in self.offloaded:
-                if not layer.length:
-                    layer.reset()
+            for one in self.offloaded:
+                if not one.length:
+                    one.reset()
         lengths = self.lengths()
         if lengths == step.lengths and not (step.entered and self.has_linear_state):
             shared.step = shared.unseen = shared.front = None  # it ended before it added anything

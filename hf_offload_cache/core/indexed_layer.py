@@ -325,9 +325,10 @@ class IndexedLayer(OffloadLayer):
     def _attend_streamed(self, call: AttentionCall, seen: np.ndarray, mask: torch.Tensor) -> Output:
         """As `_attend_several`, with the stored tokens streamed in blocks. Keys and values are made of those that any
         query sees, or of none, if each query sees few of them."""
-        assert call.tag is not None and call.tag.own is not None
+        tag = call.tag
+        assert tag is not None and tag.own is not None
         wanted, device = cast(np.ndarray, seen.any(0)), call.query.device
-        own, asked = self.expanded(call, *call.tag.own), call.query.dtype
+        own, asked = self.expanded(call, *tag.own), call.query.dtype
         if own[0].dtype != asked:  # `torch.autocast` makes keys of another type, to which it casts a query
             call = replace(call, query=call.query.to(own[0].dtype))
         width = own[1].shape[3]
@@ -351,8 +352,8 @@ class IndexedLayer(OffloadLayer):
                 begin = stop
 
         chosen, attended, account = self.indexing.chosen, None, self.shared.storage.account
-        if chosen is not None and call.tag.expand is not None:
-            latents, sizes = call.tag.own, (int(wanted.sum()), wanted.size, first[0].shape[2], width)
+        if chosen is not None and tag.expand is not None:
+            latents, sizes = tag.own, (int(wanted.sum()), wanted.size, first[0].shape[2], width)
             nbytes = bytes_of_call(call, chosen, latents, *sizes)
             if nbytes is not None and account.has_room(nbytes):
                 with account.holding(LATENTS, nbytes):
