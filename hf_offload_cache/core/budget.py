@@ -180,8 +180,8 @@ def _keys_note(config: OffloadConfig, geometry: Geometry, given: Iterable[str]) 
     if config.indexer_bits != 0 or "indexer_bits" in given or config.max_context is None:
         return None
     nbytes = sum(read_bytes(kind, config, config.max_context) for kind, _ in layer_kinds(geometry, config, 1))
-    where, there = ("host memory", "on the GPU") if geometry.device == "cuda" else ("the disk", "in memory")
-    where = where if config.engine == "memory" else "the disk"
+    where = "host memory" if config.engine == "memory" else "the disk"
+    there = "on the GPU" if geometry.device == "cuda" else "in memory"
     text = f"each step reads all keys of the model's indexers from {where}, {size_text(nbytes)} a sequence"
     return f"{text}: raise memory to keep them {there}" if nbytes else None
 
@@ -498,7 +498,7 @@ def steps_over_host(cls: Any, geometry: Geometry, config: OffloadConfig, context
     plan_of = planner(cls.layer_class)
 
     def alone(kind: Any, own: OffloadConfig) -> bool:
-        decides = kind.most_chosen and own.indexer_bits == 8  # the host, at the edge of a choice
+        decides = kind.topk and kind.indexer_bytes and own.indexer_bits == 8  # the host, at the edge of a choice
         return not decides and bool(plan_of(kind, own, context).alone)
 
     kinds, whys = layer_kinds(geometry, config, batch), list[str]()

@@ -266,8 +266,8 @@ class SelectiveCache(OffloadCache):
         fewest, too_many = 0, -(-self._lent_for[1] // unit)
         if over_host is not None:  # those of a complete choice may fit although fewer do not: they need no areas
             complete = slots_of_choice(geometry, self.config) or self.config.tokens_fetched(self._lent_for[1])
-            enough = -(-(complete - self.config.reuse_capacity) // unit)
-            if 0 < enough < too_many:
+            enough = -(-(min(complete, self._lent_for[1]) - self.config.reuse_capacity) // unit)
+            if enough > 0:
                 fits = self._with_slots(geometry, enough * unit) <= limit
                 fewest, too_many = (enough, too_many) if fits else (fewest, enough)
         while too_many - fewest > max(1, fewest // 16):

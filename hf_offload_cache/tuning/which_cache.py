@@ -141,7 +141,7 @@ def shape_of(name: str, geometry: Geometry) -> Identity:
     layers = [
         f"{len(list(alike))} of {one.num_heads} heads, {one.num_key_heads} x {one.key_dim} keys and "
         f"{one.num_value_heads} x {one.value_dim} values"
-        for one, alike in itertools.groupby(geometry.layers)
+        for one, alike in itertools.groupby(one for one in geometry.layers if one.has_history)
     ]
     return {
         "name": name,

@@ -28,6 +28,7 @@ from hf_offload_cache.errors import BudgetError, ConfigError, ContextError
 from hf_offload_cache.fetch import Fetcher
 from hf_offload_cache.history import PositionHistory
 from hf_offload_cache.model import Geometry
+from hf_offload_cache.tuning import shape_of
 from hf_offload_cache.tuning.which_cache import step_bytes
 
 LATER = since("5.23", "there is no such model, or it takes other fields and positions")
@@ -411,7 +412,7 @@ def test_autocast_rounds_as_with_a_dynamic_cache(name: str, dtype: torch.dtype, 
             assert (found - output).abs().max() <= 0.02 * output.abs().max()
         layer, other = (one.layers[first.layer_idx] for one in (cache, plain))
         kept = layer.indexer.whole()
-        assert kept.dtype == torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        assert kept.dtype == dtype
         torch.testing.assert_close(kept.float(), other.indexer_keys.float(), rtol=0.01, atol=0)
 
 
@@ -509,7 +510,9 @@ def test_keys_in_fewer_bits_take_less_memory_and_give_the_same_tokens(
     fitted = DiskSwapCache.fit(geometry, caught.value.needed - 1, 4000, 1, {})
     plan = DiskSwapCache.plan(geometry, fitted, 4000, 1)
     assert fitted.indexer_bits == 0 and plan.peak_bytes < caught.value.needed and fitted.reuse_capacity > 0
-    assert any("reads all keys of the model's indexers" in one for one in DiskSwapCache.notes(plan, fitted, geometry))
+    for engine, where in (("auto", "the disk"), ("memory", "host memory")):
+        notes = DiskSwapCache.notes(plan, replace(fitted, engine=engine), geometry)
+        assert any(f"reads all keys of the model's indexers from {where}" in one for one in notes)
     with torch.no_grad(), DiskSwapCache(model, path=tmp_path) as cache:
         model(ids[:, :40], past_key_values=cache)
         cache.save(tmp_path / "context")
@@ -543,6 +546,7 @@ def test_plans_count_layers_that_store_only_an_indexers_keys(tmp_path: Path) -> 
     model = mistral_large4()
     ids, geometry = prompt(model, 2, 90), Geometry.of(model)
     assert [layer.has_history for layer in geometry.layers] == [True, True, False, False] and not geometry.kept
+    assert shape_of("", geometry)["layers"].count("heads") == 2  # nothing is said of layers without keys and values
     for engine, bits in itertools.product(("memory", "direct"), (None, 8, 0)):
         with torch.no_grad(), DiskSwapCache(model, path=tmp_path, engine=engine, indexer_bits=bits, **SMALL) as cache:
             begin = 0

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -469,6 +470,9 @@ def test_a_budget_has_slots_for_what_an_indexer_chose(monkeypatch: pytest.Monkey
         config = cls.fit(many, many.full_kv_bytes(16384, 1) // part, 16384, 1, {"engine": "memory"})
         assert config.indexer_bits == kept and config.reuse_capacity >= 3 * 512
         assert budget.steps_over_host(cls, many, config, 16384, 1) == []
+    shared = dataclasses.replace(many, layers=(layer, *[dataclasses.replace(layer, indexer_bytes=0)] * 60))
+    (note,) = budget.steps_over_host(cls, shared, dataclasses.replace(config, indexer_bits=8), 16384, 1)
+    assert note == "steps of 1 of 61 layers need the host; a GPU alone runs them if indexer_bits is not 8"
     with on_the_device(dense_with_indexers(), 1) as (there, counts), torch.no_grad():
         ids, geometry, layers = prompt(there, 1, 70), Geometry.of(there), len(there.model.layers)
         complete = 4 * there.config.index_topk
@@ -509,4 +513,9 @@ def test_a_budget_has_slots_for_what_an_indexer_chose(monkeypatch: pytest.Monkey
                         assert layer.device_slots is None
                     there(Fake(ids[:, begin:]), past_key_values=cache)
                     assert "over the host: the budget has 2 slots a row" in cache.report().steps
+                    cache.config = dataclasses.replace(config, reuse_capacity=0)
+                    for tokens in (68, 76, 80):  # fewer than an indexer may choose: there are slots for all of them
+                        cache._lent_for = (0, 0)
+                        cache.lend_slots(SimpleNamespace(sequences=1, history=tokens - 1, tokens=1))
+                        assert cache.selecting.lent >= cache._lent_for[1] == tokens + tokens // 8 < complete
             monkeypatch.undo()
