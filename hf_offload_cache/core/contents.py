@@ -446,7 +446,8 @@ class Contents:
         self._resumed = True
 
     def close(self) -> None:
-        """Close the layers and drop them."""
+        """Close the layers and drop them. A forward that did not end is dropped, too: the next one raises."""
+        self.shared.step = None
         for layer in self.offloaded:
             layer.close()
         self.tokens.truncate(0)

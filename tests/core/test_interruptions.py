@@ -186,7 +186,8 @@ def test_a_window_that_moved_on_does_not_go_back() -> None:
     combinations(("llama", "gemma3", "gpt_oss", "qwen3_next", "falcon_h1"), {"exact": EXACT, "all": ALL}),
 )
 def test_a_step_that_fails_before_the_first_layer(name: str, fields: dict[str, Any]) -> None:
-    """A token that does not exist, before and after the prompt: everything that follows is as with `DynamicCache`."""
+    """A token that does not exist, before and after the prompt: everything that follows is as with `DynamicCache`. If
+    the cache is closed then, it takes no other forward."""
     model = long_tiny(name)
     bad = torch.full((2, 1), 10**6)
     ids, tokens = prompt(model, 2, 90), singles(model, 2, 12)
@@ -203,6 +204,13 @@ def test_a_step_that_fails_before_the_first_layer(name: str, fields: dict[str, A
             results.append(step(model, cache, part))
         assert_exact(*(Decoded(ids, torch.cat(logits)) for logits in (expected, results)))
         assert cache.report().tokens == cache.input_ids.shape[1] == 102
+    with sparse(model, **fields) as closed:
+        with pytest.raises(IndexError):
+            step(model, closed, bad)
+        closed.close()
+        with pytest.raises((RuntimeError, IndexError)):  # as in `test_the_report_after_close`
+            step(model, closed, ids)
+        assert not +closed.storage.account.by_owner
 
 
 class Boom(Exception):
