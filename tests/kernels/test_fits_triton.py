@@ -5,11 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from triton_kernels import DEVICES, Launches, fill_what_is_empty, kernels, move
 
+from hf_offload_cache.history import RecordFormat, Sealed
 from hf_offload_cache.kernels import clusters, fits
+from hf_offload_cache.memory import MemoryAccount
+from hf_offload_cache.methods.cluster import remainder
+from hf_offload_cache.predictors import value_maps
 
 SHAPES = {"smol": (2, 3, 3, 130, 70, 64), "odd": (1, 2, 5, 33, 64, 24), "many clusters": (1, 1, 2, 1100, 9, 16)}
 """Rows, queries, query heads of each, clusters, tokens and channels."""
@@ -76,6 +81,30 @@ def test_sums_of_a_regression_are_the_twins(device: str, coded: bool, monkeypatc
         kernel.add_squares(*on(device, *given), *added)
     for found, twin in zip(added, (sums, squares), strict=True):
         torch.testing.assert_close(found.cpu() / twin.abs().max(), twin / twin.abs().max(), rtol=0, atol=1e-6)
+
+
+@EACH_DEVICE
+def test_a_fit_to_every_third_token_has_the_twins_maps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows with padding, whose keys and values are NaN."""
+    (rows, heads, count, tokens, dim), kernel = (2, 2, 9, 64, 16), kernels("fits_triton", device, monkeypatch)
+    monkeypatch.setattr(remainder, "_TOKENS", 22)
+    keys, values, queries = (normal(rows, size, tokens, dim, seed=size) for size in (1, 1, heads))
+    visible = torch.arange(tokens) >= torch.tensor([[30], [4]])
+    keys, values = (one.masked_fill(~visible[:, None, :, None], torch.nan) for one in (keys, values + keys))
+    labels, found = np.random.default_rng(3).integers(0, count, (rows, tokens), np.uint16), []
+    sizes = np.stack([np.bincount(own, minlength=count) for own in labels])
+    means = normal(rows, count, dim, seed=4).half().numpy()
+    form = RecordFormat.of_sizes((1, dim, 1, dim), keys.dtype, 8)
+    for where in ("cpu", device):
+        *parts, asked, seen = on(where, keys, values, queries, visible)
+        given = Sealed(count, tokens, [(parts[0], parts[1])], lambda: iter(())), form, labels, means, sizes, asked
+        found.append(remainder.fit_maps(*given, dim**-0.5, 20, seen, MemoryAccount(), rows))
+        for module in (remainder, value_maps):  # on a CPU, the second fit is the interpreter's
+            for name in {"unselected", "weigh", "add_squares"} & vars(module).keys():
+                monkeypatch.setattr(module, name, getattr(kernel, name))
+    twins, made = found
+    assert (twins.maps.int() - made.maps.int()).abs().max() <= 1 and twins.maps.float().std() > 10
+    torch.testing.assert_close(made.ratio, twins.ratio, rtol=1e-4, atol=0)
 
 
 @EACH_DEVICE

@@ -93,7 +93,7 @@ def fit_maps(
         some = slice(first, min(rows, first + together))
         keys, values = _sample(sealed.parts, some, every)
         labels_there = to_device(labels[some, before : sealed.tokens : every].astype(np.int32), device)
-        seen = None if visible is None else visible[some, before : sealed.tokens : every]
+        seen = None if visible is None else visible[some, before : sealed.tokens : every].contiguous()
         if seen is not None:  # padding may be NaN
             keys.masked_fill_(~seen[..., None], 0)
             values.masked_fill_(~seen[:, None, :, None], 0)
