@@ -163,6 +163,7 @@ def weigh(
         count, clusters, *ends, *states.stride()[:2], *keys.stride()[:2], labels.stride(0),
         0 if seen is None else seen.stride(0), dim, wide(dim), min(wide(dim), _CHANNELS), _QUERIES, POINTS,
         "ieee" if keys.dtype == torch.float32 else "tf32", scores is not None, seen is not None, num_warps=4,
+        num_stages=1,  # more would hold wide keys in float32 several times, in more shared memory than devices may have
     )  # fmt: skip
     return weights, mass
 
