@@ -50,7 +50,7 @@ def biased_mask(call: AttentionCall, mask: torch.Tensor | None, estimates: Estim
     bias, dtype = estimates.bias, call.query.dtype
     count, least = bias.shape[3], torch.finfo(dtype).min
     result = torch.zeros(*bias.shape[:3], entries, dtype=dtype, device=bias.device)
-    result[..., entries - count :] = bias.clamp_min(least)
+    result[..., entries - count :].copy_(bias).clamp_min_(least)
     if mask is not None and mask.dtype == torch.bool:
         result[..., : entries - count].masked_fill_(~mask, least)
     elif mask is not None:
