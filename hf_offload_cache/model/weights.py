@@ -207,7 +207,7 @@ def quantized_bytes(model: Any, settings: Mapping[str, Any], device: str) -> int
     if method == "fp8":
         return _as_replaced(model, settings)
     count = {"bitsandbytes": _bitsandbytes, "gptq": _gptq, "awq": _awq}.get(method)
-    if count is None or _has_experts(model):  # experts: versions differ
+    if count is None or _has_others(model):
         return UNKNOWN
     return count(model, settings)
 
@@ -231,10 +231,14 @@ def _as_replaced(model: Any, settings: Mapping[str, Any]) -> int | str:
     return total_bytes(model)
 
 
-def _has_experts(model: torch.nn.Module) -> bool:
-    """Whether several weights are one parameter, which versions of the packages quantise or not."""
-    others = (module for module in model.modules() if not isinstance(module, torch.nn.Conv1d))
-    return any(tensor.ndim == 3 for module in others for tensor in module.parameters(recurse=False))
+def _has_others(model: torch.nn.Module) -> bool:
+    """Whether weights are in modules that versions of the packages quantise or not: those of several experts in one
+    parameter, and GPT-2's, which are transposed."""
+    from transformers.pytorch_utils import Conv1D
+
+    others = [module for module in model.modules() if not isinstance(module, torch.nn.Conv1d)]
+    experts = (tensor.ndim == 3 for module in others for tensor in module.parameters(recurse=False))
+    return any(isinstance(module, Conv1D) for module in others) or any(experts)
 
 
 def total_bytes(model: torch.nn.Module) -> int:

@@ -350,7 +350,9 @@ def test_bytes_of_quantized_weights(tiny):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 50}
     with torch.device("meta"):
         experts = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
-    assert [quantized_bytes(experts, settings, "cuda") for settings in (four, gptq, awq)] == ["unknown"] * 3
+        transposed = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2))
+    for other in (experts, transposed):
+        assert [quantized_bytes(other, settings, "cuda") for settings in (four, gptq, awq)] == ["unknown"] * 3
 
 
 def test_plan_counts_quantized_weights(plan, tiny, tmp_path):
