@@ -23,7 +23,7 @@ def unselected(
     scores: torch.Tensor, tops: torch.Tensor, sums: torch.Tensor, members: torch.Tensor, heads: int, wanted: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The clusters that queries do not select. A query selects those whose keys get the largest shares of its heads'
-    attention, until they have the wanted keys together. Of equal clusters the first come first.
+    attention, until these hold `wanted` keys in total. Of clusters with equal shares, lower indices come first.
 
     Args:
         scores, tops, sums: (R, q h, C) and (R, q h, ·) float32, contiguous: of `clusters.score`.

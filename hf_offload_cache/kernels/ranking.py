@@ -152,7 +152,7 @@ def share(
 @with_kernel()
 def pick(importance: torch.Tensor, wanted: int, among: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The `wanted` most important units of each row, and those that follow: (R, wanted) and (R, among - wanted) int32,
-    both ascending. Of equally important units the first ones are taken. Third, (R,) float32: the importance of all
+    both ascending. Of units with equal importance, lower indices come first. Third, (R,) float32: the importance of all
     other units, summed where it is positive and finite. All are new.
 
     Args:

@@ -221,7 +221,7 @@ def quantization_method(settings: Mapping[str, Any]) -> str:
 
 
 def _as_replaced(model: Any, settings: Mapping[str, Any]) -> int | str:
-    """Bytes of the layers that transformers itself puts in the place of the model's."""
+    """The model's bytes after transformers has replaced the layers that it quantises."""
     from transformers.quantizers import AutoHfQuantizer
 
     try:
@@ -255,7 +255,7 @@ def _with_layers(model: Any, layers: Iterable[torch.nn.Linear], nbytes: Callable
 
 
 def _linear_layers(model: Any, skipped: list[str] | None, default_too: bool = False) -> list[torch.nn.Linear]:
-    """Those that transformers replaces: all but the `skipped` ones; None: but the output layer and tied ones."""
+    """Linear layers that transformers replaces: not the `skipped` ones; None: not the output layer and tied ones."""
     from transformers.quantizers import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 

@@ -216,7 +216,7 @@ def encode(
 
 
 def _quantisers(level: str, count: int) -> tuple[Quantiser, ...]:
-    """Those of keys and of values, and if `count` is 3, that of an indexer's keys."""
+    """The quantisers of keys and values and, if `count` is 3, of an indexer's keys."""
     return (*LEVELS[level], *_INDEXER)[:count]
 
 

@@ -295,7 +295,7 @@ def test_plan_loads_no_weights(plan, tiny, tmp_path):
 
 
 def test_bytes_of_quantized_weights(tiny):
-    """Those of the tensors that the methods' packages make for each layer."""
+    """They equal the sizes of the tensors that each method's package makes for a layer."""
     config = transformers.AutoConfig.from_pretrained(tiny)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)

@@ -293,7 +293,7 @@ def test_the_write_queue_is_bounded(account: MemoryAccount) -> None:
 
 
 def test_a_booking_waits_for_what_is_queued_before_it_fails() -> None:
-    """Of the queue itself, and of other owners: how fast a disk is decides nothing."""
+    """A booking of the queue, or of another owner: the speed of a disk does not decide whether it succeeds."""
     account, store = MemoryAccount(2 * RECORD_BYTES), SlowWrites(memory())
     prefetcher, ids = Prefetcher(account, 4 * RECORD_BYTES), store.allocate(4)
     prefetcher.write(store, ids[:2], pattern(2))
